@@ -16,7 +16,7 @@ pub fn median(repeats: usize, mut run: impl FnMut()) -> f64 {
     seconds[repeats / 2]
 }
 
-/// The `f32` numbers of a file, little endian.
+/// Reads a file of little-endian `f32`.
 ///
 /// # Errors
 /// I/O errors of reading the file.
@@ -24,8 +24,8 @@ pub fn floats(path: &Path) -> std::io::Result<Vec<f32>> {
     Ok(std::fs::read(path)?.as_chunks().0.iter().map(|&bytes| f32::from_le_bytes(bytes)).collect())
 }
 
-/// Rows (n, dim) that resemble keys: every channel has a scale of its own, some are outliers with an offset,
-/// and neighbouring tokens are correlated.
+/// Rows (n, dim) that resemble keys: every channel has its own scale, some are outliers with an offset, and
+/// neighbouring tokens are correlated.
 #[must_use]
 pub fn keys(n: usize, dim: usize) -> Vec<f32> {
     let mut state = 1_u64;

@@ -1,5 +1,5 @@
-//! Frames with changed bytes or any payload, and arbitrary bytes, decode to an error or to finite values, the
-//! same on every backend. Directories of chunks are rejected or match their frames.
+//! Frames with changed bytes or an arbitrary payload, and arbitrary bytes, decode to an error or to finite
+//! values, the same on every backend. Chunk directories are rejected or match their frames.
 #![no_main]
 
 use std::sync::OnceLock;
@@ -10,7 +10,7 @@ use libfuzzer_sys::fuzz_target;
 const CHANNELS: usize = 40;
 const TOKENS: usize = 30;
 
-/// A plane of every kind, with ordinary values and with values near the largest finite one, and a frame of
+/// A plane of every kind, with ordinary values and with values near the largest finite one, and a frame for
 /// each.
 static CASES: [OnceLock<(PlaneBuf, Vec<u8>)>; 48] = [const { OnceLock::new() }; 48];
 
@@ -43,7 +43,7 @@ fuzz_target!(|input: (u8, u8, Vec<u8>, Vec<(u16, u8)>)| {
     let kinds = usize::from(kinds) % CASES.len();
     let (plane, frame) = CASES[kinds].get_or_init(|| case(kinds));
     let (plane, mut frame) = (plane.view(), frame.clone());
-    // Changed bytes, one after the other, with recomputed checksums.
+    // Changes bytes one at a time and recomputes the checksums.
     for &(at, value) in &changes {
         let at = 64 + usize::from(at) % (frame.len() - 64);
         frame[at] ^= value;

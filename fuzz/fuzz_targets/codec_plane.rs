@@ -1,5 +1,5 @@
-//! Any bytes are rejected as a plane or a lossless plane, or give one that has the same bytes. Planes encode
-//! and decode.
+//! Arbitrary bytes are rejected as a plane or a lossless plane, or parse to one that serializes to the same
+//! bytes. Planes encode and decode.
 #![no_main]
 
 use codec_core::*;
@@ -7,7 +7,7 @@ use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|input: (Vec<u8>, Vec<u8>)| {
     let (mut bytes, rows) = input;
-    // Half of the inputs get a valid checksum, so that the code behind the check is reached.
+    // Half of the inputs get a valid checksum, to reach the code after the check.
     if let Some((body, _)) = bytes.split_last_chunk::<4>().filter(|_| rows.len() % 2 == 0) {
         let checksum = crc32fast::hash(body).to_le_bytes();
         let at = bytes.len() - 4;
@@ -24,7 +24,7 @@ fuzz_target!(|input: (Vec<u8>, Vec<u8>)| {
     let rows: Vec<f32> = rows[..tokens * channels].iter().map(|&x| f32::from(x) - 128.0).collect();
     let info = FrameInfo { keys_rotated: true, block_tokens: 64, ..FrameInfo::new(1, 1, channels, tokens) };
     let mut frame = Vec::new();
-    // A mean or a map of 1e38 may carry values out of range, which must give an error.
+    // A mean or a map of 1e38 may push values out of range, which must be an error.
     if encode_frame(&info, &[plane; 2], &[&rows[..]; 2], &mut frame).is_ok() {
         let frame = Frame::parse(&frame, usize::MAX).unwrap();
         let mut out = vec![0.0; rows.len()];

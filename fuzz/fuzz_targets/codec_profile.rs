@@ -1,5 +1,5 @@
-//! Profiles with changed bytes are rejected, or give one that returns from its own bytes and decodes what it
-//! encodes.
+//! Profiles with changed bytes are rejected, or parse to one that round-trips through its bytes and decodes
+//! what it encodes.
 #![no_main]
 
 use std::sync::OnceLock;
@@ -32,7 +32,7 @@ fn profile() -> Vec<u8> {
     Profile::fit(info, 2, TOKENS, &layers, &place, fit).unwrap().to_bytes()
 }
 
-/// Recomputes the checksums of the planes that the lengths lead to, and that of all.
+/// Recomputes the checksums of the planes, located by their lengths, and the overall checksum.
 fn mend(bytes: &mut [u8]) {
     let end = bytes.len() - 4;
     let mut at = HEADER;
@@ -64,7 +64,7 @@ fuzz_target!(|input: (Vec<(u16, u8)>, u16)| {
     let place = Place::nhd(info.heads, info.head_dim);
     let layers = vec![LayerRows { keys: &rows[..], values: &rows[..] }; info.layers];
     let mut frame = vec![0; info.max_frame_len()];
-    // A mean or a map of 1e38 may carry values out of range, and other heads need other rows.
+    // A mean or a map of 1e38 may push values out of range, and other heads need other rows.
     let Ok(len) = profile.encode_into(&info, &layers, &place, &mut frame) else { return };
     let frame = Frame::parse(&frame[..len], info.elements()).unwrap();
     let (mut keys, mut values) = (rows.clone(), rows.clone());

@@ -1,4 +1,5 @@
-//! Any shape, codes and values: an error or a result, never a panic, and the same result on every backend.
+//! Arbitrary shapes, codes and values: an error or a result, never a panic, and the same result on every
+//! backend.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

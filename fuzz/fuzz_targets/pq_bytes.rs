@@ -1,4 +1,4 @@
-//! Packed codes and codebooks from outside: rejected, or safe to use; integer tables agree on every backend.
+//! Untrusted packed codes and codebooks: rejected, or safe to use; integer tables agree on every backend.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

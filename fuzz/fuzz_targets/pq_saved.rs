@@ -1,5 +1,5 @@
-//! Saved codes, codebooks and caches from outside: an error or a value that can be saved again, and no memory
-//! beyond what the input's length justifies.
+//! Untrusted serialized codes, codebooks and caches: an error or a value that serializes again, with
+//! allocations bounded by the input's length.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
@@ -18,7 +18,7 @@ fuzz_target!(|input: &[u8]| {
     if let Ok(books) = HeadBooks::from_bytes(input) {
         assert_eq!(HeadBooks::from_bytes(&books.to_bytes::<f32>()).unwrap().id(), books.id());
     }
-    // A cache of one head, whose codebooks have the id that the bytes name.
+    // A cache of one head whose codebooks have the id in the bytes.
     let shape = PqShape::new(4, 2, 2).unwrap();
     let centroids: Vec<f32> = (0..shape.codebook_len()).map(|i| i as f32).collect();
     let book = CodebookBuf::new(shape, &centroids).unwrap();

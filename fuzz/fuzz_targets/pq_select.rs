@@ -1,11 +1,11 @@
-//! Any scores of a group of query heads: no result is NaN, and the group chooses the tokens with the highest
-//! weights by the definition in f64.
+//! Arbitrary scores of a group of query heads: no result is NaN, and the group selects the tokens with the
+//! highest weights by the definition in f64.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
 use pq_core::*;
 
-/// The score that a softmax uses for any `f32`.
+/// The score that the softmax substitutes for any `f32`.
 fn clean(score: f32) -> f64 {
     if score.is_nan() { f64::NEG_INFINITY } else { f64::from(score.min(f32::MAX)) }
 }

@@ -1,5 +1,5 @@
-//! A store whose manifests, frames and profile were changed, through finding, loading, decoding, listing,
-//! verifying and deleting: what was written, an error of one short line, or a chunk that is not there.
+//! Finds, loads, decodes, lists, verifies and deletes in a store with corrupted manifests, frames and
+//! profile: the result is the original data, a one-line error, or a missing chunk.
 #![no_main]
 
 use std::sync::LazyLock;

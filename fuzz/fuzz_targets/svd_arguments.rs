@@ -1,4 +1,4 @@
-//! Any rows, ranks, budgets and work: an error or a result, never a panic.
+//! Arbitrary rows, ranks, budgets and work lists: an error or a result, never a panic.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
@@ -65,7 +65,7 @@ fn calibrate(dim: usize, stored: &[f32], probes: &[f32], fraction: f64, multiple
     let _ = ranks_by_removal(&[&spectrum], Budget::Bytes { per_token: multiple, per_component: 2 }, 1);
 }
 
-/// Arbitrary values as sums from elsewhere.
+/// Arbitrary values as externally computed sums.
 fn sums(matrix: &[f32], sums: &[f32], factor: f64) {
     let wide = |x: &[f32]| -> Vec<f64> { x.iter().take(4).map(|&x| f64::from(x) * factor).collect() };
     let gram = |rows| Gram::<PostRope>::from_sums(2, rows, &wide(matrix), &wide(&sums[..sums.len().min(2)]));

@@ -1,5 +1,5 @@
-//! Saved maps and caches from outside: an error or a value that can be saved again, and no memory beyond what
-//! the input's length justifies.
+//! Untrusted serialized maps and caches: an error or a value that serializes again, with allocations bounded
+//! by the input's length.
 #![no_main]
 
 use std::sync::Arc;
@@ -13,7 +13,7 @@ fuzz_target!(|input: &[u8]| {
         let dims = [maps.keys().dim(), maps.values().dim()];
         go_on(&mut LowRankLayerCache::new(&[Arc::new(maps)], WINDOW).unwrap(), dims);
     }
-    // A cache of one head, whose maps have the id that the bytes name.
+    // A cache of one head whose maps have the id in the bytes.
     let maps = HeadMaps::new(Reduction::folded(4, 2).unwrap(), Reduction::folded(3, 3).unwrap());
     let mut named = input.to_vec();
     if let Some(id) = named.get_mut(44..52) {
@@ -27,7 +27,7 @@ fuzz_target!(|input: &[u8]| {
 
 const WINDOW: Window = Window { sinks: 1, recent: 1, batch: 1 };
 
-/// Decodes on with a cache of one head.
+/// Continues decoding with a cache of one head.
 fn go_on(cache: &mut LowRankLayerCache<f32>, [dim, dim_v]: [usize; 2]) {
     let (row, mut out) = (vec![1.0; dim.max(dim_v)], vec![0.0; dim_v]);
     for _ in 0..3 {

@@ -1,8 +1,9 @@
-//! Entropy of product-quantizer codes of transformed keys and values (method `pqklt` of `kv`): what a lossless
-//! coder of the codes could save.
+//! Entropy of product-quantizer codes of transformed keys and values (method `pqklt` of `kv`): the potential
+//! of lossless coding of the codes.
 //!
-//! Every table is counted on the calibration text, so a rate is a cross-entropy: what a coder with fixed tables
-//! would take on the test text. Rates are bits per code. Prints one JSON object; `peers/codec.py` makes the table.
+//! Every table is counted on the calibration text, so a rate is a cross-entropy: the rate of a coder with
+//! fixed tables on the test text. Rates are bits per code. Prints one JSON object; `peers/codec.py` makes the
+//! table.
 
 #![allow(clippy::unwrap_used)] // a measurement that cannot run should say so by panicking
 
@@ -15,18 +16,18 @@ use rayon::prelude::*;
 use serde_json::{Value, json};
 use svd_core::{Gram, NoRope, PostRope, RopeSide, Rotation, Rows, RowsMut, balanced_order};
 
-/// First tokens, which every method keeps exact.
+/// Leading tokens, which every method keeps exact.
 const SINKS: usize = 4;
 
-/// The weight of a table without context in one with it, in codes.
+/// The prior weight of a context-free table in a table with context, in codes.
 const PRIOR: f64 = 32.0;
 
-/// Classes of the previous token's code: centroids in the order of their first component, in equal parts.
+/// Classes of the previous token's code: centroids sorted by their first component, in equal parts.
 const CLASSES: usize = 4;
 
 /// One layer of a text without its sinks.
 struct Layer {
-    queries: Vec<f32>, // (n, n_heads, head_dim), rotated to positions all over the context
+    queries: Vec<f32>, // (n, n_heads, head_dim), rotated to positions across the context
     keys: Vec<f32>,    // before RoPE
     values: Vec<f32>,
 }
@@ -97,7 +98,7 @@ fn row(model: &Model, rope: &Rope, code: &str, seen: &[Layer], unseen: &[Layer])
             [rates(&shape, &queries, keys), rates(&shape, &outputs, values)]
         })
         .collect();
-    // A token's values in the first layer depend on nothing but the token.
+    // A token's values in the first layer depend on the token alone.
     let groups = [
         ("all", 0..2, 0..=usize::MAX),
         ("keys", 0..1, 0..=usize::MAX),
@@ -121,12 +122,12 @@ fn row(model: &Model, rope: &Rope, code: &str, seen: &[Layer], unseen: &[Layer])
 #[derive(Default)]
 struct Rates {
     codes: f64,
-    alone: f64,     // a table for each head and subspace
-    adaptive: f64,  // that table, which then counts the test text
+    alone: f64,     // a table per head and subspace
+    adaptive: f64,  // that table, adapted to the test text
     previous: f64,  // given the previous token's code
     class: f64,     // given the class of the previous token's code
-    neighbour: f64, // given the code of the subspace before, of the same token
-    window: f64,    // the entropy of the test text's own counts: no coder without context reaches it
+    neighbour: f64, // given the same token's code in the previous subspace
+    window: f64,    // entropy of the test text's own counts, a bound for context-free coders
 }
 
 impl Rates {
@@ -141,7 +142,8 @@ impl Rates {
     }
 }
 
-/// Fits the transform and the codebooks to the first rows, codes both, and measures the codes of the second.
+/// Fits the transform and the codebooks to the first rows, codes both, and measures the codes of the second
+/// rows.
 fn rates<S: RopeSide>(shape: &PqShape, metric: &Gram<S>, rows: [Vec<f32>; 2]) -> Rates {
     let dim = shape.dim();
     let mut covariance = Gram::new(dim).unwrap();
@@ -190,7 +192,7 @@ fn rates<S: RopeSide>(shape: &PqShape, metric: &Gram<S>, rows: [Vec<f32>; 2]) ->
     sum
 }
 
-/// Bits of `test.0` under tables for each context, which is `.1` of `lag` tokens before.
+/// Bits of `test.0` under a table per context, which is `test.1` of `lag` tokens before.
 fn given(
     alone: &[f64],
     sample: (&[usize], &[usize]),
@@ -208,7 +210,7 @@ fn given(
         + test.0[lag..].iter().zip(test.1).map(|(&code, &context)| -tables[context][code].log2()).sum::<f64>()
 }
 
-/// Bits of codes under counts that start as a sample's, as [`PRIOR`] codes for each value, and grow with them.
+/// Bits of codes under adaptive counts that start from a sample's, weighted as [`PRIOR`] codes per value.
 fn adaptive(sample: &[f64], test: &[usize]) -> f64 {
     let (n, weight) = (sample.iter().sum::<f64>(), PRIOR * sample.len() as f64);
     let mut counts: Vec<f64> =
@@ -229,7 +231,7 @@ fn counts(codes: &[usize], ksub: usize) -> Vec<f64> {
     counts
 }
 
-/// Counts as probabilities, with a wider table's as [`PRIOR`] codes more.
+/// Counts as probabilities, with a wider table's as a prior of [`PRIOR`] codes.
 fn table(counts: &[f64], wider: &[f64]) -> Vec<f64> {
     let n = counts.iter().sum::<f64>() + PRIOR;
     counts.iter().zip(wider).map(|(count, wider)| (count + PRIOR * wider) / n).collect()

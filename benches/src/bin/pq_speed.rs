@@ -114,7 +114,7 @@ fn score_range(codebook: &pq_core::Codebook<'_>, query: &[f32]) -> f64 {
     ranges.fold(0.0, f64::max)
 }
 
-/// Selection alone, on the exact scores of different queries in turn: the branch predictor would learn a
+/// Selection alone, on the exact scores of several queries in turn, since the branch predictor would learn a
 /// single input.
 fn top_k(keys: &[f32], queries: &[f32], backends: &[Backend]) {
     let n = keys.len() / DIM;
@@ -149,7 +149,7 @@ fn top_k(keys: &[f32], queries: &[f32], backends: &[Backend]) {
     assert_eq!(chosen, indices);
 }
 
-/// The tokens of the attentions: key/value heads, and tokens of each.
+/// KV heads, and tokens of each, in the attention measurements.
 const HEADS: usize = 8;
 const N: usize = 32_768;
 
@@ -206,7 +206,7 @@ fn random_queries(group: usize, mut byte: impl FnMut() -> u8) -> Vec<f32> {
     (0..group * DIM).map(|_| f32::from(byte()) / 1024.0 - 0.125).collect()
 }
 
-/// Attention on codes at (64, 8), one and four query heads for each key/value head.
+/// Attention on codes at (64, 8), one and four query heads per KV head.
 fn attention(backends: &[Backend]) {
     let mut byte = bytes();
     let coded = Coded::random(64, &mut byte);
@@ -232,14 +232,14 @@ fn attention(backends: &[Backend]) {
     }
 }
 
-/// A step of hybrid attention at (16, 8), which reads the exact rows of 1 % of the tokens. All scores are of
-/// one magnitude, so that no token's weight vanishes.
+/// A step of hybrid attention at (16, 8) with the exact rows of 1 % of the tokens. All scores have one
+/// magnitude, so that no token's weight vanishes.
 fn hybrid(backends: &[Backend]) {
     const GROUP: usize = 4;
     let mut byte = bytes();
     let coded = Coded::random(16, &mut byte);
     let queries = random_queries(GROUP, &mut byte);
-    // Exact rows differ from the codes by up to half a centroid's component.
+    // Exact rows differ from the decoded ones by up to 0.5 per component.
     let mut exact: Vec<[Vec<f32>; 2]> = (0..HEADS).map(|head| coded.decoded(head)).collect();
     for x in exact.iter_mut().flatten().flatten() {
         *x += f32::from(byte()) / 256.0 - 0.5;
@@ -291,7 +291,7 @@ fn hybrid(backends: &[Backend]) {
     }
 }
 
-/// Checks that no other token has a larger sum of softmax weights than a selected one.
+/// Checks that no unselected token has a larger sum of softmax weights than a selected one.
 fn assert_heaviest(queries: &[f32], keys: &[f32], selected: &[u32]) {
     let mut weights = vec![0.0; N];
     for query in queries.chunks_exact(DIM) {

@@ -1,7 +1,7 @@
 //! Error of scores and outputs by rotation and rank on a real model, and error of codes of rotated and plain
 //! rows; `peers/svd.py` makes the tables.
 //!
-//! Calibrates on the first tokens of a text and tests on those after them. Prints one JSON object, and writes
+//! Calibrates on the first tokens of a text and tests on the next ones. Prints one JSON object, and writes
 //! the keys and queries of some heads to a folder, with the test keys decoded from both kinds of codes.
 
 #![allow(clippy::unwrap_used)] // a measurement that cannot run should say so by panicking
@@ -16,16 +16,16 @@ use rayon::prelude::*;
 use serde_json::{Value, json};
 use svd_core::{Gram, NoRope, PostRope, RopeSide, Rotation, RowsMut, balanced_order};
 
-/// First tokens, which every method keeps exact.
+/// Leading tokens, which every method keeps exact.
 const SINKS: usize = 4;
 
 /// Heads whose codes are compared.
 const CODED: usize = 6;
 
-/// Bits of a code.
+/// Bits per code.
 const NBITS: u32 = 8;
 
-/// Number of queries of each head that are written.
+/// Queries written per head.
 const QUERIES: usize = 256;
 
 /// Activations of one layer after RoPE, (n, heads * head_dim) each.
@@ -121,7 +121,7 @@ fn errors(model: &Model, seen: &[Rows], unseen: &[Rows]) -> Value {
     json!({ "keys": side(0), "values": side(1) })
 }
 
-/// Errors of the principal, stacked and closed rotation of the pair `seen` on the pair `unseen`.
+/// Errors on the pair `unseen` of the principal, stacked and closed-form rotations fitted to the pair `seen`.
 fn compare<S: RopeSide>(
     seen: (&Gram<S>, &Gram<S>),
     unseen: (&Gram<S>, &Gram<S>),

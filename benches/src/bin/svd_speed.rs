@@ -34,7 +34,7 @@ fn report(what: &str, path: &str, seconds: f64) {
     println!("{{\"what\":\"{what}\",\"path\":\"{path}\",\"seconds\":{seconds:e}}}");
 }
 
-/// Times the way from rows to an ordered rotation.
+/// Times the computation of an ordered rotation from rows.
 fn rotations(folder: &Path) {
     let rows = floats(&folder.join("rows.f32")).unwrap();
     let rotation = |backend: Backend| {
@@ -57,7 +57,7 @@ fn rotations(folder: &Path) {
     report("closed form", "", median(9, || drop(black_box(Rotation::score_optimal(&gram, &gram).unwrap()))));
 }
 
-/// One decode step of all heads at full and half rank, and the time that reading the rows takes.
+/// One decode step of all heads at full and half rank, and the time to read the rows.
 fn attention<E: Element>(name: &str) {
     let noise = |n: usize, seed: u32| -> Vec<E> {
         let mut state = seed;
@@ -148,7 +148,7 @@ fn schedules() {
                 let plan = plan.unwrap();
                 tasks.push(plan.tasks().len() as f64);
                 decode.push(ratio(&plan));
-                // Prompts of 4 query heads per key/value head.
+                // Prompts with 4 query heads per KV head.
                 let heads: Vec<PrefillHead> = lengths
                     .iter()
                     .flat_map(each)

@@ -1,6 +1,6 @@
 //! Quality per byte of the codec on a real model: the size of frames against the entropy of their symbols,
 //! the gain of each part of the format at equal steps, and the divergence of a model whose whole context was
-//! encoded and decoded. Beside the methods of `kv` it takes `published`, CacheGen as published.
+//! encoded and decoded. Besides the methods of `kv` it accepts `published`, CacheGen as published.
 //!
 //! Prints one JSON object; `peers/codec.py` makes the tables.
 
@@ -17,16 +17,16 @@ use kv_reference::model::{Config, Model, Rope};
 use kv_reference::{Profile, Result};
 use published::Published;
 
-/// First tokens, which stay exact, as in every method of `kv`.
+/// Leading tokens that stay exact, as in every method of `kv`.
 const SINKS: usize = 4;
 
-/// First position that is scored.
+/// First scored position.
 const SCORED: usize = 256;
 
-/// Bytes of a frame's header and of its index's checksum.
+/// Bytes of a frame's header and of the index checksum.
 const HEADER: usize = 64 + 4;
 
-/// Tokens of LMCache's chunks.
+/// Tokens per chunk in LMCache.
 const LMCACHE_CHUNK: usize = 256;
 
 fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
@@ -56,7 +56,7 @@ fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
         rows.push(scored.row(&profile, method)?);
     }
     if !published.is_empty() {
-        // Windows at the positions of those that are scored.
+        // Windows at the positions of the scored ones.
         let sample: Vec<&[u32]> = tokens[..calibration].chunks_exact(length).collect();
         let sample = published::sample(&model, &rope, &sample)?;
         for spec in published {
@@ -77,7 +77,7 @@ fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
     Ok(())
 }
 
-/// The windows that are scored, and the plain model's logits of them.
+/// The scored windows, with the original model's logits.
 struct Scored<'a> {
     model: &'a Model,
     rope: &'a Rope,
@@ -86,7 +86,7 @@ struct Scored<'a> {
 }
 
 impl Scored<'_> {
-    /// The divergence of the model that sees what `through` leaves of keys and values behind the sinks.
+    /// The divergence of the model when `through` replaces keys and values after the sinks.
     fn divergence(
         &self,
         mut through: impl FnMut(usize, &mut [f32], &mut [f32]) -> Result<()>,
@@ -178,7 +178,7 @@ struct Distortion {
 }
 
 impl Distortion {
-    /// Adds rows (n, channels) and what they decode to.
+    /// Adds rows (n, channels) and their decoded form.
     fn add(&mut self, rows: &[f32], decoded: &[f32], channels: usize) {
         self.numbers += rows.len();
         self.error += rows.iter().zip(decoded).map(|(a, b)| f64::from(a - b).powi(2)).sum::<f64>();
@@ -189,7 +189,7 @@ impl Distortion {
         }
     }
 
-    /// The squared error over the variance.
+    /// The squared error relative to the variance.
     fn nmse(&self) -> f64 {
         self.error / self.variance
     }

@@ -1,11 +1,11 @@
 //! CacheGen as published (5.2 of the paper) and the ablations of its figure 15.
 //!
-//! Keys after RoPE and values come in groups of ten tokens: the first is the anchor, the others are differences
-//! to the decoded anchor. Each row is scaled by its own largest magnitude, stored as bf16 (vector-wise
-//! quantization): anchors to 8 bits, differences to bins that are two and three times as wide in the second and
-//! the last third of the layers. An arithmetic coder (constriction's range coder, 24 bits) codes both under
-//! tables that are counted on other text: one table for each layer, channel and kind, one for each layer, or one
-//! for all. A code of fixed width is the quantization without a coder.
+//! Keys after RoPE and values are coded in groups of ten tokens: the first is the anchor, the others are
+//! differences to the decoded anchor. Each row is scaled by its own largest magnitude, stored as bf16
+//! (vector-wise quantization): anchors to 8 bits, differences to bins that are two and three times as wide in
+//! the second and the last third of the layers. An arithmetic coder (constriction's range coder, 24 bits)
+//! codes both under tables counted on other text: one table per layer, channel and kind, one per layer, or
+//! one for all. The fixed-width code is the quantization without an entropy coder.
 
 use constriction::stream::model::DefaultContiguousCategoricalEntropyModel as Table;
 use constriction::stream::queue::{DefaultRangeDecoder, DefaultRangeEncoder};
@@ -17,7 +17,7 @@ use kv_reference::{Error, Result};
 
 use crate::{Distortion, SINKS};
 
-/// Tokens of a group.
+/// Tokens per group.
 const GROUP: usize = 10;
 
 /// Levels of an anchor on each side of zero.
@@ -38,7 +38,7 @@ pub struct Published {
     rotated: bool, // keys after RoPE
 }
 
-/// What rows are differences to.
+/// The reference of the differences.
 #[derive(Clone, Copy, PartialEq)]
 enum Delta {
     Anchor,
@@ -69,13 +69,13 @@ impl Published {
         Some(Ok(published))
     }
 
-    /// The bin width of a difference in layer `l`, in largest magnitudes of its row.
+    /// The bin width of a difference in layer `l`, relative to the largest magnitude of its row.
     fn step(self, l: usize, config: &Config) -> f32 {
         let third = if self.layered { 1 + 3 * l / config.n_layers } else { 1 };
         third as f32 / self.levels
     }
 
-    /// Quantizes rows (n, channels) and replaces them by what the decoder makes of them.
+    /// Quantizes rows (n, channels) and replaces them by the decoded rows.
     fn quantize(self, step: f32, mean: &[f32], rows: &mut [f32]) -> Symbols {
         let mut symbols = Symbols::default();
         if self.delta == Delta::Anchor {
@@ -114,7 +114,7 @@ fn quantize_row(row: &mut [f32], relative: f32, symbols: &mut Vec<i32>) {
     }
 }
 
-/// [`quantize_row`] of a row less `base`.
+/// [`quantize_row`] of a row minus `base`.
 fn quantize_difference(row: &mut [f32], base: &[f32], relative: f32, symbols: &mut Vec<i32>) {
     row.iter_mut().zip(base).for_each(|(x, base)| *x -= base);
     quantize_row(row, relative, symbols);
@@ -142,7 +142,7 @@ pub fn sample(model: &Model, rope: &Rope, windows: &[&[u32]]) -> Result<Vec<Wind
     windows.iter().map(rows).collect()
 }
 
-/// A setting with its tables, and what it has coded.
+/// A setting with its tables, and the sums over its coded data.
 pub struct Coder<'a> {
     setting: Published,
     config: &'a Config,
@@ -221,7 +221,7 @@ impl<'a> Coder<'a> {
         Ok(())
     }
 
-    /// Bits per number of each way to code the same symbols, and their error.
+    /// Bits per element of each way to code the same symbols, and their error.
     pub fn result(&self) -> serde_json::Value {
         let Bits { scales, fixed, anchors, differences, raw_anchors } = &self.bits;
         let per_number = |bits: usize| (bits + scales) as f64 / self.distortion.numbers as f64;
@@ -237,12 +237,12 @@ impl<'a> Coder<'a> {
 }
 
 impl Published {
-    /// Rotates the rows of a plane to their positions, or back, if it is one of keys that are coded rotated.
+    /// Rotates the rows of a plane to their positions, or back, if its keys are coded after RoPE.
     fn turn(self, rope: &Rope, config: &Config, plane: usize, rows: &mut [f32], back: bool) {
         if !self.rotated || plane % 2 == 1 {
             return;
         }
-        // With its halves exchanged, a head turns the other way.
+        // With its halves swapped, a head rotates the other way.
         let exchange = |rows: &mut [f32]| {
             for head in rows.chunks_exact_mut(config.head_dim) {
                 let (low, high) = head.split_at_mut(config.head_dim / 2);
@@ -263,7 +263,7 @@ impl Published {
 #[derive(Clone, Copy)]
 enum Group {
     All,
-    Layer, // keys and values apart
+    Layer, // keys and values separately
     Channel,
 }
 
@@ -342,7 +342,7 @@ impl Counts {
     }
 }
 
-/// Counts as probabilities, with a wider group's as [`PRIOR`] symbols more.
+/// Counts as probabilities, with a wider group's as a prior of [`PRIOR`] symbols.
 fn mixed(counts: &[u32], wider: &[f64]) -> Vec<f64> {
     let n = f64::from(counts.iter().sum::<u32>()) + PRIOR;
     counts.iter().zip(wider).map(|(&count, wider)| (f64::from(count) + PRIOR * wider) / n).collect()

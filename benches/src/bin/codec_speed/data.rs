@@ -80,7 +80,7 @@ fn make(step: f64, normal: &mut Normal) -> Unit {
         for code in 0..alphabet {
             table[code + 2] = table[code + 1] + widths[by_code(code)];
         }
-        // The escape, which is never used, takes a slot of the widest symbol.
+        // The escape, which is never used, takes one slot of the widest symbol.
         let widest = (0..alphabet).max_by_key(|&code| widths[by_code(code)]).unwrap();
         table[widest + 2..alphabet + 2].iter_mut().for_each(|start| *start -= 1);
         assert!(alphabet + 1 < MAX_SYMBOLS);

@@ -2,8 +2,8 @@
 //! table.
 //!
 //! Six layers of keys and values, 1,024 channels of 1,000 tokens each: differences to the first token of each
-//! group of ten, rounded to 0.5, 1 and 1.5 deviations by layer third (CacheGen's numbers). Tables of 12 bits
-//! come from 2,000 other tokens and are not shipped. Every coder is checked by a round trip before it is
+//! group of ten, rounded to 0.5, 1 and 1.5 deviations by layer third (CacheGen's values). The 12-bit tables
+//! are counted on 2,000 other tokens and not transmitted. Every coder is checked by a round trip before it is
 //! timed. Prints a JSON line per measurement.
 
 #![allow(clippy::unwrap_used)] // a measurement that cannot run should say so by panicking

@@ -166,8 +166,8 @@ impl Coder for Zstd {
     }
 }
 
-/// Arithmetic coding bit by bit (Witten, Neal, Cleary 1987) with 16-bit tables. Each channel and 256 tokens
-/// have a stream and its 32-bit length, as in the kernels of CacheGen and LMCache. torchac is the same coder
+/// Arithmetic coding bit by bit (Witten, Neal, Cleary 1987) with 16-bit tables. Each channel of 256 tokens
+/// has a stream and its 32-bit length, as in the kernels of CacheGen and LMCache. torchac is the same coder
 /// with one stream.
 struct Bitwise;
 

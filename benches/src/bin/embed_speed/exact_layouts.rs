@@ -1,4 +1,4 @@
-//! Exact attention on rows of many heads.
+//! Exact attention on interleaved heads.
 
 use std::cell::RefCell;
 
@@ -7,8 +7,7 @@ use pq_core::*;
 
 use crate::{DIM, HEADS, backends, least};
 
-/// Exact attention over all heads of rows that hold 8 of them, in one call and head by head, against rows of
-/// single heads.
+/// Exact attention over rows of 8 interleaved heads, in one call and head by head, against contiguous heads.
 pub fn measure(rows: &[f32]) {
     println!(
         "\n## Exact attention, tokens first (NHD) against heads first (HND)\n\n8 heads of 4 queries each: microseconds head by head over HND, and the factors of NHD.\n"

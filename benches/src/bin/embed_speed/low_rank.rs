@@ -1,5 +1,4 @@
-//! `svd-core`: rows of interleaved heads against rows without gaps, and the owning cache beside the bare
-//! slices.
+//! `svd-core`: interleaved heads against contiguous rows, and the owning cache against plain slices.
 
 use std::sync::Arc;
 
@@ -14,7 +13,7 @@ fn rotation(rows: Rows<'_, f32>) -> Rotation {
     Rotation::score_optimal(&gram, &gram).unwrap()
 }
 
-/// Moments and projection of the rows of one head where the heads are interleaved, against rows without gaps.
+/// Moments and projection of one head of interleaved rows, against contiguous rows.
 pub fn layouts(rows: &[f32]) {
     const HEADS: usize = 8;
     println!(
@@ -48,7 +47,7 @@ pub fn layouts(rows: &[f32]) {
     }
 }
 
-/// `LowRankLayerCache` against the calls that it makes.
+/// `LowRankLayerCache` against direct calls on slices.
 pub fn cache(rows: &[f32]) {
     println!(
         "\n## svd-core: LowRankLayerCache against the bare slices\n\n\

@@ -1,9 +1,9 @@
-//! What an engine meets at the edges of the cores: runs of keys of any length and place, pages, rows of
-//! interleaved heads, the owning caches beside the bare slices, and views of the codec's planes. Prints
-//! `benches/results/embed.md`, or the tables that are named as arguments.
+//! Overheads of embedding the cores in an engine: batches of keys of any length and offset, pages,
+//! interleaved heads, the owning caches against plain slices, and views of the codec's planes. Prints
+//! `benches/results/embed.md`, or the tables named as arguments.
 //!
-//! Every table compares times of one run on one thread; each is the least of many rounds, in which the cases
-//! take turns.
+//! Every table compares times of one run on one thread; each time is the minimum of many rounds, in which the
+//! cases alternate.
 
 #![allow(clippy::unwrap_used)] // a measurement that cannot run should say so by panicking
 
@@ -18,10 +18,10 @@ use kv_benches::keys;
 use pq_core::*;
 
 const DIM: usize = 128;
-/// Heads of interleaved rows.
+/// Heads per interleaved row.
 const HEADS: usize = 8;
 
-/// The least seconds of each case, which take turns for `rounds` rounds.
+/// The minimum seconds of each case over `rounds` rounds, in which the cases alternate.
 fn least(rounds: usize, cases: &mut [Box<dyn FnMut() + '_>]) -> Vec<f64> {
     let mut best = vec![f64::INFINITY; cases.len()];
     for _ in 0..rounds {
@@ -45,7 +45,7 @@ fn coded(shape: PqShape, rows: &[f32]) -> (CodebookBuf, Vec<u8>) {
     (CodebookBuf::new(shape, &trained.centroids).unwrap(), trained.codes)
 }
 
-/// The name of a table, and what measures and prints it.
+/// The name of a table, and the function that measures and prints it.
 type Table = (&'static str, fn(&[f32]));
 
 fn main() {
@@ -74,7 +74,7 @@ fn main() {
     }
 }
 
-/// Encoding by run length: the best and the worst of all offsets in a block.
+/// Encoding by batch length: the best and the worst of all offsets in a block.
 fn runs(rows: &[f32]) {
     const RUNS: [usize; 6] = [1, 16, 32, 64, 65, 1000];
     println!(
@@ -114,7 +114,7 @@ fn runs(rows: &[f32]) {
     }
 }
 
-/// Attention and scan on pages, against one piece.
+/// Attention and scan on pages, against contiguous codes.
 fn pages(rows: &[f32]) {
     const PAGES: [usize; 5] = [16, 32, 64, 128, 256];
     println!(
@@ -140,7 +140,7 @@ fn pages(rows: &[f32]) {
                 let mut table = vec![0.0; group * shape.lut_len()];
                 let luts = lut_into_with(backend, &book.view(), &rows[..group * DIM], &mut table).unwrap();
                 let (luts, book) = (&luts, book.view());
-                // One scratch: with one for each case they would not fit in L2.
+                // A shared scratch: one per case would not fit in L2.
                 let scratch = RefCell::new(vec![0.0; attend_scratch_len(shape, group)]);
                 let mut cases: Vec<Box<dyn FnMut()>> = vec![];
                 for &codes in &views {
@@ -173,7 +173,7 @@ fn line(what: &str, shape: PqShape, backend: Backend, seconds: &[f64]) {
     println!("| {what} | {m}x{nbits} {backend:?} | {:.0} | {} |", seconds[0] * 1e6, factors.join(" | "));
 }
 
-/// Encoding the rows of one head where the heads are interleaved, against rows without gaps.
+/// Encoding one head of interleaved rows, against contiguous rows.
 fn layouts(rows: &[f32]) {
     println!(
         "\n## Tokens first (NHD) against heads first (HND)\n\nEncoding 512 keys of one of {HEADS} heads: microseconds, and the factor.\n"
@@ -200,7 +200,7 @@ fn layouts(rows: &[f32]) {
     }
 }
 
-/// `HeadCache` and `LayerCache` against the calls that they make.
+/// `HeadCache` and `LayerCache` against direct calls on slices.
 fn cache(rows: &[f32]) {
     println!(
         "\n## LayerCache against the bare slices\n\nOne head of 4,096 tokens (4 sinks, 64 to 95 recent), 4 queries; microseconds, and the factor.\n"

@@ -1,4 +1,4 @@
-//! What it costs to borrow an owned plane of the codec, which an engine does for every frame.
+//! The cost of borrowing an owned plane of the codec, once per frame in an engine.
 
 use std::hint::black_box;
 use std::sync::Arc;
@@ -7,7 +7,7 @@ use codec_core::{FitOptions, ModelKind, PlaneBuf, TransformBuf};
 
 use crate::{DIM, HEADS, least};
 
-/// Views of planes of 8 heads with each kind of models.
+/// Views of planes of 8 heads with each kind of model.
 pub fn views(rows: &[f32]) {
     const VIEWS: usize = 1000;
     println!("\n## codec-core: a view of an owned plane\n\n{} channels; nanoseconds.\n", HEADS * DIM);
