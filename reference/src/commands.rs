@@ -56,7 +56,7 @@ enum Command {
     Eval(eval::Eval),
     /// Make a profile (codebooks, rotations, probability models) from a text
     Calibrate(calibrate::Calibrate),
-    /// Time clustering next to a layer's prefill: how many iterations of it PQCache hides
+    /// Time clustering against a layer's prefill: how many iterations PQCache can overlap
     Cost(cost::Cost),
     /// Load a stored prompt over a link, chunk by chunk, before a deadline
     Stream(stream::Stream),

@@ -14,10 +14,10 @@ use super::{Files, JsonArgs, ModelArgs, Stdout, TextArgs, few_tokens, print_erro
     after_help = "Example:\n  kv calibrate million.profile --methods million --tokens 8192\n\nMethods and their settings: kv methods"
 )]
 pub struct Calibrate {
-    /// Profile to write; a file that is there is kept, unless --replace is given
+    /// Profile to write; an existing file is kept unless --replace is given
     #[arg(value_name = "FILE")]
     out: PathBuf,
-    /// Replace FILE: all that it holds is lost, also what other methods need
+    /// Replace FILE and lose all its entries, including those of other methods
     #[arg(long)]
     replace: bool,
     #[command(flatten)]

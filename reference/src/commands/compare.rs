@@ -27,7 +27,7 @@ pub struct Compare {
     /// Tokens to decode after it
     #[arg(long, value_name = "N", default_value_t = 192)]
     decode: usize,
-    /// Most tokens to calibrate on, from the text before the prompt
+    /// Maximum tokens to calibrate on, from the text before the prompt
     #[arg(long, value_name = "N", default_value_t = 4096)]
     calibration: usize,
     /// Methods to compare [default: each near-lossless and aggressive]
@@ -36,11 +36,11 @@ pub struct Compare {
     /// Use this profile (`kv calibrate`) and calibrate nothing
     #[arg(long, value_name = "FILE")]
     profile: Option<PathBuf>,
-    /// What the pass keys are drawn from
+    /// Seed of the pass keys
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
-    /// Tokens of a prompt that run at once on a GPU [default: all]. Later ones see earlier ones as the cache
-    /// keeps them
+    /// Tokens per prefill chunk on a GPU [default: all]. Later chunks see earlier ones as the cache stores
+    /// them
     #[arg(long, value_name = "N", value_parser = at_least_one)]
     chunk: Option<NonZeroUsize>,
     #[command(flatten)]

@@ -21,11 +21,11 @@ use super::print_error;
 /// Which device.
 #[derive(Args)]
 pub struct DeviceArgs {
-    /// Where to run: auto takes the first GPU, or the CPU where there is none
+    /// Where to run: auto takes the first GPU, or the CPU if there is none
     #[arg(long, value_name = "auto|cpu|cuda[:N]", default_value_t = Choice::Auto)]
     device: Choice,
-    /// Most memory of the GPU for weights, caches, steps and prompts, such as 24GiB: what does not fit is an
-    /// error; all of it by default
+    /// Limit of GPU memory for weights, caches, steps and prompts, such as 24GiB: more is an error [default:
+    /// all]
     #[arg(long, value_name = "SIZE", value_parser = size)]
     device_memory: Option<ByteSize>,
 }

@@ -34,7 +34,7 @@ pub struct Eval {
     /// Prompt lengths in tokens
     #[arg(long, value_name = "LIST", value_delimiter = ',', default_value = "512,2048")]
     lengths: Vec<usize>,
-    /// Depths of what is to be found, 0 the start of the prompt, 1 its end
+    /// Depths of the facts to find, 0 the start of the prompt, 1 its end
     #[arg(long, value_name = "LIST", value_delimiter = ',', default_value = "0.1,0.5,0.9")]
     depths: Vec<f64>,
     /// Pass keys, and recall lines, per length and depth; 0 for no retrieval
@@ -43,21 +43,21 @@ pub struct Eval {
     /// Tokens to decode after each prompt
     #[arg(long, value_name = "N", default_value_t = 128)]
     decode: usize,
-    /// Windows of each length over which the perplexity of exact attention is taken on the CPU, from the
-    /// start of the text; 0 for none
+    /// Windows of each length, from the start of the text, for the perplexity of exact attention on the CPU;
+    /// 0 for none
     #[arg(long, value_name = "N", default_value_t = 4)]
     windows: usize,
-    /// Most tokens to calibrate on, from the start of the text
+    /// Maximum tokens to calibrate on, from the start of the text
     #[arg(long, value_name = "N", default_value_t = 4096)]
     calibration: usize,
     /// Use this profile (`kv calibrate`) and calibrate nothing
     #[arg(long, value_name = "FILE")]
     profile: Option<PathBuf>,
-    /// What the tasks are drawn from
+    /// Seed of the tasks
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
-    /// Tokens of a prompt that run at once on a GPU [default: all]. Later ones see earlier ones as the cache
-    /// keeps them
+    /// Tokens per prefill chunk on a GPU [default: all]. Later chunks see earlier ones as the cache stores
+    /// them
     #[arg(long, value_name = "N", value_parser = at_least_one)]
     chunk: Option<NonZeroUsize>,
     #[command(flatten)]

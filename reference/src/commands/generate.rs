@@ -32,7 +32,7 @@ pub struct Generate {
     /// Text to continue
     #[arg(value_name = "PROMPT", required_unless_present = "file")]
     prompt: Option<String>,
-    /// File with the text to continue; newlines at its end are left out
+    /// File with the text to continue; trailing newlines are removed
     #[arg(short, long, value_name = "FILE", conflicts_with = "prompt")]
     file: Option<PathBuf>,
     #[command(flatten)]
@@ -40,20 +40,20 @@ pub struct Generate {
     /// Cache to use
     #[arg(long, default_value = "dense:dtype=f16")]
     method: Method,
-    /// Most tokens to generate
+    /// Maximum tokens to generate
     #[arg(long, value_name = "N", default_value_t = 64)]
     tokens: usize,
-    /// Tokens of the prompt that run at once [default: all; 8192 on a GPU]. Later chunks see earlier ones as
-    /// the cache keeps them
+    /// Tokens per prefill chunk [default: all; 8192 on a GPU]. Later chunks see earlier ones as the cache
+    /// stores them
     #[arg(long, value_name = "N", value_parser = at_least_one)]
     chunk: Option<NonZeroUsize>,
-    /// 0 takes the most likely token
+    /// Sampling temperature; 0 is greedy
     #[arg(long, default_value_t = 0.0)]
     temperature: f64,
-    /// Draw from the most likely tokens that hold this fraction of the probability
+    /// Sample from the most likely tokens with this total probability
     #[arg(long, default_value_t = 1.0)]
     top_p: f64,
-    /// Seed of the random numbers that tokens are drawn by
+    /// Seed of the sampling
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
     /// Use this profile (`kv calibrate`); without one a method that needs it calibrates on the shipped text

@@ -20,7 +20,7 @@ use super::{
 pub struct Speed {
     #[command(flatten)]
     model: ModelArgs,
-    /// A model that is a shape only, with hashed weights: llama-2-7b, llama-3.1-8b or llama-3.1-70b/8
+    /// A model shape with hashed weights: llama-2-7b, llama-3.1-8b or llama-3.1-70b/8
     #[arg(long, value_name = "NAME", conflicts_with = "model")]
     random: Option<String>,
     /// Methods to time: cachegen, dense in 16 bits, hybrid, int4, million, pqcache, pqklt and zack run on the
@@ -33,18 +33,17 @@ pub struct Speed {
     /// Sequences of a batch, at most 32
     #[arg(long, value_name = "LIST", value_delimiter = ',', default_values_t = [1])]
     batches: Vec<usize>,
-    /// Fraction of the selected rows that count as already on the device, 0 to 1: random queries select
-    /// without the locality of a model's
+    /// Fraction of the selected rows that count as resident on the device, 0 to 1: random queries lack the
+    /// locality of a model's
     #[arg(long, value_name = "FRACTION", default_value_t = 0.0)]
     hits: f32,
-    /// Encode what leaves the window in the order of the steps, not next to them
+    /// Encode evicted tokens in stream order with the steps, not concurrently
     #[arg(long)]
     synchronous: bool,
     /// Steps to time
     #[arg(long, value_name = "N", default_value_t = 64)]
     steps: usize,
-    /// Also time prompts as long as the context, N tokens of a sequence at once: until their first tokens
-    /// are chosen, and until the second ones are
+    /// Also time prefills as long as the context, in chunks of N tokens: to the first and to the second token
     #[arg(long, value_name = "N", value_parser = at_least_one)]
     chunk: Option<NonZeroUsize>,
     /// Write the logits of the first step of every run, after token 1, and with --chunk those after the
@@ -55,7 +54,7 @@ pub struct Speed {
     device: DeviceArgs,
     #[command(flatten)]
     json: JsonArgs,
-    /// Write one HTML page with the table and a chart of what a step's time is made of
+    /// Write one HTML page with the table and a chart of the parts of a step's time
     #[arg(long, value_name = "FILE")]
     report: Option<PathBuf>,
 }
