@@ -116,7 +116,7 @@ impl BlockCache {
         for &token in tokens {
             match self.slot_of.get(&self.block_of(token)) {
                 Some(&slot) => {
-                    // Cannot overflow: there are no more slots than blocks that were cached at once.
+                    // Cannot overflow: there are no more slots than simultaneously cached blocks.
                     let row = slot * self.block_len + token as usize % self.block_len;
                     hits.push(Hit { token, row });
                 }

@@ -188,7 +188,7 @@ impl CodebookBuf {
     }
 
     /// The codebook as bytes, with centroids of type `E`: `f32` keeps every bit, `f16` takes half as much. A
-    /// component beyond the range of `E` becomes infinite, which [`from_bytes`](Self::from_bytes) refuses.
+    /// component beyond the range of `E` becomes infinite, which [`from_bytes`](Self::from_bytes) rejects.
     #[must_use]
     pub fn to_bytes<E: Element>(&self) -> alloc::vec::Vec<u8> {
         let mut writer = Writer::new(MAGIC, VERSION);

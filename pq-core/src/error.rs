@@ -1,6 +1,6 @@
 use core::fmt;
 
-/// What was wrong with an argument, and by how much.
+/// An invalid argument, with the offending values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Error {

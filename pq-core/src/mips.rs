@@ -135,7 +135,7 @@ impl<'a> SearchScratch<'a> {
 /// let (shape, n) = (PqShape::new(16, 8, 6)?, 500);
 /// let mut keys: Vec<f32> = (0..n * 16).map(|i| noise(i) + if i % 16 == 5 { 8.0 } else { 0.0 }).collect();
 /// let query: Vec<f32> = (0..16).map(|i| noise(7 * i)).collect();
-/// keys[123 * 16..124 * 16].iter_mut().zip(&query).for_each(|(key, q)| *key += 2.0 * q); // a key that it asks for
+/// keys[123 * 16..124 * 16].iter_mut().zip(&query).for_each(|(key, q)| *key += 2.0 * q); // a matching key
 /// let trained = train(shape, &keys, &TrainOptions { encode: true, ..Default::default() })?;
 /// let codebook = CodebookBuf::new(shape, &trained.centroids)?;
 ///

@@ -59,9 +59,9 @@ pub enum OnGpu {}
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Place {
-    /// The CPU: exact prompts, logits relative to those of the dense 32-bit cache.
+    /// The CPU: exact prefill, logits relative to the dense 32-bit cache.
     Cpu,
-    /// A GPU: logits relative to those of its dense cache with the same 16 bits.
+    /// A GPU: logits relative to its dense cache of the same 16-bit type.
     Cuda,
 }
 

@@ -1,4 +1,5 @@
-//! The default methods run on checkpoints unlike the shipped one: narrow heads, a vocabulary without words.
+//! The default methods run on checkpoints unlike the shipped one: narrow heads, and a vocabulary without
+//! words.
 
 #![allow(clippy::unwrap_used, clippy::panic)] // helpers of tests, too
 
@@ -99,7 +100,7 @@ fn every_default_method_runs_on_narrow_heads_without_words() {
             assert!(row["kl"].as_f64().unwrap() < 1.0 && row["perplexity"].as_f64().unwrap() > 1.0, "{what}");
             assert!(row["needle"].is_null() && row["needle_trials"] == 0, "{what}");
         }
-        // As many bits for a component as with 128 components, where the head allows it.
+        // The same bits per component as with 128 components, if the head allows it.
         let million = rows.iter().filter(|row| row["name"] == "million").map(|row| &row["setting"]);
         let narrow = |components: usize| {
             let m = head_dim / if head_dim == 10 && components == 4 { 2 } else { components };

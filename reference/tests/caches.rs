@@ -1,4 +1,4 @@
-//! Every cache behaves like a cache, and equals the dense one where it loses nothing.
+//! Every cache satisfies the contract of `KvCache`, and equals the dense one if it is lossless.
 
 #![allow(clippy::unwrap_used, clippy::panic)] // helpers of tests, too
 
@@ -73,7 +73,7 @@ impl Setup {
         method.parse::<Method>().unwrap().prepare(&self.model, &self.rope, &self.profile).unwrap()
     }
 
-    /// A cache that holds the first `n` tokens by prefill.
+    /// A cache prefilled with the first `n` tokens.
     fn prefilled(&self, method: &str, n: usize) -> Prepared {
         let Prepared { model, mut cache } = self.prepare(method);
         Prompt::run(&model, &self.rope, &self.tokens[..n]).unwrap().fill(cache.as_mut()).unwrap();
@@ -175,7 +175,8 @@ fn truncation_goes_back_to_any_length() {
             assert_eq!(cache.seq_len(), 110);
             let Prepared { mut cache, .. } = s.prefilled(method, 100);
             let straight = s.decode(&model, cache.as_mut(), 100, 110);
-            // Not the same tokens are exact, so only near; at the full length nothing has changed.
+            // Different tokens are exact, so the results are only close; at the full length nothing has
+            // changed.
             let error = distance(&straight, &again);
             assert!(error < if len == 100 { 1e-6 } else { 0.6 }, "{method} at {len}: {error}");
         }
@@ -217,7 +218,7 @@ fn bytes_are_counted_exactly() {
     // values; 8 exact.
     assert_eq!(kept("million:k=8x6:v=8x6:window=4").kept, 128 * 6 * (values / 16) + 8 * values * 2);
     assert_eq!(kept("million:k=8x6:v=8x6:window=4").shared, 4 * 64 * values);
-    // The same, and a byte a token and head for each norm.
+    // The same, and a byte per token and head for each norm.
     let norms = 92 * (values / 16);
     assert_eq!(kept("pqklt:k=8x6:v=8x6:window=4").kept, 128 * 6 * (values / 16) + norms + 8 * values * 2);
     // Codes of 3 and 1.5 bytes a head; all rows elsewhere, in 16 bits, or in 8 with a scale for a row.

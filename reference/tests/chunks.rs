@@ -13,7 +13,7 @@ use kv_reference::method::{Method, Prepared};
 use kv_reference::model::{Model, Rope};
 use kv_reference::{Error, Profile};
 
-/// One setting of each method, its store reached by short sequences.
+/// One setting of each method, with which short sequences reach the store.
 const METHODS: [&str; 17] = [
     "dense",
     "dense:dtype=f16",
@@ -34,8 +34,8 @@ const METHODS: [&str; 17] = [
     "cachegen:window=4:batch=10",
 ];
 
-/// Settings that lose nothing: ratios and ranks are full, and a codebook has a centroid for every vector of
-/// the text that it is trained on, which is the one that runs.
+/// Lossless settings: ratios and ranks are full, and a codebook has a centroid for every vector of its
+/// training text, which is the test text.
 const EXACT: [&str; 12] = [
     "dense",
     "oracle:ratio=1:exact=f32:window=4",
@@ -129,13 +129,13 @@ fn chunks_stay_near_a_prompt_at_once_in_every_method() {
         let s = setup(fixture, &METHODS);
         let expected = s.exact();
         for method in METHODS {
-            // A prompt at once has exact attention, whatever the cache keeps of it.
+            // A whole prompt has exact attention, whatever the cache keeps of it.
             let (at_once, cache) = s.in_chunks(method, &[TOKENS]);
             assert!(distance(&expected, &at_once) < 1e-5, "{fixture}, {method}");
             let (chunked, in_chunks) = s.in_chunks(method, &[64, 100, TOKENS]);
             let error = distance(&expected, &chunked);
             assert!(error < 0.7, "{fixture}, {method}: {error}");
-            // Frames, the share that stays and that of outliers are rounded up in every chunk.
+            // Frames and the shares of kept tokens and of outliers are rounded up in every chunk.
             if !["cachegen", "snapkv", "outliers"].iter().any(|x| method.contains(x)) {
                 assert_eq!(cache.footprint().kept, in_chunks.footprint().kept, "{fixture}, {method}");
             }
@@ -143,7 +143,7 @@ fn chunks_stay_near_a_prompt_at_once_in_every_method() {
     }
 }
 
-/// Without exact tokens, each step attends to cut rows alone, its own among them.
+/// Without exact tokens, each step attends to truncated rows only, including its own.
 #[test]
 fn prompts_of_cut_rows_are_steps_over_cut_rows() {
     for fixture in FIXTURES {

@@ -16,7 +16,7 @@ use svd_core::SoftmaxStats;
 
 const THREADS: [usize; 3] = [1, 2, 7];
 
-/// What `f` returns at every number of threads.
+/// The results of `f` at every number of threads.
 fn at_all_threads<T: Send>(f: impl Fn() -> T + Sync) -> Vec<T> {
     let pool = |n| rayon::ThreadPoolBuilder::new().num_threads(n).build().unwrap();
     THREADS.iter().map(|&n| pool(n).install(&f)).collect()
@@ -32,7 +32,7 @@ fn numbers(n: usize, seed: usize) -> Vec<f32> {
 
 #[test]
 fn products_have_the_same_bits_at_any_number_of_threads() {
-    // A row alone and several, at sizes that are and are not worth a second thread, divisible and not.
+    // One row and several, at sizes below and above the parallel threshold, divisible and not.
     for n_in in [1, 3, 37, 256, 688, 1031] {
         for n_out in [1, 2, 15, 17, 255, 257, 1000, 4096] {
             for n in [1, 2, 5, 33] {
@@ -102,7 +102,7 @@ fn a_profile_has_the_same_bytes_every_time() {
     let path = folder.path().join("profile");
     let files = at_all_threads(|| {
         let profile = calibrated(&model, &rope, &tokens, &methods).unwrap();
-        // Each save has its own hash seeds; what was loaded is saved as it was.
+        // Each save has its own hash seeds; a loaded profile is saved unchanged.
         let save = |profile: &Profile| {
             profile.save(&path, &model).unwrap();
             std::fs::read(&path).unwrap()

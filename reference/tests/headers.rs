@@ -1,5 +1,4 @@
-//! Headers of weight files that are long, deep or full of holes: loading takes time and memory in proportion
-//! to the file.
+//! Long, deep or sparse headers of weight files: loading takes time and memory in proportion to the file.
 
 #![allow(clippy::unwrap_used, clippy::panic)] // helpers of tests, too
 
@@ -25,7 +24,7 @@ fn load_in_time(case: &str, path: &Path) -> Result<Model> {
     model
 }
 
-/// A safetensors folder of a model with one component everywhere but in its heads.
+/// A safetensors folder of a model with all dimensions 1 except the heads.
 fn layers(n: usize) -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     let config = format!(
@@ -185,7 +184,7 @@ fn long_and_nested_tokens_load_in_seconds() {
     assert!(error.to_string().contains("can merge"), "{error}");
 }
 
-/// Sparse files: their lengths claim 1 GiB, and a few bytes of them are on the disk.
+/// Sparse files: 1 GiB long, with a few bytes on the disk.
 #[cfg(unix)]
 #[test]
 fn holes_take_no_memory() {

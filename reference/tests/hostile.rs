@@ -173,7 +173,7 @@ fn configs() {
     }
 }
 
-/// Another model's tensors under a configuration that says nothing of them.
+/// Another model's tensors under a configuration without them.
 #[test]
 fn tensors_that_the_model_does_not_use() {
     let unused = |case: &str, fixture: &str, from: &str, to: &str, names: &[&str]| {
@@ -192,8 +192,7 @@ fn tensors_that_the_model_does_not_use() {
     unused("biases", "bias-untied", "\"attention_bias\": true", "\"attention_bias\": false", &bias);
     unused("layers", "gqa", "\"num_hidden_layers\": 2", "\"num_hidden_layers\": 1", &["model.layers.1."]);
 
-    // Old checkpoints also store what is known without them: rotary frequencies, and the output under tied
-    // embeddings.
+    // Old checkpoints also store redundant tensors: rotary frequencies, and the output under tied embeddings.
     let folder = copy("mha");
     let path = folder.path().join("model.safetensors");
     let bytes = std::fs::read(&path).unwrap();
@@ -329,7 +328,7 @@ fn gguf() {
     text("a tensor that is missing", "blk.1.attn_q.weight", "blk.1.attn_x.weight", "blk.1.attn_q.weight");
     text("an unknown tokenizer", "smollm", "smollx", "smollx");
 
-    // Every cut ends in an error, wherever it falls.
+    // Truncation at any point is an error.
     for cut in (0..original.len()).step_by(original.len() / 40) {
         spoil("a cut file", "", &|bytes| bytes.truncate(cut));
     }

@@ -15,14 +15,14 @@ use kv_reference::method::Method;
 use kv_reference::model::{Model, Rope};
 use svd_core::SoftmaxStats;
 
-/// An exact cache that computes the attention of another one, too, and notes how much the two differ.
+/// An exact cache that also computes another cache's attention and records the difference.
 struct Watched {
     exact: Box<dyn KvCache>,
     other: Box<dyn KvCache>,
     head_dim: usize,
     group: usize,
     values: Vec<Vec<Moments>>,    // per layer and kv head
-    errors: Arc<Mutex<Vec<f64>>>, // of every attention of a query, over the values' deviation
+    errors: Arc<Mutex<Vec<f64>>>, // per query and attention, relative to the values' deviation
 }
 
 /// Sums over the values of a head.

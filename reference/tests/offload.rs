@@ -1,4 +1,4 @@
-//! Exact rows in files: the same results as in memory, and errors where a file fails.
+//! Exact rows in files: the same results as in memory, and errors if a file fails.
 
 #![allow(clippy::unwrap_used, clippy::panic)] // helpers of tests, too
 
@@ -105,7 +105,7 @@ fn results_are_the_same_in_files_and_at_every_capacity() {
             assert_eq!((fetched.attentions, fetched.rows), (asked.attentions, asked.rows), "{method}{rule}");
             assert_eq!(fetched.bytes, (fetched.rows - fetched.hits) * row_bytes, "{method}{rule}");
             assert_eq!((footprint.kept, footprint.offloaded), (held.kept, held.offloaded), "{method}{rule}");
-            // Blocks, and what a step misses of at most 142 tokens.
+            // Blocks, and the misses of a step among at most 142 tokens.
             let heads = 4;
             assert!(footprint.working <= heads * (tokens + 142) * row_bytes as usize, "{method}{rule}");
             assert!(rule.is_empty() || (tokens == 0) == (fetched.hits == 0), "{method}{rule}: {fetched:?}");
@@ -195,7 +195,8 @@ fn a_write_that_fails_loses_no_token() {
         let mut expected = s.cache(method);
         s.run(cache.as_mut(), 60, 60).unwrap();
         s.run(expected.as_mut(), 60, 60).unwrap();
-        // A copy reads the same files, so the next tokens need new ones, for which there is no folder now.
+        // A clone reads the same files, so the next tokens need new files, for which the folder no longer
+        // exists.
         let copy = cache.clone_box();
         std::fs::remove_dir(&rows).unwrap();
         for _ in 0..2 {
@@ -214,7 +215,7 @@ fn a_write_that_fails_loses_no_token() {
     }
 }
 
-/// The open files without a name in `folder`.
+/// The open unlinked files of `folder`.
 #[cfg(target_os = "linux")]
 fn open_files(folder: &Path) -> Vec<PathBuf> {
     let entries = std::fs::read_dir("/proc/self/fd").unwrap().map(|entry| entry.unwrap().path());
@@ -253,7 +254,7 @@ fn a_full_disk_is_one_line_that_names_the_folder() {
     let folder = tempfile::tempdir().unwrap();
     let method = offloaded("pqcache:window=4", folder.path(), "");
     let prompt = "We, the people of the United States, in order to form a more perfect union. ".repeat(4);
-    // A limit on the size of files stands for the end of the disk: the system refuses the same call.
+    // A file-size limit emulates a full disk: the same system call fails.
     let script = "trap '' XFSZ; ulimit -f 1; exec \"$@\"";
     let kv = support::kv(&["generate", &prompt, "--device", "cpu", "--method", &method]);
     let mut limited = std::process::Command::new("sh");
@@ -270,7 +271,7 @@ fn a_run_that_is_killed_leaves_nothing() {
     let prompt = "We, the people of the United States, in order to form a more perfect union. ".repeat(4);
     let args = ["generate", &prompt, "--device", "cpu", "--method", &method, "--tokens", "3000"];
     let mut run = support::kv(&args).stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
-    // Its first byte of text is out: the rows of the prompt are in files.
+    // After its first byte of text, the rows of the prompt are in files.
     std::io::Read::read_exact(run.stdout.as_mut().unwrap(), &mut [0]).unwrap();
     std::thread::sleep(Duration::from_millis(50));
     run.kill().unwrap();

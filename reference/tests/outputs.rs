@@ -1,5 +1,5 @@
-//! What `kv` writes: standard output that is closed or full, files that are replaced whole, inputs that are
-//! never overwritten.
+//! Output of `kv`: closed or full standard output, atomic replacement of files, inputs that are never
+//! overwritten.
 
 #![allow(clippy::unwrap_used, clippy::panic)] // helpers of tests, too
 
@@ -12,7 +12,7 @@ use std::process::Stdio;
 
 use support::{copy, finished, fixture, kv, one_line, refused, run, text};
 
-/// Quick runs of the commands that print, with a place for each one's own output file.
+/// Quick runs of the commands that print, each with its own output file.
 fn commands(folder: &Path) -> Vec<(Vec<String>, Vec<String>)> {
     let gqa = text(&fixture("gqa")).to_owned();
     let file = |name: &str| text(&folder.join(name)).to_owned();
@@ -137,7 +137,7 @@ fn a_full_disk_leaves_old_files() {
     let folder = tempfile::tempdir().unwrap();
     let old = folder.path().join("old");
     fs::write(&old, "old").unwrap();
-    // A limit on the length of files, whose signal is ignored, makes a write fail as a full disk does.
+    // A file-size limit with its signal ignored makes writes fail as on a full disk.
     let script = "trap '' XFSZ; ulimit -f 1; exec \"$0\" \"$@\"";
     let gqa = fixture("gqa");
     let mut command = std::process::Command::new("sh");
@@ -204,7 +204,7 @@ fn an_output_that_cannot_be_written_is_refused_before_the_work() {
     let folder = tempfile::tempdir().unwrap();
     let inner = text(folder.path());
     for path in ["/nowhere/at/all", inner, ""] {
-        // The model does not exist either: what is said of the output shows that it was looked at first.
+        // The model does not exist either: an error about the output shows that the output was checked first.
         for args in [
             &["compare", "--model", "/no-model", "--json", path][..],
             &["compare", "--model", "/no-model", "--report", path],

@@ -47,7 +47,7 @@ fn tokens_agree_with_sentencepiece() {
         let word = tokenizer.decode(&[word]).unwrap();
         assert!(word.len() >= 3 && word.bytes().all(|b| b.is_ascii_alphabetic()), "{word}");
     }
-    // A piece inside a text begins without the space that begins a text.
+    // A piece inside a text has no leading space.
     let pieces = ["\nThe key is ", "12345", ".\n"].map(|piece| tokenizer.encode_piece(piece).unwrap());
     assert_eq!(
         tokenizer.decode(&[tokenizer.encode("a").unwrap(), pieces.concat()].concat()).unwrap(),

@@ -1,4 +1,4 @@
-//! A damaged profile is refused, and a good one is not lost to a failed write.
+//! A damaged profile is rejected, and a failed write does not lose an existing one.
 
 #![allow(clippy::unwrap_used, clippy::panic)] // helpers of tests, too
 

@@ -24,7 +24,7 @@ enum Projection {
     O,
 }
 
-/// Scales what one head of layer `l` projects (the last one, or all where `all`) by `factor`.
+/// Scales the projection of one head of layer `l` (the last one, or all if `all`) by `factor`.
 fn prune(model: &mut Model, l: usize, projection: Projection, all: bool, factor: f32) {
     let config = &model.config;
     let (hidden, dim, q_dim) = (config.hidden_size, config.head_dim, config.q_dim());
@@ -99,8 +99,7 @@ fn every_method_runs_on_a_model_with_pruned_heads() {
     let model = Model::load(&assets.join("tiny-llama-12m")).unwrap();
     let text = std::fs::read_to_string(assets.join("sotu-heldout.txt")).unwrap();
     let tokens = model.tokenizer().unwrap().encode(&text[..8000]).unwrap();
-    // Zero, and so small that it is next to nothing in single precision; each projection in a layer of its
-    // own.
+    // Zero, and nearly zero in single precision; each projection in a different layer.
     for (all, factor) in [(false, 0.0), (true, 0.0), (false, 1e-36)] {
         let mut pruned = model.clone();
         for (l, projection) in

@@ -1,6 +1,5 @@
-//! What the methods promise, on the shipped model: near-lossless settings lose next to nothing, aggressive
-//! ones degrade in the order that the papers report. Long; `tests/caches.rs` has the quick checks of every
-//! method.
+//! Expected quality on the shipped model: near-lossless settings lose next to nothing, aggressive ones
+//! degrade in the order that the papers report. Long; `tests/caches.rs` has the quick checks of every method.
 
 #![allow(clippy::unwrap_used, clippy::panic)] // helpers of tests, too
 
@@ -75,8 +74,7 @@ fn aggressive_settings_degrade_in_the_papers_order() {
         // MILLION: 4 bits near fp16, then growing loss; codes take outliers better than a uniform grid does.
         &["million", "million:k=32x8:v=32x8", "million:k=16x8:v=16x8"],
         &["million:k=32x8:v=32x8", "int2"],
-        // The query-metric transform takes more than half of the error off codes as they are, at 2 and at 3
-        // bits.
+        // The query-metric transform more than halves the error of plain codes, at 2 and at 3 bits.
         &["pqklt:k=64x6:v=64x6", "million:k=64x6:v=64x6"],
         &["pqklt:k=64x4:v=64x4", "million:k=64x4:v=64x4"],
         &["pqklt:k=64x4:v=64x4:keys=rope", "million:k=64x4:v=64x4"],

@@ -1,4 +1,4 @@
-//! No safe call reaches memory outside its slices, whatever sizes it is told.
+//! No safe call accesses memory outside its slices, whatever sizes it is given.
 
 #![allow(clippy::unwrap_used, clippy::panic)] // helpers of tests, too
 
@@ -21,7 +21,7 @@ fn sequence(seed: u64) -> impl FnMut(usize) -> usize {
     }
 }
 
-/// Attention as it is defined, in `f64`: one row of one head.
+/// The definition of attention in `f64`: one row of one head.
 fn naive(q: &[f32], k: &[Vec<f32>], v: &[Vec<f32>]) -> Vec<f64> {
     let ip =
         |a: &[f32], b: &[f32]| -> f64 { a.iter().zip(b).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum() };
@@ -39,7 +39,7 @@ fn attention_touches_nothing_outside_its_slices() {
     let mut attended = 0;
     for _ in 0..3000 {
         let (n, n_heads, n_kv, d) = (next(4), next(7), next(5), next(6));
-        // Mostly the right lengths; now and then one more or less.
+        // Mostly the right lengths, sometimes one more or less.
         let mut len =
             |right: usize| (right + usize::from(next(20) == 0)).saturating_sub(usize::from(next(20) == 0));
         let lens = [len(n * n_heads * d), len(n * n_kv * d), len(n * n_kv * d), len(n * n_heads * d)];

@@ -1,5 +1,4 @@
-//! A `tokenizer.json` that is cut, corrupt or hostile is an error: no panic, nothing printed, no huge
-//! allocation.
+//! A truncated, corrupt or hostile `tokenizer.json` is an error: no panic, no output, no huge allocation.
 
 #![allow(clippy::unwrap_used, clippy::panic)] // helpers of tests, too
 
@@ -55,7 +54,7 @@ fn load(folder: &Path, bytes: &[u8]) -> Result<Model> {
 const TEXTS: [&str; 4] =
     ["", "ab", "the abc  of \u{e9}\u{fdfa}", "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"];
 
-/// What anybody does with a tokenizer. Errors are counted, panics fail the test.
+/// The usual calls of a tokenizer. Errors are counted, panics fail the test.
 fn exercise(tokenizer: &Tokenizer) -> usize {
     let mut errors = 0;
     for text in TEXTS {
@@ -116,7 +115,7 @@ fn a_file_cut_anywhere_is_an_error() {
     refused("cut inside its decoder", &args, "tokenizer.json");
 }
 
-/// Files that the library takes, or refuses with a panic, and whose use may panic.
+/// Files that the library accepts, or rejects with a panic, and whose use may panic.
 #[test]
 fn what_the_library_panics_on_is_an_error() {
     let split = |kind: &str| json!({"type": kind, "pattern": {"String": "a"}, "behavior": "Removed", "invert": false});

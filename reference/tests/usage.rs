@@ -1,4 +1,4 @@
-//! What the command line says: of arguments that it does not understand, and in its help.
+//! Messages of the command line about invalid arguments, and its help.
 
 #![allow(clippy::unwrap_used, clippy::panic)] // helpers of tests, too
 
@@ -75,7 +75,7 @@ fn arguments_that_do_not_parse_get_a_whole_message() {
     refused("an argument of 100,000 characters", &[&"a".repeat(100_000)], "aaa...");
 }
 
-/// What stops a command names the option at fault and what to pass instead, before any long work.
+/// An error names the option at fault and a valid value, before any long work.
 #[test]
 fn refusals_name_the_option_and_the_way_out() {
     for (args, what) in [

@@ -32,8 +32,8 @@ impl Reduction {
         Ok(Self { maps: Some(maps), ..Self::folded(rotation.dim(), rank)? })
     }
 
-    /// Rows of `dim` components arrive rotated, as after [`Rotation::fold_basis`]. So do queries, in a model
-    /// without a rotary embedding; outputs leave rotated, for a `W_O` after [`Rotation::fold_output`].
+    /// Input rows of `dim` components are already rotated, as after [`Rotation::fold_basis`]; so are queries,
+    /// in a model without RoPE. Outputs stay rotated, for a `W_O` after [`Rotation::fold_output`].
     ///
     /// # Errors
     /// [`Error::Zero`], [`Error::Rank`], or [`Error::TooLarge`] for more than 8,192 components.

@@ -11,7 +11,7 @@ use crate::model::Rope;
 use crate::side::{Pair, Side};
 use crate::{Error, Result};
 
-/// Element type of exact rows.
+/// The element type of exact rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ElementType {
     /// 32 bits.

@@ -18,7 +18,7 @@ use kv_reference::{Error, Result};
 #[cfg(feature = "cuda")]
 use super::print_error;
 
-/// Which device.
+/// The options that select the device.
 #[derive(Args)]
 pub struct DeviceArgs {
     /// Where to run: auto takes the first GPU, or the CPU if there is none
@@ -70,7 +70,7 @@ impl fmt::Display for Choice {
     }
 }
 
-/// Profiles the device for a method whose iterations follow from that, and says so.
+/// Profiles the device for a method whose iterations depend on its profile, and reports it.
 #[cfg(feature = "cuda")]
 pub fn profile_clustering(gpu: &Arc<Gpu>, method: &Method, config: &Config) -> Result<()> {
     let note = kv_reference::device::profile_clustering(gpu, method, config)?;
@@ -91,7 +91,7 @@ pub fn profile_methods(_: Option<&OnGpu>, _: &[Method], _: &Config) -> Result<()
 }
 
 impl DeviceArgs {
-    /// The GPU to run on; none for the CPU.
+    /// The GPU to run on; `None` for the CPU.
     #[cfg(feature = "cuda")]
     pub fn gpu(&self) -> Result<Option<Gpu>> {
         let most =
@@ -107,8 +107,8 @@ impl DeviceArgs {
         Ok(gpu)
     }
 
-    /// The GPU for the methods that it takes, with `chunk` tokens of a prompt at once, or all of `longest`;
-    /// the others run on the CPU unless a GPU was asked for.
+    /// The GPU for the methods that it supports, with prefill chunks of `chunk` tokens, or all of `longest`;
+    /// the others run on the CPU unless a GPU was requested.
     pub fn gpu_for(&self, chunk: Option<NonZeroUsize>, longest: usize) -> Result<Option<OnGpu>> {
         let gpu = self.on_gpu(chunk.map_or(longest, NonZeroUsize::get))?;
         if gpu.is_none() && chunk.is_some() {
@@ -129,20 +129,20 @@ impl DeviceArgs {
         Ok(None)
     }
 
-    /// Whether to run on the CPU after this error: the GPU does not take the model or the method, and nobody
-    /// has asked for it.
+    /// Whether to run on the CPU after this error: the GPU does not support the model or the method, and was
+    /// not requested.
     #[cfg(feature = "cuda")]
     pub fn falls_back(&self, error: &Error) -> bool {
         self.is_auto() && unsupported(error)
     }
 
-    /// Whether what the GPU does not take runs on the CPU.
+    /// Whether unsupported methods run on the CPU.
     #[cfg(feature = "cuda")]
     pub fn is_auto(&self) -> bool {
         self.device == Choice::Auto
     }
 
-    /// Refuses a GPU.
+    /// Rejects a GPU.
     #[cfg(not(feature = "cuda"))]
     pub fn check(&self) -> Result<()> {
         match self.device {

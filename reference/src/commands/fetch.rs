@@ -125,7 +125,8 @@ fn fetch_hf(cache: &Path, id: &str) -> Result<PathBuf> {
     if info.sha.is_empty() || !info.sha.bytes().all(|byte| byte.is_ascii_hexdigit()) {
         return Err(Error::Argument(format!("{id}: the hub names no commit")));
     }
-    // All files come from one commit, even if an earlier call has fetched some and the Hub has changed since.
+    // All files come from one commit, even if an earlier call has fetched some of them and the Hub has
+    // changed since.
     let repo = api.repo(Repo::with_revision(id.to_owned(), RepoType::Model, info.sha));
     let files = info.siblings;
     let needed = |name: &str| {

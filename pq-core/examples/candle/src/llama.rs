@@ -8,7 +8,7 @@ use candle_nn::ops::{rms_norm, silu, softmax_last_dim};
 use candle_nn::rotary_emb::rope;
 use pq_candle::PqLayer;
 
-/// What a layer does with keys and values.
+/// The KV cache of a layer.
 pub trait Kv {
     /// Appends the keys and values (1, kv heads, n, dim) of `n` tokens, after RoPE.
     fn append(&mut self, k: &Tensor, v: &Tensor) -> Result<()>;

@@ -40,8 +40,8 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// Log-probabilities (DECODED, vocabulary): those of the prompt's last token and of each decode step but the last,
-/// which is given the text's own token.
+/// Log-probabilities (DECODED, vocabulary): of the prompt's last token and of each teacher-forced decode step
+/// but the last.
 fn logits<C: Kv>(llama: &Llama, tokens: &[u32], cache: impl Fn() -> C) -> Result<Tensor> {
     let mut caches: Vec<C> = (0..llama.config.num_hidden_layers).map(|_| cache()).collect();
     let mut rows = vec![llama.forward(&tokens[..PROMPT], 0, &mut caches)?];

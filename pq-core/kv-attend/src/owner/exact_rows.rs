@@ -117,7 +117,7 @@ impl<E: Element> ExactRows<E> {
     ///
     /// # Errors
     /// [`Error::BadField`] for numbers of tokens that the window cannot hold, [`Error::TooLarge`],
-    /// [`Error::Truncated`]; those of `compressed`.
+    /// [`Error::Truncated`]; the errors of `compressed`.
     pub fn read<T: From<Error>>(
         reader: &mut Reader<'_>,
         dims: [usize; 2],
@@ -174,16 +174,16 @@ impl<E: Element> Side<E> {
     }
 }
 
-/// Where tokens go when new ones arrive: the same for both sides of a head.
+/// The moves of an append, the same for both sides of a head.
 struct Moves {
     to_sinks: usize,         // new tokens that become sinks
     leaving: usize,          // oldest recent tokens that leave the window
-    passing: Range<usize>,   // new tokens that leave the window at once, after those
+    passing: Range<usize>,   // new tokens that skip the window, after those
     to_recent: Range<usize>, // new tokens that become recent ones
 }
 
 impl Moves {
-    /// What happens when `n` tokens arrive at a window that holds `recent`, out of `len` tokens of the cache.
+    /// The moves when `n` tokens are appended to a window of `recent` tokens in a cache of `len` tokens.
     const fn new(window: &Window, len: usize, recent: usize, n: usize) -> Self {
         let to_sinks = window.to_sinks(len, n);
         let evicted = window.to_evict(recent + n - to_sinks);
