@@ -36,11 +36,12 @@ const fn tables_len(values: PqShape) -> usize {
 /// Attention of a GQA group of query heads over the coded tokens of its KV head, without decoding them to
 /// memory.
 ///
-/// The score of token t for query g is `s[g, t] = key_scales[t] * (sum_j luts[g, j, keys[t, j]]) + bias[g,
-/// t]`, capped if [`CodedTokens::with_softcap`] is set. The tokens are added to `out[g] = sum_t exp(s[g, t] -
-/// max) * value_scales[t] * value_t` and to `stats[g]`. Start from zeros and [`SoftmaxStats::EMPTY`], and
-/// finish with [`SoftmaxStats::normalize`]. Scale queries by `1 / sqrt(head_dim)` before
-/// [`lut_into`](crate::lut_into).
+/// The score of token t for query g is
+/// `s[g, t] = key_scales[t] * (sum_j luts[g, j, keys[t, j]]) + bias[g, t]`, capped if
+/// [`CodedTokens::with_softcap`] is set. The tokens are added to
+/// `out[g] = sum_t exp(s[g, t] - max) * value_scales[t] * value_t` and to `stats[g]`. Start from zeros and
+/// [`SoftmaxStats::EMPTY`], and finish with [`SoftmaxStats::normalize`]. Scale queries by
+/// `1 / sqrt(head_dim)` before [`lut_into`](crate::lut_into).
 ///
 /// # Shapes
 /// `luts` (group, m, ksub) in the keys' shape; `scratch` at least [`attend_scratch_len`]; `out` (group, dim

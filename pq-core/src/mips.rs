@@ -204,8 +204,8 @@ pub fn search_into_with(
 /// Ranks candidates by exact scores and keeps the best `k`: the second stage of a search that selected more
 /// tokens than attention needs.
 ///
-/// Writes indices into the list of candidates, in ascending order, and returns their number, `min(k,
-/// candidates)`.
+/// Writes indices into the list of candidates, in ascending order, and returns their number,
+/// `min(k, candidates)`.
 ///
 /// # Shapes
 /// `queries` (group, dim); `keys` (candidates, dim), the exact keys; `scratch` for the same group and

@@ -11,17 +11,16 @@ use crate::{Budget, Element, Error, HeadMaps, Reduction, Rotation, Rows, RowsMut
 ///
 /// # Keys and values on one scale
 ///
-/// The cost of an error is measured in the layer's output, `sum_g W_g o_g` over the query heads `g`, with `o
-/// = sum_t p_t v_t` and `p = softmax(scale * <q, k_t>)`.
+/// The cost of an error is measured in the layer's output, `sum_g W_g o_g` over the query heads `g`, with
+/// `o = sum_t p_t v_t` and `p = softmax(scale * <q, k_t>)`.
 ///
 /// * An error `e_t` of a value moves a head's output by `sum_t p_t W_g e_t`.
 /// * An error `d_t` of a key moves its score by `s_t = scale * <q, d_t>`, hence to first order its weight by
 ///   `p_t (s_t - sum_u p_u s_u)`, and the head's output by `sum_t p_t s_t W_g (v_t - o)`.
 ///
-/// The errors of different tokens are assumed independent of each other and of the weights, but their mean
-/// need not be zero, as that of values is not: the mean passes through attention unchanged, and the rest
-/// averages out. With `n = 1 / E sum_t p_t^2`, the effective number of tokens, the expected squared error
-/// from values is
+/// The errors of different tokens are assumed independent of each other and of the weights, but not of zero
+/// mean, since values have a mean: the mean passes through attention unchanged, and the rest averages out.
+/// With `n = 1 / E sum_t p_t^2`, the effective number of tokens, the expected squared error from values is
 ///
 /// ```text
 /// |W_g mean(e)|^2 + E |W_g (e - mean(e))|^2 / n

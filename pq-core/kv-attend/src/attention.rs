@@ -197,10 +197,10 @@ pub const fn attend_exact_scratch_len(queries: usize, dim_k: usize) -> usize {
 /// rows hold several KV heads ([`ExactTokens::heads`]). Keys and values may differ in their number of
 /// components.
 ///
-/// With `s_t = scale * <q, k_t>`, capped if [`Attention::softcap`] is set, adds `sum_t exp(s_t - max s) *
-/// v_t` to each query's `out`, and updates its `stats` (maximum and sum). Start from zeros and
-/// [`SoftmaxStats::EMPTY`], call the function for every part of the sequence, exact or coded, then
-/// [`normalize_all`](crate::normalize_all).
+/// With `s_t = scale * <q, k_t>`, capped if [`Attention::softcap`] is set, adds
+/// `sum_t exp(s_t - max s) * v_t` to each query's `out`, and updates its `stats` (maximum and sum). Start
+/// from zeros and [`SoftmaxStats::EMPTY`], call the function for every part of the sequence, exact or coded,
+/// then [`normalize_all`](crate::normalize_all).
 ///
 /// Several query tokens (a chunk of a prompt, speculative tokens) attend causally: query token i of T sees
 /// the rows up to its own, which is row `n - T + i` unless [`ExactTokens::first_query`] sets another

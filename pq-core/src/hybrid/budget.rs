@@ -8,10 +8,11 @@
 //! ```
 //!
 //! where `p_t` is the token's weight in the softmax over all tokens. For independent differences of mean
-//! zero, and in units of the values' deviation from their mean, the expected square is `(exp(variance) - 1 +
-//! value_error) * sum of p_t^2`: `variance` is that of the scores, for normal differences, and `value_error`
-//! the codes' mean squared error over the variance of the values. For a group, a token's combined weight
-//! stands for that of every query: it is at least as large, so the estimate holds for each.
+//! zero, and in units of the values' deviation from their mean, the expected square is
+//! `(exp(variance) - 1 + value_error) * sum of p_t^2`: `variance` is that of the scores, for normal
+//! differences, and `value_error` the codes' mean squared error over the variance of the values. For a group,
+//! a token's combined weight stands for that of every query: it is at least as large, so the estimate holds
+//! for each.
 //!
 //! The error itself scatters around that estimate, since few tokens make most of it and codes do not fit all
 //! tokens alike. In decodes of two models (12 and 135 million parameters) the 95th percentile of the errors

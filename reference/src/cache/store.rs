@@ -50,8 +50,8 @@ pub(crate) trait Store: Send + Sync {
     fn truncate(&mut self, len: usize) -> Result<()>;
     /// Adds the attention of one KV head's query heads over the tokens from index `first` on, at most
     /// [`Self::len`], to `out` (group, head_dim) and `stats` (group,), as [`svd_core::attend_exact_into`]
-    /// does. Sinks and window have already been added. `q` (group, head_dim) is rotated and scaled by `1 /
-    /// sqrt(head_dim)`.
+    /// does. Sinks and window have already been added. `q` (group, head_dim) is rotated and scaled by
+    /// `1 / sqrt(head_dim)`.
     fn attend(
         &self,
         head: usize,

@@ -54,8 +54,9 @@ fn packed_len(n: usize, bits: u32) -> usize {
     (n * bits as usize).div_ceil(8)
 }
 
-/// Appends codes of `bits` bits. If the width divides a byte, byte `i` of `len` bytes holds codes `i`, `i +
-/// len`, `i + 2 len`, ... (as in ggml), so that unpacking vectorizes; other widths are packed bit by bit.
+/// Appends codes of `bits` bits. If the width divides a byte, byte `i` of `len` bytes holds codes `i`,
+/// `i + len`, `i + 2 len`, ... (as in ggml), so that unpacking vectorizes; other widths are packed bit by
+/// bit.
 fn pack(codes: &[u8], bits: u32, bytes: &mut Vec<u8>) {
     let start = bytes.len();
     let len = packed_len(codes.len(), bits);
