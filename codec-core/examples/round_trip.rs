@@ -51,7 +51,7 @@ fn main() -> Result<(), Error> {
         8.0 * bytes.len() as f64 / info.elements() as f64
     );
 
-    // The receiver limits the elements to the memory that it has.
+    // The receiver limits the number of elements to what its memory holds.
     let frame = Frame::parse(&bytes, 1 << 20)?;
     let mut decoded = vec![0.0; TOKENS * channels];
     for (layer, rows) in rows.chunks_exact(2).enumerate() {

@@ -16,8 +16,7 @@ pub(crate) use sealed::Sealed;
 ///
 /// Elements are widened exactly. Decoded values are rounded to the nearest element, ties to even; values
 /// beyond the largest finite element become that element.
-// The conversions are not those of `half`: they have no branches and no calls, so that the loops of kernels
-// vectorize.
+// Not the conversions of `half`: these have no branches and no calls, so that kernel loops vectorize.
 pub trait Element: Copy + Send + Sync + Sealed + 'static {
     /// The name of the type in the header of a frame.
     const TYPE: ElementType;
@@ -42,11 +41,11 @@ impl Element for f16 {
     const TYPE: ElementType = ElementType::F16;
 }
 
-/// Bits of a mantissa that `f32` has and `f16` has not.
+/// Mantissa bits that `f32` has beyond those of `f16`.
 const EXTRA: u32 = 13;
-/// The difference of the biases of their exponents, in the place of an exponent of `f32`.
+/// The difference of the exponent biases, in the exponent field of `f32`.
 const REBIAS: u32 = (127 - 15) << 23;
-/// The bits of 2^-14, the least normal `f16`.
+/// The bits of 2^-14, the smallest normal `f16`.
 const LEAST_NORMAL: u32 = (127 - 14) << 23;
 /// The bits of 65504, the largest `f16`.
 const LARGEST: u32 = 0x477f_e000;
@@ -58,8 +57,8 @@ impl Sealed for f16 {
         let (sign, magnitude) = (bits >> 15 << 31, (bits & 0x7fff) << EXTRA);
         // Infinities and NaN have the largest exponent in both types.
         let rebias = if magnitude < 0x1f << 23 { REBIAS } else { 2 * REBIAS };
-        // With the exponent of the least normal value, the mantissa of a subnormal one exceeds it by the
-        // value.
+        // Under the exponent of the smallest normal value, the mantissa of a subnormal exceeds that value by
+        // the result.
         let subnormal = f32::from_bits(LEAST_NORMAL | magnitude) - f32::from_bits(LEAST_NORMAL);
         let value = if magnitude < 1 << 23 { subnormal.to_bits() } else { magnitude + rebias };
         f32::from_bits(sign | value)
@@ -72,7 +71,8 @@ impl Sealed for f16 {
         let odd = magnitude >> EXTRA & 1;
         // Wraps for subnormal values only, which do not use it.
         let normal = (magnitude + (1 << (EXTRA - 1)) - 1 + odd).wrapping_sub(REBIAS) >> EXTRA;
-        // The last bit of a value in 1/2..1 is 2^-24, the least subnormal `f16`: the addition rounds to it.
+        // The last bit of a value in 1/2..1 is 2^-24, the smallest subnormal `f16`: the addition rounds to
+        // it.
         let subnormal = (f32::from_bits(magnitude) + 0.5).to_bits() - 0.5_f32.to_bits();
         let value = if magnitude < LEAST_NORMAL { subnormal } else { normal };
         Self::from_bits((sign | value) as u16)

@@ -94,7 +94,7 @@ pub enum Error {
     BadChecksum,
     /// The plane is not the one that the frame was encoded with.
     WrongPlane,
-    /// The frame, or the header of a frame to be, is of another model than the profile.
+    /// The frame, or the header of a frame to encode, belongs to another model than the profile.
     WrongModel,
     /// An entry of a chunk's directory differs from the header of its frame.
     WrongEntry {

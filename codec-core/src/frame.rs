@@ -44,7 +44,7 @@ impl<'a> Frame<'a> {
     /// # let plane = PlaneBuf::fit(&rows, 8, None, &FitOptions::default())?;
     /// # let (info, mut bytes) = (FrameInfo { block_tokens: 64, ..FrameInfo::new(1, 2, 4, 100) }, vec![]);
     /// # encode_frame(&info, &[plane.view(); 2], &[&rows, &rows], &mut bytes)?;
-    /// // The receiver allows what it has memory for.
+    /// // The limit is what the receiver has memory for.
     /// let frame = Frame::parse(&bytes, 1_000_000)?;
     /// assert_eq!((frame.info().tokens, frame.info().blocks()), (100, 2));
     /// assert_eq!(Frame::parse(&bytes, 1_000).err(), Some(Error::Limit { needed: 1_600, limit: 1_000 }));
@@ -59,8 +59,8 @@ impl<'a> Frame<'a> {
         }
     }
 
-    /// As [`parse`](Self::parse), for the first bytes of a frame whose other ones have not arrived: all of
-    /// the index, and any number of the payload. A block whose bytes are not there is [`Error::Truncated`].
+    /// As [`parse`](Self::parse), for a frame whose payload has not fully arrived: `bytes` holds the whole
+    /// index and any prefix of the payload. A block beyond it is [`Error::Truncated`].
     ///
     /// # Errors
     /// As there.
@@ -69,7 +69,7 @@ impl<'a> Frame<'a> {
         if frame.payload.len() as u64 > payload_len { Err(Error::TrailingBytes) } else { Ok(frame) }
     }
 
-    /// The frame with what there is of its payload, and the payload's length.
+    /// The frame with the prefix of its payload in `bytes`, and the length of the whole payload.
     fn parse_head(bytes: &'a [u8], max_elements: usize) -> Result<(Self, u64), Error> {
         let (header, rest) = bytes.split_first_chunk::<HEADER>().ok_or(Error::Truncated)?;
         let (info, payload_len) = FrameInfo::read(header)?;

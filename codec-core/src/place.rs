@@ -1,4 +1,4 @@
-//! Rows in memory that is not (tokens, heads, head_dim): strides and pages.
+//! Layouts of rows in memory: strides and pages.
 
 #[cfg(feature = "alloc")]
 use alloc::vec::Vec;
@@ -7,14 +7,14 @@ use core::ops::Range;
 use crate::simd::Kernel;
 use crate::{Error, FrameInfo};
 
-/// Where the rows of a plane are in memory: elements (tokens, heads, head_dim) with strides, so that tokens
-/// or heads may come first, with pages or without. `kv-gpu` has the same type for device memory.
+/// The layout of a plane's rows in memory: elements (tokens, heads, head_dim) with strides, so that tokens or
+/// heads may come first, with or without pages. `kv-gpu` has the same type for device memory.
 ///
-/// Lengths are checked when rows are read or written. It is the caller's to give every token room of its own:
-/// of tokens that overlap, or are in one page twice, the last one written stays.
+/// Lengths are checked when rows are read or written. Overlaps are not: if tokens overlap, or a page occurs
+/// twice in the table, the last write wins.
 ///
 /// # Examples
-/// Sixteen tokens to a page, pages (page, token, head, component), as vLLM keeps them:
+/// Pages of 16 tokens, (page, token, head, component), as in vLLM:
 ///
 /// ```
 /// use codec_core::{Place, TokenPages};
@@ -32,7 +32,7 @@ pub struct Place<'a> {
     pub head_stride: usize,
     /// The position of the frame's first token in these rows.
     pub first_token: usize,
-    /// The page table; without one, the tokens follow one another.
+    /// The page table, if rows are paged.
     pub pages: Option<TokenPages<'a>>,
 }
 
@@ -48,7 +48,7 @@ pub struct TokenPages<'a> {
 }
 
 impl<'a> Place<'a> {
-    /// (tokens, heads, head_dim) without gaps, from token 0.
+    /// Contiguous (tokens, heads, head_dim), from token 0.
     #[must_use]
     pub const fn nhd(heads: usize, head_dim: usize) -> Self {
         let token_stride = heads.saturating_mul(head_dim);
@@ -62,7 +62,7 @@ impl<'a> Place<'a> {
         Self { token_stride: head_dim, head_stride, first_token: 0, pages: None }
     }
 
-    /// Checks that rows of `len` elements have all of the tokens.
+    /// Checks that rows of `len` elements hold all tokens.
     pub(crate) fn check(
         &self,
         what: &'static str,
@@ -90,7 +90,7 @@ impl<'a> Place<'a> {
         if needed <= len { Ok(()) } else { Err(Error::TooShort { what, needed, actual: len }) }
     }
 
-    /// The tokens' runs without a gap between tokens: where the first token is, and the number of tokens.
+    /// Runs of tokens at `token_stride`: the offset of the first one, and the number of tokens.
     fn segments(&self, tokens: Range<usize>) -> impl Iterator<Item = (usize, usize)> + use<'a> {
         let Self { token_stride, first_token, pages, .. } = *self;
         let (mut position, end) = (first_token + tokens.start, first_token + tokens.end);
@@ -112,11 +112,11 @@ impl<'a> Place<'a> {
         })
     }
 
-    /// The elements of the tokens in order of token, head and component, as runs without gaps: where each
-    /// run begins, and its length. [`Self::check`] has passed.
+    /// The elements of the tokens in order of token, head and component, as contiguous runs: the offset and
+    /// length of each. [`Self::check`] has passed.
     fn runs(&self, info: &FrameInfo, tokens: Range<usize>) -> impl Iterator<Item = (usize, usize)> + use<'a> {
         let Self { token_stride, head_stride, .. } = *self;
-        // Heads, and then tokens, that follow one another are one run.
+        // Adjacent heads, and then adjacent tokens, form one run.
         let joined = info.heads == 1 || head_stride == info.head_dim;
         let (heads, len) = if joined { (1, info.channels()) } else { (info.heads, info.head_dim) };
         self.segments(tokens).flat_map(move |(at, n)| {
@@ -126,8 +126,7 @@ impl<'a> Place<'a> {
     }
 }
 
-/// Copies the tokens' elements out of their place to the end of `out`, as (tokens, heads, head_dim),
-/// converted by `convert`.
+/// Appends the tokens' elements to `out` as (tokens, heads, head_dim), converted by `convert`.
 #[cfg(feature = "alloc")]
 pub(crate) struct Gather<'a, T, U, F> {
     pub place: &'a Place<'a>,

@@ -8,7 +8,7 @@ pub(crate) mod owned;
 use crate::error::check_len;
 use crate::{Coder, Error, Models, Transform};
 
-/// The prediction of a value. Its difference to the value is quantized.
+/// The prediction of a value. The residual is quantized.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Predictor<'a> {
     /// The mean of the channel.
@@ -17,7 +17,7 @@ pub enum Predictor<'a> {
     /// of a block has no prediction.
     Previous(&'a [f32]),
     /// CacheGen's predictor: the first token of each group is stored with 8 bits per element, the others as
-    /// their difference to it (5.2 of the paper, groups of 10).
+    /// their difference from it (5.2 of the paper, groups of 10).
     Anchor {
         /// Tokens per group, at least 1.
         group: u16,
@@ -41,7 +41,7 @@ pub enum Scaling<'a> {
 /// The parameters that encode and decode one plane, the keys or the values of one layer: a row of `channels`
 /// elements per token.
 ///
-/// Rows minus `mean` are transformed to coefficients; their differences to `predictor` are quantized to bins
+/// Rows minus `mean` are transformed to coefficients; their residuals under `predictor` are quantized to bins
 /// with the steps of `scaling`; `coder` codes bins as symbols under `models`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Plane<'a> {

@@ -11,7 +11,7 @@ use crate::{Element, Error, Frame, FrameInfo, Place, Plane, PlaneBuf, RopeTable,
 /// Levels that the header of a frame can name.
 const MAX_LEVELS: usize = 1 << 8;
 
-/// What a [`Profile`] belongs to.
+/// The model of a [`Profile`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct ModelInfo {
@@ -50,7 +50,7 @@ impl ModelInfo {
     }
 }
 
-/// The rows of one layer, each in the same place ([`Place`]).
+/// The rows of one layer, keys and values in the same layout ([`Place`]).
 #[derive(Clone, Copy, Debug)]
 pub struct LayerRows<'a, E> {
     /// Keys.
@@ -62,7 +62,7 @@ pub struct LayerRows<'a, E> {
 /// The planes of a whole model: of the keys and the values of all layers, at one or several levels. It is
 /// fitted once for a model, and then encodes and decodes all of its contexts.
 ///
-/// All functions run on the backend that [`Backend::detect`](crate::Backend::detect) finds.
+/// All functions run on [`Backend::detect`](crate::Backend::detect).
 ///
 /// # Examples
 /// ```
@@ -116,13 +116,13 @@ pub struct Profile {
 }
 
 impl Profile {
-    /// Puts fitted planes together.
+    /// Assembles a profile from fitted planes.
     ///
     /// # Shapes
     /// `planes` (levels, layers, 2): keys, then values, of each layer, of one to 256 levels.
     /// # Errors
-    /// [`Error::Zero`], [`Error::TooLarge`], [`Error::Length`] for another number of planes or for planes of
-    /// another number of channels.
+    /// [`Error::Zero`], [`Error::TooLarge`], [`Error::Length`] for a wrong number of planes, or planes with a
+    /// wrong number of channels.
     pub fn new(info: ModelInfo, planes: Vec<PlaneBuf>) -> Result<Self, Error> {
         info.check()?;
         let per_level = 2 * info.layers;
@@ -170,7 +170,7 @@ impl Profile {
     }
 
     /// The header of a lossy frame of `tokens` tokens at a level, with positions from 0 and blocks of 256
-    /// tokens, which may be changed. [`FrameInfo::max_frame_len`] gives the size of the buffer that
+    /// tokens; the caller may change these. [`FrameInfo::max_frame_len`] is the size of the buffer that
     /// [`Self::encode_into`] needs.
     #[must_use]
     pub const fn frame_info(&self, level: u8, tokens: usize) -> FrameInfo {
@@ -181,8 +181,8 @@ impl Profile {
     /// Encodes a context with [`encode_frame_into`] and returns the length of the frame in bytes.
     ///
     /// # Shapes
-    /// `info`: [`Self::frame_info`], of which the element type is set to that of the rows; `rows` (layers,):
-    /// each with the tokens where `place` says.
+    /// `info`: [`Self::frame_info`]; its element type is replaced by that of the rows. `rows` (layers,): the
+    /// tokens in the layout of `place`.
     /// # Errors
     /// [`Error::WrongModel`] for an `info` of another model, [`Error::OutOfBounds`] for a level that the
     /// profile does not have, and those of [`encode_frame_into`]; `out` is then unchanged.
@@ -205,12 +205,12 @@ impl Profile {
     /// layout, with [`Frame::decode_plane_to`].
     ///
     /// # Shapes
-    /// `keys`, `values`: rows that `place` describes, of which the tokens of the frame are written. `rope`
+    /// `keys`, `values`: rows in the layout of `place`; those of the frame's tokens are written. `rope`
     /// covers all tokens of the frame, and rotates keys that were stored before RoPE.
     /// # Errors
     /// [`Error::WrongModel`] for a frame of another model, [`Error::OutOfBounds`] for a level that the
-    /// profile does not have, [`Error::WrongPlane`] for a frame that was encoded with other planes or with
-    /// the planes of keys and values swapped, and those of [`Frame::decode_plane_to`].
+    /// profile does not have, [`Error::WrongPlane`] for a frame encoded with other planes or with the planes
+    /// of keys and values swapped, and those of [`Frame::decode_plane_to`].
     pub fn decode_layer_to<E: Element>(
         &self,
         frame: &Frame<'_>,

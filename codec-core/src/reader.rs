@@ -10,8 +10,8 @@ pub(crate) struct Reader<'a> {
 }
 
 impl<'a> Reader<'a> {
-    /// The fields of a form that begins with `magic` and `version` and ends with its CRC-32, without these
-    /// three.
+    /// Opens a form that starts with `magic` and `version` and ends with its CRC-32; the reader gets the
+    /// fields between.
     pub fn open(bytes: &'a [u8], magic: [u8; 4], version: u8) -> Result<Self, Error> {
         let (body, checksum) = bytes.split_last_chunk::<4>().ok_or(Error::Truncated)?;
         let (&[a, b, c, d, found], fields) = body.split_first_chunk::<5>().ok_or(Error::Truncated)?;

@@ -10,11 +10,11 @@ use crate::Error;
 /// Default number of tokens in a chunk (CacheGen, 5.3).
 pub const CHUNK_TOKENS: usize = 1500;
 
-/// Most levels that a [`Decision`] records.
+/// Maximum number of levels that a [`Decision`] records.
 pub const MAX_LEVELS: usize = 16;
 
-/// Share of the measured throughput on which a plan of [`Plans::TextFirst`] may count to be in time. Throughput
-/// varies: a plan that needs all of what the last chunk had is late as often as not.
+/// Share of the measured throughput that a plan of [`Plans::TextFirst`] may count on. Throughput varies: a
+/// plan that needs the full throughput of the last chunk is late as often as not.
 const TRUST: f64 = 0.5;
 
 /// Share of the delay that a new plan must save before a transfer is abandoned: the rate of a transfer's
@@ -37,26 +37,26 @@ pub struct ChunkSizes<'a> {
     pub levels: &'a [u64],
     /// Seconds to decode a level.
     pub decode: f64,
-    /// Bytes of the text, 0 where the receiver has it.
+    /// Bytes of the text, 0 if the receiver has it.
     pub text: u64,
     /// Seconds to recompute keys and values from the text.
     pub recompute: f64,
-    /// Concurrent requests that load a chunk at this position (CacheGen's `N_i`). Every cost counts for each
-    /// of them.
+    /// Concurrent requests that load a chunk at this position (CacheGen's `N_i`). Each of them pays every
+    /// cost.
     pub requests: usize,
 }
 
-/// The plans that a policy considers for the remaining chunks, and which of them it begins.
+/// The plans that a policy considers for the remaining chunks, and its choice if none is in time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Plans {
-    /// One encoding for all of them, as in the paper. A plan is in time if it ends before the objective at the
-    /// measured throughput; where none is, the fastest is begun.
+    /// One encoding for all chunks, as in the paper. A plan is in time if it meets the objective at the
+    /// measured throughput; if none is, the fastest is started.
     Uniform,
-    /// The first of them as text, none to all, and the rest at one level, so that early chunks are recomputed
-    /// while later ones are transferred. Early chunks are the cheapest to recompute. A plan is in time if half
-    /// the measured throughput is enough for it. Where none is, the throughput may still rise, and the plan is
-    /// begun that is in time at the least throughput: the most text that can be computed before the objective,
-    /// and the last level for the rest; with too little time for any plan, the fastest.
+    /// The first chunks, from none to all, as text, and the rest at one level, so that early chunks, which
+    /// are the cheapest to recompute, are recomputed while later ones are transferred. A plan is in time if
+    /// half the measured throughput suffices. If none is, throughput may still rise, so the plan that needs
+    /// the lowest throughput is started: as much text as can be recomputed before the objective, and the last
+    /// level for the rest; if there is too little time for any plan, the fastest.
     TextFirst,
 }
 
@@ -99,9 +99,9 @@ pub enum Throughput {
 /// The reason for an encoding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reason {
-    /// It begins the least lossy plan that is expected in time.
+    /// It starts the least lossy plan that is expected to be in time.
     InTime,
-    /// No plan is expected in time, and it begins the one that [`Plans`] names for this case.
+    /// No plan is expected to be in time, and it starts the one that [`Plans`] defines for this case.
     NoneInTime,
     /// No throughput is known, and it is the policy's first level.
     NoThroughput,
@@ -128,7 +128,7 @@ pub struct Decision {
     pub level_delays: [Option<f64>; MAX_LEVELS],
 }
 
-/// When the link and the receiver will have done what they were given, in seconds from now.
+/// When the link and the receiver finish their queued work, in seconds from now.
 #[derive(Clone, Copy, Debug, Default)]
 struct Pipeline {
     link: f64,
@@ -163,7 +163,7 @@ impl Plan {
     }
 }
 
-/// The least lossy plan that is in time, and the one to begin where none is.
+/// The least lossy plan that is in time, and the one to start if none is.
 #[derive(Clone, Copy)]
 struct Best {
     in_time: Option<Plan>,
@@ -183,10 +183,10 @@ impl StreamPolicy {
     /// Chooses the encoding of the first of `chunks`, the chunks that have not been sent.
     ///
     /// Among the plans in time, text for all chunks is the least lossy; then the plan with the least lossy
-    /// level, and of its plans the one with the most text. In time means that a plan is expected to end
-    /// before the objective at the throughput that [`Plans`] counts on, which also names the choice where none
-    /// is. While no throughput is known, the choice is text if it needs no transfer and is in time, else the
-    /// first level.
+    /// level, and of its plans the one with the most text. A plan is in time if it is expected to meet the
+    /// objective at the throughput that [`Plans`] counts on, which also defines the choice if none is. While
+    /// no throughput is known, the choice is text if it needs no transfer and is in time, else the first
+    /// level.
     ///
     /// # Errors
     /// [`Error::Zero`] for no chunks, levels or requests; [`Error::TooLarge`] for more than [`MAX_LEVELS`]
@@ -230,7 +230,7 @@ impl StreamPolicy {
         };
         let start = Pipeline { link: 0.0, receiver: progress.computing };
         let (Throughput::Measured(rate) | Throughput::Prior(rate)) = throughput else {
-            // Text that needs no transfer takes as long at any throughput.
+            // The time of text that needs no transfer does not depend on throughput.
             let delay = as_text(chunks, f64::INFINITY, start).receiver;
             if delay <= remaining && chunks.iter().all(|chunk| chunk.text == 0) {
                 (decision.encoding, decision.reason) = (Encoding::Text, Reason::InTime);
@@ -249,11 +249,11 @@ impl StreamPolicy {
         Ok(decision)
     }
 
-    /// Chooses again while the first of `chunks` is being transferred at `level`, with `left` bytes to come
-    /// for all its requests; `progress.measured` is the throughput of this transfer so far, at which it is
-    /// expected to end. Returns the decision to abandon the transfer, or `None` to go on.
+    /// Reconsiders the choice while the first of `chunks` is in flight at `level`, with `left` bytes left for
+    /// all its requests; `progress.measured` is the throughput of this transfer so far, and is assumed for
+    /// the rest of it. Returns the decision to abandon the transfer, or `None` to continue.
     ///
-    /// A transfer goes on if it is expected in time, or if no other plan saves a tenth of the delay.
+    /// A transfer continues if it is expected to be in time, or if no other plan saves a tenth of the delay.
     ///
     /// # Errors
     /// As [`Self::decide`]; [`Error::OutOfBounds`] for a level that does not exist.
@@ -282,7 +282,7 @@ impl StreamPolicy {
         Ok((!go_on && decision.encoding != Encoding::Level(level)).then_some(decision))
     }
 
-    /// The best plans of `chunks`, which are not empty, after what `start` still has to do.
+    /// The best plans of `chunks`, which are not empty, after the queued work of `start`.
     fn best(&self, chunks: &[ChunkSizes<'_>], rate: f64, start: Pipeline, remaining: f64) -> Best {
         let (n, last) = (chunks.len(), chunks[0].levels.len() - 1);
         let all_text = Plan { text_chunks: n, level: None, delay: as_text(chunks, rate, start).receiver };

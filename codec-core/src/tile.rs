@@ -95,7 +95,7 @@ pub(crate) struct Tile<'a> {
 /// The meaning of a tile's bins.
 #[derive(Clone, Copy)]
 pub(crate) enum Scale {
-    /// Differences to a prediction, in steps.
+    /// Differences from a prediction, in steps.
     Predicted,
     /// Values in steps times `2^exponent`.
     Plain(u8),

@@ -69,7 +69,7 @@ fn a_directory_that_is_not_its_frames_is_refused() {
         let mut bytes = chunk.clone();
         for _ in 0..=random.below(2) {
             let at = 8 + random.below(head - 8);
-            // Small changes are the likely ones to make sense.
+            // Small changes are more likely to give valid fields.
             bytes[at] = if random.below(2) == 0 { bytes[at] ^ 1 } else { random.below(256) as u8 };
         }
         let checksum = crc32fast::hash(&bytes[..head]);

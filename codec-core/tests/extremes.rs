@@ -1,5 +1,5 @@
-//! Numbers at the ends of `f32`, channels that do not vary, side numbers that no encoder wrote: an error or
-//! finite numbers.
+//! Values at the ends of the range of `f32`, constant channels, and forged side information give an error or
+//! finite values.
 
 #![allow(clippy::unwrap_used, clippy::panic)] // helpers of tests, too
 
@@ -22,7 +22,7 @@ fn finite() -> impl Strategy<Value = f32> {
     ]
 }
 
-/// Steps that a plane takes, from the least to the largest.
+/// Valid steps of a plane, from the smallest to the largest.
 fn step() -> impl Strategy<Value = f32> {
     (1_u32..253, 0_u32..1 << 23).prop_map(|(exponent, mantissa)| f32::from_bits(exponent << 23 | mantissa))
 }
@@ -41,7 +41,7 @@ struct Parts {
 }
 
 impl Parts {
-    /// A scaling by token goes with no prediction and no transform.
+    /// Scaling by token excludes prediction and transform.
     fn plane(&self) -> Plane<'_> {
         let maps = self.maps.as_ref().filter(|_| self.levels == 0).map(|maps| maps.view());
         Plane::new(PlaneParts {
@@ -88,7 +88,7 @@ fn parts() -> impl Strategy<Value = Parts> {
     })
 }
 
-/// The coefficients that an encoder by FORMAT.md quantizes.
+/// The coefficients to quantize, by FORMAT.md.
 fn coefficients(plane: &Plane<'_>, rows: &[f32]) -> Vec<f32> {
     let channels = plane.channels();
     let centred =
@@ -152,7 +152,7 @@ proptest! {
         let plane = parts.plane();
         let channels = plane.channels();
         let tokens = numbers.len() / channels;
-        // Half of the rows are within some steps of the mean, where a bin is not an error.
+        // In half of the cases, rows are a few steps from the mean, where no bin is out of range.
         let rows: Vec<f32> = numbers[..tokens * channels].iter().enumerate().map(|(i, x)| {
             let (mean, step) = (parts.mean[i % channels], parts.steps[i % channels]);
             if near { (mean + x / f32::MAX * 9.0 * step).clamp(f32::MIN, f32::MAX) } else { *x }
@@ -167,7 +167,7 @@ proptest! {
         if result.is_ok() {
             match decode(&bytes, &plane) {
                 Ok(out) => prop_assert!(out.iter().all(|x| x.is_finite())),
-                // A map may give a NaN of two infinities.
+                // A map may produce a NaN from two infinities.
                 Err(error) => {
                     prop_assert_eq!(error, Error::NotFinite { what: "decoded values" });
                     prop_assert!(plane.parts().transform.is_some());
@@ -244,7 +244,7 @@ proptest! {
         if let Scaling::Steps(steps) = plane.parts().scaling {
             prop_assert!(steps.iter().all(|step| step.is_normal() && *step > 0.0));
         }
-        // The sample itself, and rows that do vary: their distances in steps are vast, and their tiles
+        // The sample itself, and rows that vary: these are far from the mean in steps, so their tiles are
         // coarse.
         let varying: Vec<f32> = rows.iter().enumerate().map(|(i, x)| x + later * (i % 3) as f32).collect();
         for (rows, tolerance) in [(&rows, 0.1), (&varying, 1.0)] {
@@ -261,7 +261,7 @@ proptest! {
     }
 }
 
-/// Rows that their mean, and rows that a map, carries beyond `f32`.
+/// Rows that leave the range of `f32` when the mean is subtracted, and when a map is applied.
 #[test]
 fn samples_that_leave_the_range_are_refused() {
     for predictor in [PredictorKind::Mean, PredictorKind::Previous, PredictorKind::Anchor { group: 2 }] {
@@ -298,7 +298,7 @@ fn an_anchor_of_the_largest_number_comes_back() {
     assert!(rows.iter().zip(&out).all(|(a, b)| (a / 127.0 - b / 127.0).abs() < 1.1e34), "{out:?}");
 }
 
-/// Tiles of blocks that hold nothing but anchors have no bytes, and their lengths say so.
+/// The tiles of blocks that consist of anchors have no bytes and a length of 0.
 #[test]
 fn lengths_of_tiles_without_rows_are_zero() {
     let rows: Vec<f32> = (0..70 * 16).map(|i| (i as f32).sin()).collect();

@@ -1,4 +1,4 @@
-//! Decoding allocates nothing; reading of serialized forms allocates no more than there are bytes.
+//! Decoding allocates nothing; parsing a serialized form allocates no more than its length.
 
 #![allow(clippy::unwrap_used, unsafe_code)]
 
@@ -11,7 +11,7 @@ use half::f16;
 struct Counting;
 
 thread_local! {
-    // Of this thread alone: the test harness allocates on its own thread at any time.
+    // Per thread: the test harness allocates on its own thread at any time.
     static ALLOCATIONS: Cell<usize> = const { Cell::new(0) };
     static BYTES: Cell<usize> = const { Cell::new(0) };
 }

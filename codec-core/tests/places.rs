@@ -1,4 +1,4 @@
-//! Rows of any element type, with strides or in pages, give the bytes and the values of rows without gaps.
+//! Rows of any element type, strided or paged, give the same bytes and values as contiguous rows.
 
 #![allow(clippy::unwrap_used, clippy::panic)] // helpers of tests, too
 
@@ -72,7 +72,7 @@ impl Layout {
         };
         let page_stride = capacity * heads * (dim + gap) + heads * gap + capacity * gap;
         let pages = (first_token + info.tokens).div_ceil(capacity.max(1)).max(1) as u32;
-        // Odd multiples permute the pages of twice as many.
+        // An odd multiplier permutes the page numbers below a power of two.
         let table: Vec<u32> =
             (0..pages).map(|i| (2 * seed + 1).wrapping_mul(i) % pages.next_power_of_two()).collect();
         let len = page_stride * pages.next_power_of_two() as usize;
@@ -196,7 +196,7 @@ proptest! {
     }
 }
 
-/// Every kind of tile, of few and of many channels, at values that make it as large as it can be.
+/// Every kind of tile, with few and with many channels, at values that maximize its size.
 #[test]
 fn no_frame_is_longer_than_its_bound() {
     let mut state = 1_u32;

@@ -1,5 +1,4 @@
-//! Profiles of whole models: what they encode is what their planes encode, and what does not belong together
-//! is refused.
+//! Profiles of whole models: they encode the same bytes as their planes, and mismatches are errors.
 
 #![allow(clippy::unwrap_used, clippy::panic)] // helpers of tests, too
 
@@ -128,7 +127,7 @@ fn bytes_return_the_profile_and_transforms_are_stored_once() {
     }
 }
 
-/// Any byte changed under a valid checksum of the whole: the planes have their own, the header is compared.
+/// Any byte changed under a valid outer checksum: planes have their own, the header is compared.
 #[test]
 fn forged_headers_are_refused_or_have_other_models() {
     let bytes = profile(&tensors()).to_bytes();
@@ -154,7 +153,7 @@ fn forged_headers_are_refused_or_have_other_models() {
     assert_eq!(Profile::new(MODEL, vec![]), Err(Error::Zero { what: "levels" }));
 }
 
-/// Recomputes the checksums of the planes that the lengths lead to, and that of all.
+/// Recomputes the checksums of the planes, found by their lengths, and the checksum of the whole.
 fn mend(bytes: &mut [u8]) {
     const HEADER: usize = 28;
     let end = bytes.len() - 4;
@@ -184,7 +183,7 @@ fn forged_profiles_are_refused_or_work() {
     for _ in 0..3000 {
         let mut forged = bytes.clone();
         for _ in 0..=random(2) {
-            // Headers and first fields of planes are the likely ones to make sense.
+            // Headers and first fields of planes are more likely to give valid fields.
             let at = if random(2) == 0 { random(bytes.len() - 4) } else { random(120) };
             forged[at] ^= 1 << random(8);
         }
@@ -197,7 +196,7 @@ fn forged_profiles_are_refused_or_work() {
         assert_eq!(Profile::from_bytes(&profile.to_bytes()).as_ref(), Ok(&profile));
         let info = profile.frame_info(1, TOKENS);
         let mut frame = vec![0; info.max_frame_len()];
-        // A map of 1e38 carries values out of range.
+        // A map of 1e38 takes values out of range.
         let Ok(len) = profile.encode_into(&info, &rows, &PLACE, &mut frame) else { continue };
         let frame = Frame::parse(&frame[..len], info.elements()).unwrap();
         let (mut keys, mut values) = (vec![0.0_f32; 840], vec![0.0_f32; 840]);
@@ -231,12 +230,12 @@ fn frames_of_other_models_levels_and_planes_are_refused() {
     };
     let order = [(0, k), (0, v), (1, k), (1, v), (2, k), (2, v)];
     assert_eq!(decode(&encode(&info, order)), Ok(()));
-    // Keys and values swapped, and layers.
+    // Keys and values swapped, and layers swapped.
     let swapped = [(0, v), (0, k), (1, v), (1, k), (2, v), (2, k)];
     assert_eq!(decode(&encode(&info, swapped)), Err(Error::WrongPlane));
     let swapped = [(1, k), (1, v), (0, k), (0, v), (2, k), (2, v)];
     assert_eq!(decode(&encode(&info, swapped)), Err(Error::WrongPlane));
-    // Another level than the header says, one that does not exist, and another model.
+    // Another level than the header's, a level that does not exist, and another model.
     assert_eq!(decode(&encode(&FrameInfo { level: 1, ..info }, order)), Err(Error::WrongPlane));
     let third = FrameInfo { level: 2, ..info };
     assert_eq!(decode(&encode(&third, order)), Err(Error::OutOfBounds { what: "level" }));

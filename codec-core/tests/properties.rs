@@ -29,7 +29,7 @@ fn rows(channels: usize, tokens: usize, seed: u64) -> Vec<f32> {
         .collect()
 }
 
-/// A rotation of pairs and its inverse: an easy invertible map of every head.
+/// A rotation of pairs and its inverse: a simple invertible map for every head.
 fn transform(heads: usize, dim: usize) -> Arc<TransformBuf> {
     let (mut into, mut back) = (vec![0.0; heads * dim * dim], vec![0.0; heads * dim * dim]);
     for head in 0..heads {
@@ -346,7 +346,7 @@ fn bad_input_is_an_error() {
     assert!(decode_symbols_into(&Models::families(&[]), &bytes, &mut []).is_err());
 }
 
-/// Both layouts turn keys by their token's angle.
+/// Both layouts rotate keys by their token's angle.
 #[test]
 fn keys_are_rotated_as_they_are_decoded() {
     let rows = rows(8, 12, 1);

@@ -60,7 +60,7 @@ fn transform() -> Arc<TransformBuf> {
     Arc::new(TransformBuf::new(HEAD_DIM, into, back).unwrap())
 }
 
-/// Name, options, transform and sample of every vector with loss.
+/// Name, options, transform and sample of every lossy vector.
 fn lossy() -> Vec<(&'static str, PlaneBuf)> {
     let steps = vec![0.25; CHANNELS];
     let options = |predictor, steps, models, coder| FitOptions { predictor, steps, models, coder };
@@ -239,8 +239,8 @@ fn a_profile() {
     check("model.f32", &decoded.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<_>>());
 }
 
-/// `format.py` reads every vector from the command line, to the same bits, and refuses what does not belong
-/// together in one line. `PYTHON` names an interpreter that has numpy.
+/// `format.py` reads every vector from the command line, to the same bits, and rejects mismatched files in
+/// one line. `PYTHON` names an interpreter that has numpy.
 #[test]
 fn the_second_reader_agrees() {
     let python = std::env::var_os("PYTHON").unwrap_or_else(|| "python3".into());

@@ -135,8 +135,8 @@ impl<'a> BlockValues<'a> {
     }
 }
 
-/// Quantizes the difference of values to their prediction, which uses the decoder's reconstruction. Returns
-/// for each lane whether its values are finite in steps.
+/// Quantizes the residuals of values, predicted from the decoder's reconstruction. Returns for each lane
+/// whether its values are finite in steps.
 struct Quantize<'a, 'b> {
     values: &'a BlockValues<'a>,
     first: usize,

@@ -79,8 +79,8 @@ impl<'a> Frame<'a> {
     /// Decodes a block to its place in a cache of any [`Element`] type and layout.
     ///
     /// # Shapes
-    /// `out`: the rows that `place` describes, of which the tokens of the block are written. `scratch`: at
-    /// least block_tokens * heads * head_dim elements, overwritten. `rope` covers the tokens of the block.
+    /// `out`: rows in the layout of `place`; those of the block's tokens are written. `scratch`: at least
+    /// block_tokens * heads * head_dim elements, overwritten. `rope` covers the tokens of the block.
     /// # Errors
     /// As [`Self::decode_block_into`], and [`Error::TooShort`] and [`Error::Zero`] for a place outside of
     /// `out`. `out` is unchanged after any error.
@@ -257,12 +257,12 @@ impl Frame<'_> {
     /// blocks in parallel.
     ///
     /// # Shapes
-    /// `out`: the rows that `place` describes, of which the tokens of the frame are written. `rope`, if any,
-    /// covers all tokens of the frame.
+    /// `out`: rows in the layout of `place`; those of the frame's tokens are written. `rope`, if any, covers
+    /// all tokens of the frame.
     /// # Errors
     /// As [`Self::decode_block_to`]. If a block fails, some blocks of `out` may be decoded and others not.
     /// # Cost
-    /// Allocates a block of `f32` for each thread; blocks are decoded there and copied.
+    /// Allocates a block of `f32` per thread; blocks are decoded there and copied.
     /// # Examples
     /// ```
     /// # use codec_core::*;
@@ -323,7 +323,7 @@ impl Frame<'_> {
     /// Decodes a plane of a lossless frame to its place in a cache of 16-bit elements, given by their bits.
     ///
     /// # Shapes
-    /// `out`: the rows that `place` describes, of which the tokens of the frame are written.
+    /// `out`: rows in the layout of `place`; those of the frame's tokens are written.
     /// # Errors
     /// As [`Self::decode_plane_to`], with [`Error::WrongCoding`] for a lossy frame.
     #[cfg(feature = "alloc")]
@@ -365,8 +365,8 @@ impl Frame<'_> {
         })
     }
 
-    /// Calls `decode` for groups of as many blocks as there are threads: with the blocks, their tokens, and
-    /// room for their rows.
+    /// Calls `decode` for groups of one block per thread, with the blocks, their tokens, and scratch for
+    /// their rows.
     #[cfg(feature = "alloc")]
     fn by_groups<T: Copy + Default>(
         &self,

@@ -28,9 +28,9 @@ impl CodedBlock {
 /// Encodes all planes and appends the frame to `out`. Feature `rayon` encodes blocks in parallel; the bytes
 /// are the same.
 ///
-/// The error of a value is at most half a step of its channel, except in a tile, 32 channels of a block of
-/// tokens, in which some bin exceeds 16 bits: there all steps are larger, by the smallest power of two for
-/// which it does not ([`Steps`](crate::Steps)).
+/// The error of a value is at most half a step of its channel, except in tiles (32 channels of a block of
+/// tokens) with a bin beyond 16 bits: there all steps are scaled by the smallest power of two that makes the
+/// bins fit ([`Steps`](crate::Steps)).
 ///
 /// [`encode_frame_into`] takes rows with strides or pages, and writes to a slice.
 ///
@@ -84,13 +84,13 @@ pub fn encode_frame_with<E: Element>(
 /// length of the frame in bytes, which is at most [`FrameInfo::max_frame_len`].
 ///
 /// # Shapes
-/// `planes` and `rows` (layers, 2): keys, then values, of each layer; each element of `rows` has the tokens
-/// where `place` says.
+/// `planes` and `rows` (layers, 2): keys, then values, of each layer; each element of `rows` holds the tokens
+/// in the layout of `place`.
 /// # Errors
 /// As [`encode_frame`], and [`Error::TooShort`] for rows that end before the last token or an `out` that is
 /// shorter than the frame; `out` is then unchanged.
 /// # Cost
-/// Blocks are encoded to memory of their own, which is freed after it is copied to `out`.
+/// Blocks are encoded to temporary buffers, then copied to `out`.
 /// # Examples
 /// ```
 /// use codec_core::*;
@@ -156,7 +156,7 @@ pub fn encode_frame_into_with<E: Element>(
 /// let mut encoded = vec![];
 /// encode_frame(&info, &[plane.view(); 2], &[&rows, &rows], &mut encoded)?;
 ///
-/// // Stands for a GPU: with up to 32 channels, a block is one tile.
+/// // A stand-in for a GPU: with up to 32 channels, a block is one tile.
 /// let frame = Frame::parse(&encoded, info.elements())?;
 /// let (mut payload, mut lengths) = (vec![], vec![]);
 /// for side in [Side::Keys, Side::Values] {
@@ -196,7 +196,7 @@ pub fn assemble_frame(
     Ok(())
 }
 
-/// Encodes all planes of 16-bit elements, given by their bits, without loss and appends the frame to `out`.
+/// Encodes all planes of 16-bit elements losslessly, given as bits, and appends the frame to `out`.
 ///
 /// # Shapes
 /// As [`encode_frame`].
@@ -245,8 +245,8 @@ pub fn encode_lossless_frame_with(
     Ok(())
 }
 
-/// Encodes all planes of 16-bit elements, given by their bits in any layout, without loss to the beginning of
-/// `out`. Returns the length of the frame in bytes, which is at most [`FrameInfo::max_frame_len`].
+/// Encodes all planes of 16-bit elements losslessly, given as bits in any layout, to the beginning of `out`.
+/// Returns the length of the frame in bytes, which is at most [`FrameInfo::max_frame_len`].
 ///
 /// # Shapes
 /// As [`encode_frame_into`].
@@ -383,7 +383,7 @@ impl<'a> CodedFrame<'a> {
     }
 }
 
-/// Checks what lossy and lossless frames have in common.
+/// The checks that lossy and lossless frames share.
 fn check<T>(
     backend: Backend,
     info: &FrameInfo,

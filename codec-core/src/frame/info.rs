@@ -130,8 +130,8 @@ impl FrameInfo {
     /// ```
     #[must_use]
     pub const fn max_frame_len(&self) -> usize {
-        // A tile is no longer than its bins at 16 bits and its header. Side information takes the place of
-        // a row and adds a scale (anchors), or it adds a scale.
+        // A tile is at most its bins at 16 bits and its header. Side information replaces a row and adds a
+        // scale (anchors), or adds a scale.
         let row = self.channels().saturating_mul(2).saturating_add(4);
         let headers = block::tiles(self.channels()).saturating_mul(4).saturating_mul(self.blocks());
         let plane = self.tokens.saturating_mul(row).saturating_add(headers);
@@ -139,7 +139,7 @@ impl FrameInfo {
         payload.saturating_add(self.head_len())
     }
 
-    /// The length in bytes of what precedes the payload of a frame: header, index and its checksum.
+    /// The length in bytes of a frame before its payload: header, index and its checksum.
     #[must_use]
     pub const fn head_len(&self) -> usize {
         self.index_len().saturating_add(HEADER + 4)

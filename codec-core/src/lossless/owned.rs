@@ -95,7 +95,7 @@ impl LosslessPlaneBuf {
         seal(out)
     }
 
-    /// Parses and checks the output of [`Self::to_bytes`]. It allocates at most as many bytes as there are.
+    /// Parses and checks the output of [`Self::to_bytes`]. It allocates at most `bytes.len()` bytes.
     ///
     /// # Errors
     /// [`Error::Truncated`], [`Error::TrailingBytes`], [`Error::BadMagic`], [`Error::BadVersion`],

@@ -14,7 +14,7 @@ use crate::model::{Distribution, MAX_SYMBOLS};
 pub(crate) const SHAPE_COUNT: usize = SHAPES.len();
 
 const SCALES: usize = 64;
-/// Scales in an octave of the deviation.
+/// Scales per octave of the deviation.
 const OCTAVE: usize = 5;
 /// The scale of a deviation of one bin.
 const ONE: usize = 16;
@@ -80,8 +80,8 @@ const fn integrate(tail: &[u32; GRID + 1], scale: usize) -> Distribution {
     Distribution::from_counts(&counts, n + 1)
 }
 
-/// Bins rarer than this, in parts of 2^20, are left to the escape: a quarter of what the least probable
-/// symbol gets.
+/// Bins with a lower probability, in parts of 2^20, are coded as escapes: it is a quarter of the share of the
+/// least probable symbol.
 const RAREST: u64 = 64;
 
 /// The probability of bins above `bin`, that is of values above `bin + 1/2` steps, in units of 2^-20.
@@ -101,7 +101,7 @@ const fn beyond(tail: &[u32; GRID + 1], scale: usize, bin: usize) -> u64 {
 /// 2^(i / 5) in parts of 2^16.
 const ROOTS: [u64; OCTAVE] = [65536, 75281, 86475, 99334, 114105];
 
-/// Grid points of a tail: sixteen to a deviation.
+/// Grid points of a tail: 16 per deviation.
 const GRID: usize = 160;
 
 /// The probability of values above `i / 16` under distributions of variance 1, in units of 2^-20.
@@ -163,7 +163,7 @@ static STUDENT: [u32; GRID + 1] = [
 mod tests {
     use super::*;
 
-    /// The tables are what the formulas in their comments say.
+    /// The tables match the formulas in their comments.
     #[test]
     fn tails_are_those_of_the_named_distributions() {
         let student = |u: f64| {

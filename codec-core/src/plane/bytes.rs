@@ -18,7 +18,7 @@ impl PlaneBuf {
         self.parts().to_bytes(true)
     }
 
-    /// Parses and checks the output of [`Self::to_bytes`]. It allocates at most as many bytes as there are.
+    /// Parses and checks the output of [`Self::to_bytes`]. It allocates at most `bytes.len()` bytes.
     ///
     /// # Errors
     /// [`Error::Truncated`], [`Error::TrailingBytes`], [`Error::BadMagic`], [`Error::BadVersion`],

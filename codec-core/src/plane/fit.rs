@@ -32,9 +32,9 @@ pub enum PredictorKind {
 
 /// The quantization steps for [`PlaneBuf::fit`].
 ///
-/// Bins have 16 bits. Where a value is more than 32,767 steps from its mean, or prediction, the tile that it
-/// is in is coded with steps that are larger by a power of two: those of all its 32 channels, for all tokens
-/// of the block. Steps should therefore suit the largest values that are to come, not only the sample's.
+/// Bins have 16 bits. If a value is more than 32,767 steps from its mean, or prediction, its whole tile (32
+/// channels, all tokens of the block) is coded with steps scaled up by a power of two. Steps should therefore
+/// suit the largest values of later contexts, not only the sample's.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Steps<'a> {
     /// A multiple of the standard deviation, per channel, after the mean or the anchor is subtracted
@@ -42,7 +42,7 @@ pub enum Steps<'a> {
     Deviations(f32),
     /// The given step for each channel: (channels,).
     Given(&'a [f32]),
-    /// A step for each token, of which the token's largest magnitude is this multiple (LMCache): 1..=127.
+    /// A step per token: the token's largest magnitude, divided by this number (LMCache): 1..=127.
     TokenAbsmax(u8),
 }
 
@@ -91,7 +91,8 @@ impl PlaneBuf {
     /// `rows` (tokens, channels), finite, at least two tokens.
     /// # Errors
     /// [`Error::Zero`], [`Error::Length`], [`Error::NotFinite`], [`Error::BadStep`], [`Error::BadPlane`];
-    /// [`Error::OutOfRange`] for values that mean or transform carry beyond the range of `f32`.
+    /// [`Error::OutOfRange`] for values that leave the range of `f32` when the mean or the transform is
+    /// applied.
     /// # Cost
     /// Tens of operations per element; families try two dozen candidates per channel.
     /// # Examples
@@ -170,15 +171,15 @@ impl PlaneBuf {
     /// Fits a plane with each of `predictors` and returns the one that encodes the sample in the fewest
     /// bytes.
     ///
-    /// Given steps have the same error with all predictors, so comparing bytes suffices. The bytes of anchors
-    /// count.
+    /// Given steps have the same error with all predictors, so comparing bytes suffices. Anchors are
+    /// included.
     ///
     /// # Errors
     /// As [`Self::fit`]; [`Error::Zero`] for no predictors.
     /// # Examples
     /// ```
     /// use codec_core::*;
-    /// // Each token is close to the one before.
+    /// // Each token is close to the previous one.
     /// let sample: Vec<f32> = (0..200 * 8).map(|i| (i as f32 * 1e-3).sin() + (i % 8) as f32).collect();
     /// let predictors = [PredictorKind::Mean, PredictorKind::Previous];
     /// let plane = PlaneBuf::fit_best(&sample, 8, None, &FitOptions::default(), &predictors)?;
@@ -246,7 +247,7 @@ fn typical_deviation(all: &[Residuals]) -> f64 {
     deviations.get(deviations.len() / 2).copied().unwrap_or(0.0)
 }
 
-/// A channel whose deviation is this part of the typical one is constant but for rounding.
+/// Below this fraction of the typical deviation, a channel is constant up to rounding.
 const CONSTANT: f64 = 1e-6;
 
 /// One channel of a sample, as the coder sees it.
@@ -296,8 +297,8 @@ impl<'a> Sample<'a> {
 
     fn column(&self, c: usize, residuals: Residuals, typical: f64) -> Result<Column, Error> {
         let deviation = match residuals.deviation() {
-            // Should it vary later, a step in proportion would be so small that its whole tile is coded at 16
-            // bits per element.
+            // If the channel varied later, a proportional step would be so small that its whole tile would
+            // take 16 bits per element.
             deviation if deviation < CONSTANT * typical => typical,
             deviation => deviation,
         };
@@ -342,8 +343,8 @@ impl Column {
 }
 
 /// The average offset of the values of bins +-1 and +-2 from the middle of the bin, away from zero, as a
-/// multiple of 1/512: then the points of all bins up to 2048 are exact in `f16`, in which decoders multiply
-/// them by the maps of a transform.
+/// multiple of 1/512: this makes the points of all bins up to 2048 exact in `f16`, the type in which decoders
+/// multiply them by the maps of a transform.
 fn centroids(columns: &[Column]) -> [f32; 2] {
     let mut sums = [(0.0_f64, 0_u32); 2];
     for (bin, missed) in columns.iter().flat_map(|column| column.bins([0.0; 2])) {

@@ -36,7 +36,7 @@ impl Profile {
         seal(out)
     }
 
-    /// Parses and checks the output of [`Self::to_bytes`]. It allocates little more than there are bytes:
+    /// Parses and checks the output of [`Self::to_bytes`]. It allocates little more than `bytes.len()` bytes:
     /// planes of several levels share their transforms in memory, too.
     ///
     /// # Errors
@@ -57,7 +57,7 @@ impl Profile {
         if !(1..=MAX_LEVELS).contains(&levels) {
             return Err(Error::BadField { what: "number of levels" });
         }
-        // Grows by planes that are there.
+        // No `with_capacity`: the number of planes is untrusted.
         let mut planes: Vec<PlaneBuf> = Vec::new();
         for i in 0..levels.saturating_mul(2 * layers) {
             let [shared] = reader.array()?;

@@ -12,14 +12,14 @@ use crate::place::Gather;
 use crate::{Backend, Element, Error, FrameInfo, LayerRows, ModelInfo, Place, PlaneBuf, Side};
 
 impl Profile {
-    /// Fits the planes of a model to the rows of a sample text: a few thousand tokens that are like the
-    /// contexts to come. Feature `rayon` fits them in parallel; the result is the same.
+    /// Fits the planes of a model to the rows of a sample text: a few thousand tokens, similar to later
+    /// contexts. Feature `rayon` fits them in parallel; the result is the same.
     ///
     /// `fit(level, layer, side, sample)` fits one plane to its rows (tokens, heads, head_dim), usually with
     /// [`PlaneBuf::fit`] or [`PlaneBuf::fit_best`].
     ///
     /// # Shapes
-    /// `rows` (layers,): each with `tokens` tokens where `place` says.
+    /// `rows` (layers,): `tokens` tokens each, in the layout of `place`.
     /// # Errors
     /// [`Error::Zero`], [`Error::Length`], [`Error::TooShort`], [`Error::TooLarge`], and those of `fit`.
     /// # Cost

@@ -86,7 +86,7 @@ fn early_chunks_are_recomputed_while_late_ones_are_transferred() {
     // As much text as is in time.
     let policy = StreamPolicy { slo: 1.6, ..hurry };
     assert_eq!(policy.decide(&four, at(2_000.0, 0.0)).unwrap().text_chunks, 3);
-    // Too slow: the link may yet bring the last chunk, if it need not bring more.
+    // Too slow: three chunks as text, so that the link need only bring the last one.
     let decision = policy.decide(&four, at(1.0, 0.0)).unwrap();
     assert_eq!((decision.reason, decision.text_chunks), (Reason::NoneInTime, 3));
     assert!((decision.delay.unwrap() - 500.0).abs() < 1e-12);
@@ -142,7 +142,7 @@ fn bad_input_is_an_error() {
     assert_eq!(POLICY.decide(&good, computing), Err(Error::BadTiming));
 }
 
-/// The delay of a plan, request by request, when the link and the receiver are busy for some seconds before.
+/// The delay of a plan, request by request, if the link and the receiver start busy for some seconds.
 fn naive(chunks: &[ChunkSizes<'_>], plan: &[Encoding], rate: f64, busy: (f64, f64)) -> f64 {
     let (mut link, mut receiver) = busy;
     for (chunk, encoding) in chunks.iter().zip(plan) {
@@ -172,9 +172,9 @@ fn plans(n: usize, levels: usize, plans: Plans) -> Vec<Vec<Encoding>> {
 }
 
 proptest! {
-    /// The decision is the first plan in time, with text first at half the rate; else, with text first, the first
-    /// of the last level in time at any rate; else the fastest. `reconsider` abandons a transfer only if going on
-    /// is late and the decision saves a tenth.
+    /// The decision is the first plan in time (with text first, at half the rate); else, with text first, the
+    /// first of the last level that is in time at any rate; else the fastest. `reconsider` abandons a
+    /// transfer only if continuing is late and the decision saves a tenth.
     #[test]
     fn decisions_are_those_of_an_exhaustive_search(
         costs in prop::collection::vec((1..2_000_u64, 1..2_000_u64, 0.0..0.5, 0.0..2.0, 1..4_usize, 0..2_u64), 1..7),
@@ -214,7 +214,7 @@ proptest! {
             prop_assert_eq!(decision.encoding, plan[0]);
         }
 
-        // The transfer under way ends at the rate that it has, then the best of the rest.
+        // The transfer in flight ends at its own rate, then the best plan for the rest.
         let link = left as f64 / rate;
         let receiver = f64::max(computing, link) + chunks[0].decode * chunks[0].requests as f64;
         let on_its_way = |plan: &[Encoding], rate: f64| naive(&chunks[1..], plan, rate, (link, receiver));

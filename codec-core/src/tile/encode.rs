@@ -13,9 +13,10 @@ use crate::simd::Kernel;
 use crate::tile::{Bins, Coder, FIXED, OWN_RANS, PLANE_RANGE, PLANE_RANS};
 use crate::{Backend, Models, rans};
 
-/// The finite values of a tile with statistics of them.
+/// The finite values of a tile, and their statistics.
 pub(crate) struct TileValues {
-    /// (tokens, lanes): differences to the prediction. Those that no code can hold exceed +-[`MAX_BIN`].
+    /// (tokens, lanes): differences from the prediction. A value beyond the range of codes exceeds
+    /// +-[`MAX_BIN`].
     pub bins: Vec<Bins>,
     /// (tokens, lanes): the values in steps.
     pub steps: Vec<[f32; LANES]>,
