@@ -1,19 +1,19 @@
-// Queries and new keys of each head into another basis, in place; without queries (GROUP 0) rows of keys or values
-// alone, which may lose a mean. Scores stay the same: the maps of keys and queries are inverse to each other but for a
-// transposition.
+// Maps queries and new keys of each head to another basis, in place; without queries (GROUP 0) rows of keys or values
+// alone, from which a mean may be subtracted. Scores stay the same: the maps of keys and queries are inverse to each
+// other up to a transposition.
 //
 // CPU twin: svd_core::Map::project_into. Compile-time shape: ELEMENT (1 for f16, 2 for bf16), HEAD_DIM, and GROUP query
 // heads of a key/value head, or 0.
 //
-// A warp has 16 columns of both maps in registers, as B fragments of mma, loaded before the PDL wait. The rows of a
-// tile of tokens pass through shared memory, from which all warps have read them before one replaces them.
+// A warp holds 16 columns of both maps in registers, as B fragments of mma, loaded before the PDL wait. The rows of a
+// tile of tokens pass through shared memory; all warps have read them before one replaces them.
 #include "element.cuh"
 #include "primitives_sm80.cuh"
 
 constexpr u32 MAPS = 3; // of a head: queries, keys, values
 constexpr u32 WARPS = HEAD_DIM / 16, THREADS = WARPS * LANES, STEPS = HEAD_DIM / 16;
 constexpr u32 TOKENS = GROUP <= 8 ? 16 : 8;              // of a tile
-constexpr u32 TILES = (TOKENS * GROUP + 15) / 16;        // of 16 rows of queries; one of keys is behind them
+constexpr u32 TILES = (TOKENS * GROUP + 15) / 16;        // of 16 rows of queries; one of keys follows
 constexpr u32 ROWS = 16 * TILES + 16, PITCH = HEAD_DIM + 8; // rows of ldmatrix are in different banks
 
 struct Arguments {
@@ -21,7 +21,7 @@ struct Arguments {
     u16* keys;          // element [..][head][capacity][HEAD_DIM]; a token's rows are replaced
     const uint4* maps;  // [head][MAPS][WARPS][STEPS][LANES], see above; without queries from the map of the rows on
     const float* means; // [head][HEAD_DIM]: subtracted from mapped rows, without queries; or null
-    const u32* slots;   // [token]: its row of the first head's keys; null: `first` and those behind it
+    const u32* slots;   // [token]: its row of the first head's keys; null: rows from `first` on
     u32 tokens, heads, capacity, first;
 };
 
@@ -30,7 +30,7 @@ struct Tile {
     const Arguments& a;
     u32 head, first, count;
 
-    // Where a row is, or null where no token has it.
+    // The address of a row, or null if no token has it.
     __device__ __forceinline__ u16* row(u32 r) const {
         const bool is_key = r >= 16 * TILES;
         const u32 token = is_key ? r - 16 * TILES : r / max(GROUP, 1);

@@ -1,11 +1,12 @@
-// Rows as the quantizers take them, and back: keys less their rotated mean, keys and values divided by their norms.
+// Prepares rows for the quantizers, and restores them: keys minus their rotated mean, keys and values divided by their
+// norms.
 //
 // CPU twin: RopeMean::subtract and divide_by_norms of pq_core. Compile-time shape: ELEMENT (1 for f16, 2 for bf16),
 // HEAD_DIM; MEAN and NORMS, each 0 or 1.
 //
-// Rows are in the basis of the codes. The rotated mean enters it by the map of the keys: rounded to elements as a key
-// is, so that both lose the same. A warp has 16 columns of the map in registers, as B fragments of mma, and the same
-// columns of the rows of a tile of tokens.
+// Rows are in the basis of the codes. The rotated mean is mapped to it by the map of the keys, and rounded to elements
+// like a key, so that both lose the same. A warp holds 16 columns of the map in registers, as B fragments of mma, and
+// the same columns of the rows of a tile of tokens.
 #include "element.cuh"
 #include "primitives_sm80.cuh"
 
@@ -21,20 +22,20 @@ struct Arguments {
     const uint4* maps;        // [head][MAPS][WARPS][STEPS][LANES], from the map of keys on
     const float* means;       // [head][HEAD_DIM]: of keys before RoPE
     const float* frequencies; // [HALF]: radians a position
-    u16* norms;               // f16 [page or sequence][head][tiles][CODE_TILE], of tokens behind the sinks
+    u16* norms;               // f16 [page or sequence][head][tiles][CODE_TILE], of tokens after the sinks
     const u32* pages;         // [sequence][max_pages], or null
-    const u32* firsts;        // [sequence]: the first token, counted behind the sinks; null: `first`
+    const u32* firsts;        // [sequence]: the first token, counted after the sinks; null: `first`
     const u32* counts;        // [sequence]; null: `count`
     u32 first, count, heads, from_capacity, to_capacity, sinks, tiles, max_pages;
 };
 
-// The nearest of the norms that pq_core::encode_norm keeps in a byte.
+// The nearest of the norms that pq_core::encode_norm stores in a byte.
 __device__ __forceinline__ float coded_norm(float norm) {
     const float code = fminf(fmaxf(floorf(log2f(norm) * 16 + 128.5f), 0), 255); // 0 for NaN
     return exp2f((code - 128) / 16);
 }
 
-// Where the norm of a token is.
+// The address of a token's norm.
 __device__ __forceinline__ u16* norm_of(const Arguments& a, u32 sequence, u32 token) {
     u32 tile = token / CODE_TILE;
     u64 place = sequence;
@@ -72,7 +73,7 @@ __device__ __forceinline__ void code(const Arguments& a) {
     }
     for (u32 tile = blockIdx.y * TOKENS; tile < count; tile += gridDim.y * TOKENS) {
         float sums[2][4] = {}; // of columns 8 apart: two of row g, then two of row g + 8
-        __syncthreads();       // the tile before is done with
+        __syncthreads();       // the previous tile is no longer used
         if constexpr (MEAN) {
             rotate(a, a.sinks + first + tile, means);
             __syncthreads();
@@ -136,12 +137,12 @@ __device__ __forceinline__ void code(const Arguments& a) {
     }
 }
 
-// Rows of keys or values to what is coded, which has its norms written.
+// Rows of keys or values to the rows that are coded; writes their norms.
 //
 // Launch: grid (heads, blocks, sequences), THREADS threads: any number of blocks, which take tiles in turn.
 extern "C" __global__ void __launch_bounds__(THREADS) prepare(const Arguments a) { code<false>(a); }
 
-// What codes stand for to rows.
+// Decoded rows to rows of keys or values.
 //
 // Launch: as above.
 extern "C" __global__ void __launch_bounds__(THREADS) restore(const Arguments a) { code<true>(a); }

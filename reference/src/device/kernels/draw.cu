@@ -1,14 +1,14 @@
-// The choice of the next tokens by chance: from the most likely ones that hold `top_p` of the probability.
+// Top-p sampling of the next tokens: from the most likely ones that hold `top_p` of the probability.
 //
-// CPU twin: Sampler::sample, which draws from the same distribution, but from other random numbers.
+// CPU twin: Sampler::sample, which draws from the same distribution, but with other random numbers.
 //
-// Nothing is sorted. A round draws a token from all that are more likely than a pivot. The nucleus has it if the more
-// likely tokens hold less than `top_p`; else its weight is the next pivot. Tokens of the nucleus are always above the
-// pivot, so each is drawn in proportion to its weight. Source: FlashInfer (arXiv 2501.01005), sampling by rejection.
+// Nothing is sorted. A round draws a token from all that are more likely than a pivot. The token is in the nucleus if
+// the more likely tokens hold less than `top_p`; else its weight is the next pivot. Tokens of the nucleus are always
+// above the pivot, so each is drawn in proportion to its weight. Source: FlashInfer (arXiv 2501.01005), sampling by
+// rejection.
 //
-// Launch: a block of THREADS a sequence, the first one for `first`. Cost: reading the logits once for the maximum and
-// once a round, from L2; a round less where `top_p` is 1. The order of all sums is fixed, so a seed draws the same
-// tokens.
+// Launch: one block of THREADS per sequence, from `first` on. Cost: the logits are read once for the maximum and once
+// per round, from L2; one round fewer if `top_p` is 1. The order of all sums is fixed, so a seed draws the same tokens.
 #include "picks.cuh"
 #include "primitives_sm80.cuh"
 #include "warp.cuh"
@@ -24,7 +24,7 @@ struct Arguments {
     u32 vocab, first;
 };
 
-// SplitMix64 (Steele, Lea, Flood, OOPSLA 2014), as rng.rs has it: its output for a state.
+// SplitMix64 (Steele, Lea, Flood, OOPSLA 2014), as in rng.rs: its output for a state.
 __device__ __forceinline__ u64 scramble(u64 z) {
     z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9;
     z = (z ^ z >> 27) * 0x94d049bb133111eb;
@@ -38,7 +38,7 @@ __device__ __forceinline__ float uniform(u64 seed, u32 sequence, u32 position, u
     return (scramble(of_token + (round + 1) * GOLDEN) >> 40) * 0x1p-24f;
 }
 
-// Sums over a block: returns that of all threads; `before` becomes that of the threads before this one.
+// Sums over a block: returns the sum of all threads; `before` becomes that of the threads before this one.
 __device__ __forceinline__ float block_sums(float x, float& before) {
     __shared__ float of_warps[WARPS];
     const int warp = threadIdx.x / LANES;
@@ -73,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) draw(const Arguments a) {
     __syncthreads();
     for (int w = 0; w < WARPS; w++) largest = fmaxf(largest, maxima[w]);
     // Differences from the largest: quotients of the logits themselves overflow at a low temperature. A weight is at
-    // most 1, and 0 for a NaN and for what is not above the pivot.
+    // most 1, and 0 for a NaN and for tokens not above the pivot.
     float pivot = 0;
     const auto weight = [&](u32 i) {
         const float w = logits[i] == largest ? 1.0f : expf((logits[i] - largest) / a.temperature);
@@ -91,17 +91,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) draw(const Arguments a) {
         }
         const float above = block_sums(own, before);
         if (round == 0) all = above;
-        if (round > 0 && above < a.top_p * all) break; // the nucleus has the token of the round before
-        // The most likely token, where rounding leaves none.
+        if (round > 0 && above < a.top_p * all) break; // the previous token is in the nucleus
+        // The most likely token, in case rounding leaves none.
         if (threadIdx.x == 0) owner = THREADS, drawn = first, drawn_weight = 1;
         __syncthreads();
         const float target = uniform(a.seed, sequence, position, round) * above;
-        // Rounding may give neighbours the same number.
+        // Rounding may give adjacent threads the same sum.
         if (before <= target && target < before + own) atomicMin(&owner, threadIdx.x);
         __syncthreads();
         if (threadIdx.x == owner) passed = before;
         __syncthreads();
-        // A warp walks through the tokens that the owner has summed.
+        // A warp walks through the tokens of the owner's sum.
         if (warp == 0 && owner < THREADS) {
             float sum = passed;
             for (u32 base = owner; base < a.vocab; base += LANES * THREADS) {

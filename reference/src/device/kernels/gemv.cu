@@ -1,4 +1,4 @@
-// Products of a weight matrix with the few activations of a decode step, and what a Llama does with them: RMSNorm
+// Products of a weight matrix with the few activations of a decode step, fused with a Llama's other operations: RMSNorm
 // before, RoPE and append, SwiGLU or the residual sum after.
 //
 // CPU twin: ops::linear, with rms_norm, Rope::rotate, swiglu and add of the forward pass.
@@ -8,23 +8,23 @@
 //   ADD to the residual stream, SWIGLU, ROPE (queries, and rows that are appended to a cache) or STORE (f32);
 // WARPS of a block, DEPTH of a warp's ring, SHARED_BYTES.
 //
-// Launch: any number of blocks. A block takes a tile at a time: 16 rows of the matrix, which are 8 pairs, rows i and i
-// + 8, gate and up, or the two components that RoPE rotates, so that one thread ends with both. Warps take chunks of 64
-// inputs in turn; their sums meet in shared memory. The order of a sum depends on WARPS alone.
+// Launch: any number of blocks. A block takes a tile at a time: 16 rows of the matrix, as 8 pairs: rows i and i + 8,
+// gate and up, or the two components that RoPE rotates, so that one thread ends with both. Warps take chunks of 64
+// inputs in turn; their sums are added in shared memory. The order of a sum depends on WARPS alone.
 //
 // The floor is reading the weights once. They are packed (weights.cu) in the order in which lanes read them, so that a
-// chunk is 2 KiB in one piece. Tensor cores multiply: A = 16 rows of weights, B = the columns. Lane 4 g + l reads 16
-// bytes of both rows of pair g, which are its A fragments of two mma. This permutes the inputs within 32; columns are
-// read in the same order. Weights are constant, so the first ones are on their way before the PDL wait, while the
-// previous kernel ends.
+// chunk is 2 KiB of contiguous memory. Tensor cores multiply: A = 16 rows of weights, B = the columns. Lane 4 g + l
+// reads 16 bytes of both rows of pair g, which are its A fragments of two mma. This permutes the inputs within 32;
+// columns are read in the same order. Weights are constant, so the first ones are in flight before the PDL wait, while
+// the previous kernel ends.
 //
-// RMSNorm takes no pass of its own. Its scale factors out of the sum, so the input is the residual stream times the
+// RMSNorm needs no pass of its own. Its scale factors out of the sum, so the input is the residual stream times the
 // weights of the norm, and the scale is applied at the end. ADD and `begin` of step.cu, which write the residual
 // stream, write that product and the sum of squares of every 16 components next to it.
 //
 // N.B. On an H200 that copies 4.23 TB/s, the products of an 8B model's layers run at 4.37 TB/s for one column and 4.17
-// for four. From row-major weights, of which a warp reads 128 bytes of 16 rows, they ran at 3.7; without PDL, at 3.9;
-// with the inputs loaded where they are used, and not through the ring, at 3.6.
+// for four. With row-major weights, of which a warp reads 128 bytes of 16 rows, they ran at 3.7; without PDL, at 3.9;
+// with inputs loaded at their use instead of through the ring, at 3.6.
 #include "element.cuh"
 #include "primitives_sm80.cuh"
 #include "warp.cuh"
@@ -56,7 +56,7 @@ struct Arguments {
 
 struct Shared {
     uint4 ring[WARPS][DEPTH * STAGE];
-    // Of two tiles in turn, so that one barrier a tile suffices. The padding keeps the lanes of a store in different
+    // Double-buffered, so that one barrier per tile suffices. The padding keeps the lanes of a store in different
     // banks.
     float sums[2][WARPS][8 * TILES][20];
     float scales[8 * TILES];
@@ -80,8 +80,8 @@ __device__ __forceinline__ void pair_rows(const Arguments& a, u32 tile, u32 pair
 #endif
 }
 
-// The chunks of this warp, tile after tile, on their way to its ring in shared memory: weights, and inputs of the
-// columns. A lane reads only what it has copied itself, so that nobody waits for another lane.
+// The copies of this warp's chunks, tile after tile, to its ring in shared memory: weights, and inputs of the columns.
+// A lane reads only its own copies, so that no lane waits for another.
 struct Stream {
     uint4* ring; // [stage]: [32 inputs][upper, lower row][lane] of weights, [32 inputs][8 columns][lane] of columns
     u32 tile;
@@ -92,7 +92,7 @@ struct Stream {
 
     __device__ __forceinline__ bool ends(const Arguments& a) const { return tile >= tiles_of(a) || chunk >= CHUNKS; }
 
-    // Inputs beyond the last are zeros; a source is read nowhere then, but has to be an address.
+    // Inputs beyond the last are zero-filled; their source is not read, but must be a valid address.
     __device__ __forceinline__ void copy(uint4* to, const u16* row, int j) const {
         const int k = chunk * CHUNK + 32 * j;
         if constexpr (N_IN % CHUNK == 0) {
@@ -129,7 +129,7 @@ struct Stream {
     }
 };
 
-// What the thread of a pair and column needs at the end, loaded at the start of the tile.
+// The epilogue's inputs of a thread's pair and column, loaded at the start of the tile.
 struct Pair {
     u32 upper, lower; // rows
     float x[4];       // ADD: residual and norm of both rows; ROPE: cosine and sine

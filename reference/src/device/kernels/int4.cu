@@ -1,6 +1,6 @@
 // KIVI's 4 bits, the baseline for product codes: keys quantized by channel over 64 tokens, values by token over 64
 // channels, min + step * code with both in f16. Blocks of 64 tokens leave the window at once. CUDA cores read the codes
-// where they are; scales are applied to queries and weights, so that a code costs a multiply-add a query.
+// in place; scales are applied to queries and weights, so that a code costs one multiply-add per query.
 //
 // CPU twins: PerChannel, PerToken, CodedStore. Compile-time shape: ELEMENT of rows and queries (1 for f16, 2 for bf16),
 // HEAD_DIM, 64 or 128, and GROUP query heads of a key/value head.
@@ -19,9 +19,9 @@ struct CodeBlock {
 };
 
 struct Window {
-    u32 sinks, recent, ring, capacity; // token t behind the sinks is row sinks + t % ring of a head's `capacity`
+    u32 sinks, recent, ring, capacity; // token t after the sinks is row sinks + t % ring of a head's `capacity`
 
-    // Tokens behind the sinks that `tokens` of a sequence leave to the codes.
+    // Coded tokens after the sinks in a sequence of `tokens`.
     __device__ __forceinline__ u32 coded(u32 tokens) const {
         return tokens > sinks + recent ? (tokens - sinks - recent) / BLOCK * BLOCK : 0;
     }
@@ -32,7 +32,7 @@ struct Scale {
     float min, step;
 
     __device__ __forceinline__ static u16 half(float x) { return float_to_half(fminf(fmaxf(x, -65504.f), 65504.f)); }
-    // Rounds both and keeps them.
+    // Rounds both and stores them.
     __device__ __forceinline__ static Scale fit(float low, float high, u16& min, u16& step) {
         min = half(low), step = half((high - low) / 15);
         return {half_to_float(min), half_to_float(step)};
@@ -51,13 +51,13 @@ __device__ __forceinline__ void unpack(u32 word, float (&codes)[8]) {
 struct EncodeArguments {
     const u16* rows;      // element [layer][keys and values][sequence][head][window.capacity][HEAD_DIM]
     CodeBlock* blocks;    // [layer][sequence][head][blocks]
-    const u32* positions; // [sequence]: of the token that comes next; null for blocks `first` and so on of one layer
+    const u32* positions; // [sequence]: of the next token; null for blocks `first` and so on of one layer
     u64 rows_side;        // elements of the keys of a layer
     u32 blocks_of_head, heads, first;
     Window window;
 };
 
-// Quantizes the block that the next token drives out of the window, if it does, in every layer; or blocks of a prompt.
+// Quantizes the block that the next token evicts from the window, if any, in every layer; or blocks of a prompt.
 //
 // Launch: grid (heads, sequences, layers or blocks), THREADS threads.
 extern "C" __global__ void __launch_bounds__(THREADS) encode(const EncodeArguments a) {
@@ -115,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) encode(const EncodeArgumen
 
 struct DecodeArguments {
     const CodeBlock* blocks; // [head][blocks_of_head]
-    u16* keys;               // element [head][capacity][HEAD_DIM], from the first token behind the sinks on
+    u16* keys;               // element [head][capacity][HEAD_DIM], from the first token after the sinks on
     u16* values;             // the same of values
     u32 blocks_of_head, capacity;
 };
@@ -147,10 +147,10 @@ struct AttendArguments {
 };
 
 constexpr u32 PARTIAL = HEAD_DIM + 2;
-// A thread has a token and half of the channels of its key, and then a channel and a part of the tokens.
+// A thread has a token and half of the channels of its key, then a channel and a part of the tokens.
 constexpr u32 VALUE_PARTS = THREADS / HEAD_DIM, VALUE_TOKENS = BLOCK / VALUE_PARTS;
 
-// One part of a head's tokens: 64 tokens after the other, a pass of scores and a pass of values each.
+// One part of a head's tokens, 64 at a time: a pass of scores, then a pass of values.
 struct Pass {
     float queries[GROUP][HEAD_DIM];     // times the steps of the keys
     float scores[2][GROUP][BLOCK];      // of both halves of the channels
@@ -159,7 +159,7 @@ struct Pass {
     float mins[GROUP][SPANS];           // sums of weights times minima
     float rescale[GROUP], max[GROUP], sum[GROUP];
 
-    // Takes queries (GROUP, HEAD_DIM) times the steps of the keys, and their products with the minima.
+    // Loads queries (GROUP, HEAD_DIM) times the steps of the keys, and their products with the minima.
     template <class Scales>
     __device__ __forceinline__ void take_queries(const u16* from, Scales scale_of) {
         float offset[GROUP] = {};

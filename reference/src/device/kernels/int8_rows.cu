@@ -19,13 +19,13 @@ struct StoreArguments {
     const Element* keys; // [sequence][head][capacity][D]
     const Element* values;
     u8* records;       // [sequence][head][stored][RECORD]
-    const u32* firsts; // [sequence]: the first token behind the sinks, or null for `first`
+    const u32* firsts; // [sequence]: the first token after the sinks, or null for `first`
     const u32* counts; // [sequence]: how many tokens, or null for `count`
     u32 first, count;
     u32 heads, sinks, ring, capacity, stored;
 };
 
-// Quantizes rows that tokens have behind the sinks, in a ring or in order (a ring of any number that is larger).
+// Quantizes the rows of tokens after the sinks, in a ring or in order (a ring larger than any position).
 //
 // Launch: grid (heads, sequences, any number), THREADS threads. A warp has a token at a time.
 extern "C" __global__ void __launch_bounds__(THREADS) store(const StoreArguments a) {
@@ -64,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) store(const StoreArguments
 
 struct LoadArguments {
     const uint4* records; // [head][stored][PIECES]; a head is one of a sequence
-    const u32* tokens;    // [head][list_len]: behind the sinks, or null for the first `count`
+    const u32* tokens;    // [head][list_len]: after the sinks, or null for the first `count`
     const u32* places;    // [head][list_len]: the row of each, or null for rows in order from `first_place` on
     const u32* counts;    // [head]: how many tokens, or null for `count`
     Element* keys;        // [head][capacity][D]
@@ -103,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) load(const LoadArgument
 #pragma unroll
         for (int i = 0; i < IN_FLIGHT; i++) {
             const uint4 piece = pieces[i];
-            // The scale of the lane's 16 bytes is half `lane / 2` of the piece behind them.
+            // The scale of the lane's 16 bytes is half `lane / 2` of the piece after them.
             u32 scales = __shfl_sync(FULL, piece.x, BYTE_PIECES), words[3];
             words[0] = __shfl_sync(FULL, piece.y, BYTE_PIECES), words[1] = __shfl_sync(FULL, piece.z, BYTE_PIECES);
             words[2] = __shfl_sync(FULL, piece.w, BYTE_PIECES);

@@ -1,18 +1,18 @@
-// The window of a layer: which tokens are about to leave it, copies of their rows for a quantizer, so that the ring may
-// go on while they are encoded, and the exact rows before and after a chunk of a prompt.
+// The window of a layer: plans which tokens are about to leave it, stages their rows for a quantizer, so that the ring
+// can advance while they are encoded, and copies the exact rows before and after a chunk of a prompt.
 //
 // CPU twin: the eviction of WindowedCache. Rows are 16-bit elements.
 #include "types.cuh"
 
 struct PlanArguments {
-    const u32* positions; // [sequence]: of the token that comes next
-    u32* planned;         // [sequence]: tokens behind the sinks that have been planned so far
-    u32* firsts;          // [sequence]: the first of those that are planned now
+    const u32* positions; // [sequence]: of the next token
+    u32* planned;         // [sequence]: tokens after the sinks planned so far
+    u32* firsts;          // [sequence]: the first token planned now
     u32* counts;          // [sequence]: how many
     u32 sequences, sinks, ring, horizon;
 };
 
-// Plans the tokens that the next `horizon` steps overwrite, as far as they are not planned yet.
+// Plans the tokens that the next `horizon` steps overwrite and that are not planned yet.
 //
 // Launch: one block.
 extern "C" __global__ void plan(const PlanArguments a) {
@@ -49,10 +49,10 @@ struct ExactArguments {
     u64 kept_side, rows_side;
     u32 tokens;               // of the sequence: its first `sinks` and last `ring` are exact
     u32 sinks, ring, kept_capacity, capacity, chunks;
-    u32 restore; // 1 copies what is kept to rows, 0 the other way
+    u32 restore; // 1 copies the kept rows to `rows`, 0 the other way
 };
 
-// Copies the exact tokens of one sequence to rows of all its tokens, where the chunks of a prompt attend to them, or
+// Copies the exact tokens of one sequence to the rows of all its tokens, to which the chunks of a prompt attend, or
 // back.
 //
 // Launch: grid (heads, keys and values), any number of threads.

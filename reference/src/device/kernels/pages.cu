@@ -1,5 +1,5 @@
-// Rows of a sequence between the pages of a cache and rows of all its tokens, where the chunks of a prompt attend to
-// them.
+// Copies rows of a sequence between the pages of a cache and the rows of all its tokens, to which the chunks of a
+// prompt attend.
 //
 // CPU twin: none. Rows are 16-bit elements.
 #include "types.cuh"

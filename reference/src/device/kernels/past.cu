@@ -1,4 +1,4 @@
-// The tokens before a chunk of a prompt as rows, from their codes in MILLION's cache.
+// Decodes the tokens before a chunk of a prompt to rows, from their codes in MILLION's cache.
 //
 // CPU twin: pq_core::decode_into. Compile-time shape: HEAD_DIM; KEPT_M codes of KEPT_BITS
 // bits a vector, in the tiles of pq_encode.cu; KEYS or not; ELEMENT of the rows (1 for f16, 2 for bf16).
@@ -11,7 +11,7 @@ constexpr u32 LANE_CODES = TILE * KEPT_M / LANES, LANE_WORDS = LANE_CODES * KEPT
 constexpr u32 WIDTH = KEPT_BITS == 6 ? LANE_WORDS / 3 : LANE_WORDS < 4 ? LANE_WORDS : 4;
 constexpr u32 TILE_WORDS = LANE_WORDS * LANES, THREADS = 256;
 
-// The lane that has a code, and the index of the code among those of the lane: the inverse of token_and_code
+// The lane that holds a code, and the index of the code among those of the lane: the inverse of token_and_code
 // (pq_encode.cu). The host's CodeLayout has the same formula.
 __device__ __forceinline__ void place_of(u32 token, u32 code, u32& lane, u32& place) {
     constexpr u32 PARTS = KEPT_M < 64 ? 1 : 2;

@@ -1,18 +1,18 @@
-// What the choice of a sequence's next token changes.
+// The state that the choice of a sequence's next token changes.
 #pragma once
 #include "types.cuh"
 
 struct Picks {
     u32* tokens;     // [sequence]: fed to the next step
     u32* positions;  // [sequence]: of these
-    u32* running;    // [sequence]: 0 from the token that ends a sequence on
+    u32* running;    // [sequence]: 0 once a token has ended the sequence
     u32* picked;     // [sequence][most]: the tokens in the order of the steps
-    u32* counts;     // [sequence]: of those
+    u32* counts;     // [sequence]: number of these tokens
     const u32* ends; // [n_ends]: tokens that end a sequence
     u32 n_ends, most;
 };
 
-// Called by one thread: makes `token` the next one. A sequence that has ended stays where it is.
+// Called by one thread: makes `token` the next one. A sequence that has ended does not advance.
 __device__ __forceinline__ void take(const Picks& p, u32 sequence, u32 token) {
     const u32 count = p.counts[sequence];
     if (!p.running[sequence] || count >= p.most) return;

@@ -1,5 +1,5 @@
-// What a Llama does with the many tokens of a prompt between the products: embedding, RMSNorm, RoPE and append, SwiGLU;
-// and RoPE of keys where they are, and back.
+// A Llama's operations on the many tokens of a prompt between the GEMMs: embedding, RMSNorm, RoPE and append, SwiGLU;
+// and in-place RoPE of keys, and its inverse.
 //
 // CPU twin: the forward pass (embedding, ops::rms_norm, Rope::rotate_rows, ops::swiglu). Compile-time shape: ELEMENT of
 // the activations (1 for f16, 2 for bf16), HEAD_DIM. The residual stream is f32. Sizes of rows are multiples of 8, so
@@ -54,7 +54,7 @@ struct EmbedArguments {
     u32 hidden;
 };
 
-// Launch: a block a row, any number of threads.
+// Launch: one block per row, any number of threads.
 extern "C" __global__ void embed(const EmbedArguments a) {
     const u16* row = a.embedding + (u64)a.tokens[blockIdx.x] * a.hidden;
     float* to = a.residual + (u64)blockIdx.x * a.hidden;
@@ -63,14 +63,14 @@ extern "C" __global__ void embed(const EmbedArguments a) {
 
 struct NormArguments {
     float* residual;   // [row][hidden]
-    const float* bias; // [hidden], or null: of the product that was added last; it is added here
+    const float* bias; // [hidden], or null: of the last product added; it is added here
     const float* norm; // [hidden]
     u16* out;          // element [row][hidden]
     u32 hidden;
     float eps;
 };
 
-// Launch: a block a row, THREADS threads.
+// Launch: one block per row, THREADS threads.
 constexpr int THREADS = 256;
 extern "C" __global__ void __launch_bounds__(THREADS) normalize(const NormArguments a) {
     __shared__ float sums[THREADS / LANES];
@@ -90,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) normalize(const NormArgume
 #pragma unroll
     for (int w = 0; w < THREADS / LANES; w++) square += sums[w];
     const float scale = rsqrtf(square / a.hidden + a.eps);
-    // A thread reads again what it has read, or written, itself.
+    // A thread rereads only what it has read, or written, itself.
     for (u32 i = 8 * threadIdx.x; i < a.hidden; i += 8 * THREADS) {
         Eight x = Eight::of(row + i);
         const Eight norm = Eight::of(a.norm + i);
@@ -100,8 +100,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) normalize(const NormArgume
     }
 }
 
-// RoPE of eight components of the first half of a head and those of the second half that belong to them; with sign -1
-// it is undone.
+// RoPE of eight components of the first half of a head and their partners in the second half; sign -1 undoes it.
 __device__ __forceinline__ void turn(Eight& first, Eight& second, const float* cos_at, const float* sin_at,
                                      float sign = 1) {
     const Eight cos = Eight::of(cos_at), sin = Eight::of(sin_at);
@@ -123,7 +122,7 @@ struct AppendArguments {
     u32 rows, position, query_heads, heads, capacity;
 };
 
-// Launch: any; a thread has eight components of the first half of a head and those that RoPE rotates with them.
+// Launch: any; a thread has eight components of the first half of a head and their partners in RoPE.
 extern "C" __global__ void append(const AppendArguments a) {
     constexpr u32 HALF = HEAD_DIM / 2, PARTS = HALF / 8;
     const u32 all_heads = a.query_heads + 2 * a.heads;

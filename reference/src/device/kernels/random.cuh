@@ -1,4 +1,4 @@
-// Numbers that are a hash of their tensor and index, so that a peer in another language has the same ones.
+// Pseudo-random numbers: a hash of tensor and index, so that a peer in another language has the same ones.
 //
 // mix(x): x ^= x >> 16; x *= 0x7feb352d; x ^= x >> 15; x *= 0x846ca68b; x ^= x >> 16 (32 bits). The hash of element i
 // of a tensor is mix(i ^ mix(tensor)), i modulo 2^32; the number is ((hash >> 8) * 2^-23 - 1) * amplitude in f32. Its

@@ -1,4 +1,4 @@
-// The two ends of a decode step: what the tokens of a batch become first, and the choice of the next ones.
+// The two ends of a decode step: the embedding of a batch's tokens, and the choice of the next ones.
 //
 // CPU twin: the embedding of Decoder::step, ops::argmax. Compile-time shape: ELEMENT of the embedding (1 for f16, 2 for
 // bf16).
@@ -15,7 +15,7 @@ struct BeginArguments {
     float* residual;      // [sequence][hidden]
     u16* scaled;          // element [sequence][hidden]: residual * norm
     float* squares;       // [sequence][hidden / 16, rounded up]: sums of squares of 16 components each
-    u32* slots;           // [sequence]: the row that this token takes, of all rows of exact tokens, for the first head
+    u32* slots;           // [sequence]: this token's row among all rows of exact tokens, for the first head
     u32* exact_lengths;   // [sequence]: exact tokens, this one included
     u32* coded_lengths;   // [sequence]: tokens that only the codes hold
     const u32* pages;     // [sequence][max_pages] pages of the exact tokens, or null: a sequence is a page
@@ -23,10 +23,10 @@ struct BeginArguments {
     u32 max_pages, heads, capacity; // capacity: rows of a head in a page
 };
 
-// Embeds the tokens and places them. The first `sinks` tokens keep their rows; the others share a ring of `ring` rows
-// behind them, in which a token replaces the one `ring` positions before it.
+// Embeds the tokens and assigns their rows. The first `sinks` tokens keep their rows; the others share a ring of `ring`
+// rows after them, in which a token replaces the one `ring` positions earlier.
 //
-// Launch: a block a sequence, any number of threads.
+// Launch: one block per sequence, any number of threads.
 extern "C" __global__ void begin(const BeginArguments a) {
     pdl_wait();
     pdl_trigger();
@@ -60,7 +60,7 @@ struct PickArguments {
     u32 vocab, first;
 };
 
-// The greater value, and of equal ones the lower index.
+// Keeps the greater value; ties go to the lower index.
 __device__ __forceinline__ void keep_best(float& value, u32& at, float other, u32 other_at) {
     if (other > value || (other == value && other_at < at)) value = other, at = other_at;
 }
@@ -82,7 +82,7 @@ __device__ __forceinline__ void block_best(float& value, u32& at) {
         for (int w = 1; w < blockDim.x / LANES; w++) keep_best(value, at, values[w], indices[w]);
 }
 
-// Takes the most likely token of every sequence from `first` on. A sequence that has ended stays where it is.
+// Takes the most likely token of every sequence from `first` on. A sequence that has ended does not advance.
 //
 // Launch: grid (blocks, sequences), whole warps. The last block of a sequence to arrive picks.
 extern "C" __global__ void pick(const PickArguments a) {

@@ -1,5 +1,5 @@
-// Weights on the device: from rows that the host has sent, or hashed (random.cuh), as they are or packed for gemv.cu; and
-// back from packed to rows, which the products of a prompt take.
+// Weights on the device: from rows sent by the host, or hashed (random.cuh), in row order or packed for gemv.cu; and
+// unpacked to rows for the GEMMs of a prompt.
 //
 // CPU twin of the numbers: device::hashed. Compile-time shape: ELEMENT, 0 (f32), 1 (f16) or 2 (bf16). Launch: any.
 #include "element.cuh"
@@ -31,10 +31,10 @@ extern "C" __global__ void fill_words(const FillWordsArguments a) {
 
 struct Shape {
     u32 n_rows, n_in;
-    u32 order;    // of the rows: 0 as they are, 1 gate then up, 2 heads
+    u32 order;    // of the rows: 0 unchanged, 1 gate then up, 2 heads
     u32 head_dim; // of order 2
 
-    // The row that has place `half` (first or second) of a pair of a tile: `pair_rows` of gemv.cu.
+    // The row at position `half` (first or second) of a pair of a tile: `pair_rows` of gemv.cu.
     __device__ __forceinline__ u32 packed_row(u32 tile, u32 pair, u32 half) const {
         if (order == 1) return 8 * tile + pair < n_rows / 2 ? 8 * tile + pair + half * (n_rows / 2) : n_rows;
         const u32 tiles_of_head = head_dim / 16;
@@ -52,7 +52,7 @@ struct PackArguments {
     float amplitude;
 };
 
-// Rows and inputs beyond the last are zeros. Launch: a block a chunk of a tile, grid (chunks, tiles).
+// Rows and inputs beyond the last are zeros. Launch: one block per chunk of a tile, grid (chunks, tiles).
 extern "C" __global__ void pack(const PackArguments a) {
     Element* out = a.out + ((u64)blockIdx.y * gridDim.x + blockIdx.x) * 1024;
     for (u32 i = threadIdx.x; i < 1024; i += blockDim.x) {

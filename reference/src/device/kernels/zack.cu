@@ -1,9 +1,9 @@
-// ZACK between the products and attention: tokens that leave the window into rows of each head's ranks, those rows back
-// for the chunks of a prompt, and the merge of attention over both parts. Rows arrive in the basis (bases.cu) of which
-// the first components stay.
+// ZACK between the products and attention: truncates tokens that leave the window to each head's ranks, restores those
+// rows for the chunks of a prompt, and merges attention over both parts. Rows arrive in the basis (bases.cu) whose
+// first components are kept.
 //
 // CPU twin: ZackStore. Compile-time shape: ELEMENT of rows and queries (1 for f16, 2 for bf16), HEAD_DIM, and GROUP
-// query heads of a key/value head. Ranks are multiples of 8. Rows of the store lie head after head, each of its own
+// query heads of a key/value head. Ranks are multiples of 8. The store is ordered by head; each head's rows have its
 // rank.
 #include "element.cuh"
 #include "primitives_sm80.cuh"
@@ -13,7 +13,7 @@ constexpr u32 THREADS = 256;
 struct Store {
     const u32* key_ranks;     // [head]
     const u32* value_ranks;   // [head]
-    const u64* key_offsets;   // [head]: sums of the ranks before
+    const u64* key_offsets;   // [head]: prefix sums of the ranks
     const u64* value_offsets; // [head]
     u16* keys;                // element [sequence][head][capacity][key rank]
     u16* values;              // element [sequence][head][capacity][value rank]
@@ -34,12 +34,12 @@ struct CutArguments {
     Store store;
     const u16* keys;   // element [sequence][head][rows][HEAD_DIM]
     const u16* values; // the same of values
-    const u32* firsts; // [sequence]: the first token behind the sinks
+    const u32* firsts; // [sequence]: the first token after the sinks
     const u32* counts; // [sequence]: how many
-    u32 heads, sinks, ring, rows; // token t behind the sinks is row sinks + t % ring of a head's `rows`
+    u32 heads, sinks, ring, rows; // token t after the sinks is row sinks + t % ring of a head's `rows`
 };
 
-// Takes tokens into the store, without the last components of their rows.
+// Copies tokens into the store, without the last components of their rows.
 //
 // Launch: grid (heads, sequences, TOKENS tokens each), THREADS threads.
 extern "C" __global__ void __launch_bounds__(THREADS) cut(const CutArguments a) {
@@ -60,12 +60,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) cut(const CutArguments a) 
 
 struct RestoreArguments {
     Store store;
-    u16* keys;   // element [head][rows][HEAD_DIM], from the first token behind the sinks on
+    u16* keys;   // element [head][rows][HEAD_DIM], from the first token after the sinks on
     u16* values; // the same of values
     u32 tokens, rows;
 };
 
-// Rows of one sequence, with zeros for the components that they have lost.
+// Rows of one sequence, with zeros for the truncated components.
 //
 // Launch: grid (heads, TOKENS tokens each), THREADS threads.
 extern "C" __global__ void __launch_bounds__(THREADS) restore(const RestoreArguments a) {
@@ -92,7 +92,7 @@ struct MergeArguments {
 
 // Launch: grid (query heads of a sequence, sequences), HEAD_DIM threads.
 extern "C" __global__ void __launch_bounds__(HEAD_DIM) merge(const MergeArguments a) {
-    pdl_wait(); // both parts are from the kernels before
+    pdl_wait(); // the previous kernels write both parts
     pdl_trigger();
     const u64 query = (u64)blockIdx.y * gridDim.x + blockIdx.x;
     const float exact = a.exact[query], stored = a.stored[query], most = fmaxf(exact, stored);
