@@ -1,10 +1,10 @@
-//! A Llama on a GPU: what [`forward`](crate::forward) and [`cache`](crate::cache) are on the CPU, over the
-//! kernels of `kv-gpu`.
+//! A Llama on a GPU, built on the kernels of `kv-gpu`: the counterpart of [`forward`](crate::forward) and
+//! [`cache`](crate::cache) on the CPU.
 //!
-//! A decode step of a whole batch is one CUDA graph: five launches a layer, tokens and lengths on the device,
-//! nothing that waits for the host. A prompt runs in chunks, layer by layer, with products by cuBLASLt and
-//! `kv_gpu::svd::Prefill`. [`Weights`] holds the model, a [`DeviceCache`] the keys and values, a
-//! [`Decoder`] runs steps.
+//! A decode step of a whole batch is one CUDA graph: five launches per layer, with tokens and lengths on the
+//! device and no wait for the host. A prompt runs in chunks, layer by layer, with GEMMs by cuBLASLt and
+//! `kv_gpu::svd::Prefill`. [`Weights`] holds the model, a [`DeviceCache`] the keys and values, a [`Decoder`]
+//! runs steps.
 
 mod bases;
 mod cache;
@@ -46,13 +46,14 @@ use crate::{Error, Result};
 use ledger::Ledger;
 use memory::Buffer;
 
-/// Captures hold it shared, and what may wait for a whole context holds it alone ([`without_captures`]).
+/// Held shared by graph captures, exclusively by calls that may wait for the whole context
+/// ([`without_captures`]).
 static CAPTURES: RwLock<()> = RwLock::new(());
 
-/// Keeps captures away while it is held. A call that waits for the context, as cuBLASLt makes when a handle
-/// is made or destroyed, must not meet a capture on another thread: parallel tests have seen captures
-/// invalidated, and a trial with `cuCtxSynchronize` or `cublasLtCreate` crashed. Allocations, page-locked or
-/// not, modules, events and copies on other threads do no harm.
+/// Excludes graph captures while the guard is held. A call that waits for the context, as cuBLASLt does when
+/// a handle is created or destroyed, must not run during a capture on another thread: parallel tests have
+/// seen captures invalidated, and a trial with `cuCtxSynchronize` or `cublasLtCreate` crashed. Allocations,
+/// page-locked or not, modules, events and copies on other threads are safe.
 fn without_captures() -> RwLockWriteGuard<'static, ()> {
     CAPTURES.write().unwrap_or_else(PoisonError::into_inner)
 }
@@ -60,7 +61,7 @@ fn without_captures() -> RwLockWriteGuard<'static, ()> {
 /// An open GPU: its kernels, and the streams of a decode loop.
 pub struct Gpu {
     device: kv_gpu::Device,
-    stream: Arc<CudaStream>, // of the highest priority
+    stream: Arc<CudaStream>, // highest priority
     ledger: Arc<Ledger>,
 }
 
@@ -68,16 +69,16 @@ impl Gpu {
     /// Opens device `ordinal`.
     ///
     /// # Errors
-    /// [`Error::Device`] where there is none.
+    /// [`Error::Device`] if there is none.
     pub fn open(ordinal: usize) -> Result<Self> {
         Self::open_within(ordinal, usize::MAX)
     }
 
-    /// Opens device `ordinal`, of whose memory buffers take at most `bytes`: weights, caches, and what steps
-    /// and prompts need. The driver's own, some hundred megabytes, is not counted.
+    /// Opens device `ordinal`, with a limit of `bytes` on the memory of all buffers: weights, caches, and the
+    /// buffers of steps and prompts. The driver's own memory, some hundred megabytes, is not counted.
     ///
     /// # Errors
-    /// [`Error::Device`] where there is none.
+    /// [`Error::Device`] if there is none.
     pub fn open_within(ordinal: usize, bytes: usize) -> Result<Self> {
         let device = kv_gpu::Device::open(ordinal)?;
         let priorities = result::stream::get_priority_range();
@@ -106,7 +107,7 @@ impl Gpu {
         self.stream.synchronize().map_err(|e| driver("wait for the device", e))
     }
 
-    /// Bytes a second that the device copies within its memory: those read and those written.
+    /// Copy rate within device memory in bytes per second, reads and writes both counted.
     ///
     /// # Errors
     /// [`Error::Device`].
@@ -129,7 +130,7 @@ impl Gpu {
         Ok(2e3 * BYTES as f64 / f64::from(times[times.len() / 2]))
     }
 
-    /// What `launch` puts on the stream, as a graph.
+    /// Captures the work that `launch` enqueues as a graph.
     fn capture(&self, launch: impl FnOnce() -> Result<()>) -> Result<CudaGraph> {
         let _shared = CAPTURES.read().unwrap_or_else(PoisonError::into_inner);
         let stream = &self.stream;
@@ -144,14 +145,14 @@ impl Gpu {
     }
 }
 
-/// Whether an error says that the GPU does not take a model or a method, which the CPU then does.
+/// Whether an error says that the GPU does not support a model or a method; the CPU then runs it.
 #[must_use]
 pub fn unsupported(error: &Error) -> bool {
     use kv_gpu::Error::{NoNvrtc, Unsupported};
     matches!(error, Error::Argument(_) | Error::Blas(_) | Error::Device(NoNvrtc | Unsupported { .. }))
 }
 
-/// Names the operation that a driver error came from.
+/// Names the operation that caused a driver error.
 fn driver(operation: &str, source: DriverError) -> Error {
     Error::Device(kv_gpu::Error::Driver { operation: operation.to_owned(), source })
 }

@@ -1,7 +1,7 @@
-//! Queries, keys and values in bases of each head's own, for a cache that codes or cuts transformed rows.
+//! Queries, keys and values in a basis per head, for a cache that codes or truncates transformed rows.
 //!
-//! A model's values are in their basis, and less their mean, as they leave `W_V`, which has both folded in;
-//! those of a stored context, which another model has computed, are not.
+//! A model's values leave `W_V` in their basis, minus their mean, since both are folded into it; the values
+//! of a stored context, which another model has computed, do not.
 
 use half::{bf16, f16};
 use kv_gpu::{AnyElement, DevicePtr, Element, Grid, Kernel};
@@ -13,7 +13,7 @@ use crate::method::HeadMaps;
 use crate::model::Config;
 use crate::{Error, Result};
 
-/// The number of the hashed tensor that fills the maps of keys; those of queries and values are the next.
+/// Index of the hashed tensor of the key maps; the next two are those of queries and values.
 const RANDOM_MAPS: u32 = 5 << 16;
 
 /// Columns of the maps of all layers and heads, (layer, heads, head_dim, head_dim) each.
@@ -21,12 +21,12 @@ pub(super) struct BasisMaps {
     pub keys: Vec<f32>,
     pub queries: Vec<f32>,
     pub values: Vec<f32>,
-    /// Means of the values in their basis, (layer, heads, head_dim), if the model takes them out.
+    /// Means of the values in their basis, (layer, heads, head_dim), if the model subtracts them.
     pub value_means: Option<Vec<f32>>,
 }
 
 impl BasisMaps {
-    /// Those of all heads; values keep their mean.
+    /// The maps of all heads; values keep their mean.
     pub fn of<'a>(heads: impl Iterator<Item = &'a HeadMaps> + Clone) -> Self {
         Self {
             keys: heads.clone().flat_map(|maps| &maps.keys).copied().collect(),
@@ -36,7 +36,7 @@ impl BasisMaps {
         }
     }
 
-    /// Hashed ones, for timing.
+    /// Hashed maps, for timing.
     pub fn random(config: &Config) -> Self {
         let dim = config.head_dim;
         let len = (config.n_layers * config.n_kv_heads * dim * dim) as u64;
@@ -50,10 +50,10 @@ impl BasisMaps {
     }
 }
 
-/// Maps of the queries, keys and values of every layer and head, and the kernel that applies those of queries
-/// and keys after RoPE.
+/// Maps of the queries, keys and values of every layer and head, and the kernel that applies the maps of
+/// queries and keys after RoPE.
 ///
-/// The dot product of a query and a key is the same in their basis, so that a cache sees nothing else.
+/// Dot products of queries and keys are unchanged, so a cache sees the transformed rows alone.
 pub struct Bases {
     kernel: Kernel,
     maps: Buffer<u16>, // (layer, heads, MAPS, head_dim, head_dim), in the order of `packed`
@@ -76,7 +76,7 @@ pub(super) struct TurnedRows {
     pub capacity: usize,
     /// Number of tokens.
     pub tokens: usize,
-    /// Where the tokens' keys are.
+    /// The rows of the tokens' keys.
     pub place: Place,
 }
 
@@ -112,10 +112,10 @@ const MAPS: usize = 3;
 const TILE: usize = 16;
 
 impl Bases {
-    /// Bases by their maps, which are rounded to elements.
+    /// Bases with these maps, rounded to elements.
     ///
     /// # Errors
-    /// [`Error::Profile`] for maps with components that no element holds; [`Error::Device`].
+    /// [`Error::Profile`] for maps with components beyond the range of elements; [`Error::Device`].
     pub(super) fn new(gpu: &Gpu, config: &Config, element: Element, maps: &BasisMaps) -> Result<Self> {
         let (heads, head_dim) = (config.n_kv_heads, config.head_dim);
         let program = programs::bases(element, head_dim, config.gqa_group());
@@ -136,7 +136,7 @@ impl Bases {
     }
 
     /// Launches the maps of a layer over rows that RoPE has rotated, with PDL: the previous kernel may write
-    /// the rows, and neither maps nor slots.
+    /// the rows, but neither maps nor slots.
     ///
     /// # Safety
     /// The rows exist, and nothing else uses them at the same time.
@@ -162,8 +162,8 @@ impl Bases {
         Ok(unsafe { self.kernel.launch(gpu.stream(), grid, self.threads, true, &arguments) }?)
     }
 
-    /// Launches the maps of a layer's keys, which RoPE has rotated, and of its values over the rows of a
-    /// chunk that a model without folded maps has computed, and takes the means out that a folded one takes.
+    /// Launches the maps of a layer's rotated keys and of its values over the rows of a chunk, computed by a
+    /// model without folded maps, and subtracts the means that a folded model would subtract.
     ///
     /// # Safety
     /// As [`Self::turn`].
@@ -205,7 +205,7 @@ impl Bases {
         self.maps.pointer().offset(layer * self.heads * MAPS * self.head_dim * self.head_dim)
     }
 
-    /// Maps of a layer's keys; those of the next head are [`MAPS`] maps on.
+    /// Maps of a layer's keys; the next head's are [`MAPS`] maps later.
     pub(super) fn key_maps(&self, layer: usize) -> DevicePtr<u16> {
         self.maps_of(layer).offset(self.head_dim * self.head_dim)
     }
@@ -215,7 +215,7 @@ impl Bases {
         self.maps_of(layer).offset(2 * self.head_dim * self.head_dim)
     }
 
-    /// Blocks of a head.
+    /// Blocks per head.
     fn blocks(&self, tokens: usize) -> usize {
         tokens.div_ceil(TILE).min((2 * self.sm_count).div_ceil(self.heads))
     }
@@ -226,8 +226,8 @@ impl Bases {
     }
 }
 
-/// A map as elements in the order in which the lanes of the kernel hold it: 16 columns of a warp, 16
-/// components of a step, and of both four pairs of components a lane, in two columns 8 apart.
+/// A map as elements in the order in which the kernel's lanes hold it: 16 columns per warp, 16 components per
+/// step; a lane holds four pairs of components of both, in two columns 8 apart.
 fn packed(map: &[f32], head_dim: usize, element: Element) -> Result<Vec<u16>> {
     let at = |component: usize, column: usize| map[component * head_dim + column];
     let mut all = Vec::with_capacity(map.len());

@@ -48,7 +48,7 @@ pub struct Sequences {
     pub(crate) tokens: Buffer<u32>,        // to be fed next
     pub(crate) positions: Buffer<u32>,     // of these tokens
     pub(crate) running: Buffer<u32>,       // 0 once a sequence has ended
-    pub(crate) slots: Buffer<u32>,         // rows that they take among all exact ones, for the first head
+    pub(crate) slots: Buffer<u32>,         // their rows among all exact rows, for the first head
     pub(crate) exact_lengths: Buffer<u32>, // exact tokens, these included
     pub(crate) coded_lengths: Buffer<u32>, // tokens that are not exact
 }
@@ -58,14 +58,14 @@ pub struct Sequences {
 pub struct Chunk {
     /// The sequence.
     pub sequence: usize,
-    /// Position of the first token: the tokens that the sequence has before.
+    /// Position of the first token: the number of tokens before the chunk.
     pub position: usize,
     /// Tokens.
     pub count: usize,
 }
 
 impl Chunk {
-    /// Tokens of the sequence with the chunk.
+    /// Length of the sequence, the chunk included.
     #[must_use]
     pub const fn end(&self) -> usize {
         self.position + self.count
@@ -79,12 +79,12 @@ pub struct Rows {
     pub keys: DevicePtr<AnyElement>,
     /// Values.
     pub values: DevicePtr<AnyElement>,
-    /// Rows of a head, of a sequence or of a page.
+    /// Rows per head, in a sequence or a page.
     pub capacity: usize,
 }
 
 impl Rows {
-    /// Those of keys, or of values.
+    /// The rows of one side.
     pub(crate) const fn side(&self, side: Side) -> DevicePtr<AnyElement> {
         match side {
             Side::Keys => self.keys,
@@ -105,19 +105,19 @@ pub struct RowTransform<'a> {
 /// Tokens of a sequence that a cache has room for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Room {
-    /// First tokens, whose exact rows stay.
+    /// First tokens, whose rows stay exact.
     pub sinks: usize,
-    /// Exact rows that later tokens share as a ring; 0 where all tokens are among the first.
+    /// Exact rows that later tokens share as a ring; 0 if all tokens are sinks.
     pub ring: usize,
-    /// Most tokens.
+    /// Maximum tokens.
     pub capacity: usize,
 }
 
-/// The keys and values of a batch of sequences, in whatever form a method keeps them on the device.
+/// The keys and values of a batch of sequences, in a method's form on the device.
 ///
-/// A step writes each token's rotated keys and its values to [`Self::rows`] of every layer, at the slot that
-/// [`Self::room`] gives it, and calls [`Self::attend`] for the layer. Both are part of a
-/// captured graph: they depend on nothing that changes from step to step but what is on the device.
+/// A step writes each token's rotated keys and its values to [`Self::rows`] of every layer, at the slot from
+/// [`Self::room`], and calls [`Self::attend`] for the layer. Both are part of a captured graph: all that
+/// changes from step to step is in device memory.
 pub trait DeviceCache: ChunkCache {
     /// Exact rows of a layer.
     fn rows(&self, layer: usize) -> Rows;
@@ -125,7 +125,7 @@ pub trait DeviceCache: ChunkCache {
     /// Room for the tokens of a sequence.
     fn room(&self) -> Room;
 
-    /// The page table of [`Self::rows`]; none where a sequence is a page.
+    /// The page table of [`Self::rows`]; none if a sequence is one page.
     fn pages(&self) -> Option<Pages> {
         None
     }
@@ -148,18 +148,18 @@ pub trait DeviceCache: ChunkCache {
         out: DevicePtr<AnyElement>,
     ) -> Result<()>;
 
-    /// Sets the weights that follow the attention of each layer, those of its output product. A cache whose
-    /// attention waits for PCIe prefetches them into L2 meanwhile.
+    /// Sets the weights that are read after the attention of each layer, those of its output product. A cache
+    /// whose attention waits for PCIe prefetches them into L2 meanwhile.
     fn followed_by(&mut self, _gpu: &Gpu, _reads: &[Prefetch]) {}
 
-    /// Makes all sequences empty.
+    /// Empties all sequences.
     ///
     /// # Errors
     /// [`Error::Device`].
     fn clear(&mut self, gpu: &Gpu) -> Result<()>;
 
-    /// Makes one sequence empty, so that others may have its pages. It stands still at its first token until
-    /// the next chunks.
+    /// Empties one sequence, so that others can use its pages. It is idle at its first token until the next
+    /// chunks.
     ///
     /// # Errors
     /// [`Error::Device`].
@@ -167,23 +167,23 @@ pub trait DeviceCache: ChunkCache {
         Ok(())
     }
 
-    /// Work before a step that is no part of its graph, such as encoding what leaves the window.
+    /// Work before a step, outside of its graph, such as encoding tokens that leave the window.
     ///
     /// # Errors
-    /// [`Error::Pages`] where there is no page for a sequence's next token: nothing has changed then;
+    /// [`Error::Pages`] if there is no page for a sequence's next token; nothing has changed then.
     /// [`Error::Device`].
     fn before_step(&mut self, _gpu: &Gpu, _sequences: &Sequences) -> Result<()> {
         Ok(())
     }
 
-    /// Bytes of shared memory that a block of work next to the steps takes. Where a step's kernels leave them
-    /// free, both share multiprocessors; else a step waits for that block to end.
+    /// Bytes of shared memory of a block of the background work. If a step's kernels leave them free, both
+    /// share multiprocessors; else a step waits for that block to end.
     fn background_shared_memory(&self) -> usize {
         0
     }
 
-    /// Fills the first `tokens` of every sequence with hashed rows or codes, for timing at a length that
-    /// nobody has computed.
+    /// Fills the first `tokens` of every sequence with hashed rows or codes, to time steps at that length
+    /// without a prefill.
     ///
     /// # Errors
     /// [`Error::Device`].
@@ -192,8 +192,8 @@ pub trait DeviceCache: ChunkCache {
     /// Bytes that a step reads with `tokens` in every sequence.
     fn step_bytes(&self, tokens: usize) -> usize;
 
-    /// Bytes by purpose with `tokens` in every sequence: what [`KvCache::footprint`](crate::cache::KvCache)
-    /// counts, so of the capacity only what these tokens take.
+    /// Bytes by purpose with `tokens` in every sequence, counted as in
+    /// [`KvCache::footprint`](crate::cache::KvCache): only what these tokens take of the capacity.
     fn footprint(&self, tokens: usize) -> Footprint;
 
     /// Bytes of device memory.
@@ -204,8 +204,7 @@ pub trait DeviceCache: ChunkCache {
         0
     }
 
-    /// Rows (a token's key and value of one head) that have been read from the host so far, after waiting for
-    /// the last step.
+    /// Rows (a token's key and value of one head) read from the host so far. Waits for the last step.
     ///
     /// # Errors
     /// [`Error::Device`].
@@ -213,8 +212,8 @@ pub trait DeviceCache: ChunkCache {
         Ok(0)
     }
 
-    /// Exact rows that steps have read so far, over all layers and heads, where steps decide how many; after
-    /// waiting for the last step.
+    /// Exact rows read by steps so far, over all layers and heads, if steps decide how many. Waits for the
+    /// last step.
     ///
     /// # Errors
     /// [`Error::Device`].
@@ -222,74 +221,74 @@ pub trait DeviceCache: ChunkCache {
         Ok(None)
     }
 
-    /// Makes steps wait for the encoding of what leaves the window, for timing; not after a [`Decoder`] has
-    /// been made.
+    /// Makes steps wait for the encoding of tokens that leave the window, for timing. Call it before a
+    /// [`Decoder`] is made.
     ///
     /// [`Decoder`]: super::Decoder
     fn encode_synchronously(&mut self) {}
 
-    /// Bytes of such a row.
+    /// Bytes of a row that [`Self::fetched_rows`] counts.
     fn fetched_row_bytes(&self) -> usize {
         0
     }
 
-    /// Makes this part of the rows that a step would read from the host count as read before, for timing:
-    /// what random queries choose has no locality. With a share above 0, results are wrong. It holds for
-    /// graphs that are captured later.
+    /// Counts this share of the rows that a step would read from the host as cache hits, for timing: random
+    /// queries have no locality. With a share above 0, results are wrong. It applies to graphs that are
+    /// captured later.
     fn force_hits(&mut self, _share: f32) {}
 }
 
-/// The part of a cache that takes prompts, many tokens at a time.
+/// The part of a cache that appends prompts, many tokens at a time.
 pub trait ChunkCache {
-    /// Takes memory for sequences of these lengths, before prompts that end with them.
+    /// Reserves memory for sequences that have these lengths after the next prompts.
     ///
     /// # Errors
-    /// [`Error::Pages`] where there is not enough: nothing has changed then; [`Error::Device`].
+    /// [`Error::Pages`] if there is not enough; nothing has changed then. [`Error::Device`].
     fn reserve(&mut self, _gpu: &Gpu, _lengths: &[usize]) -> Result<()> {
         Ok(())
     }
 
-    /// Rows (heads, capacity, head_dim) of all tokens of a chunk's sequence up to the chunk's end, those
-    /// before the chunk as the method keeps them, or as they were computed. The decoder then writes the
-    /// chunk's rotated keys and its values, lets its queries attend to the rows, and calls [`Self::append`].
-    /// So the tokens of a chunk attend to each other exactly, as on the CPU, but for [`Self::chunk_ranks`].
+    /// Rows (heads, capacity, head_dim) of all tokens of a chunk's sequence up to the chunk's end; those
+    /// before the chunk are as the method stores them, or as they were computed. The decoder then writes the
+    /// chunk's rotated keys and its values, runs attention over the rows, and calls [`Self::append`]. The
+    /// tokens of a chunk thus attend to each other exactly, as on the CPU, except for [`Self::chunk_ranks`].
     /// Several chunks may pass through a layer before the first of them enters the next one.
     ///
     /// # Errors
     /// [`Error::Device`].
     fn chunk_rows(&mut self, gpu: &Gpu, layer: usize, chunk: &Chunk) -> Result<Rows>;
 
-    /// `u32` (heads,) each: how many components of a layer's keys, and of its values, the queries of a chunk
-    /// read; none for all of them.
+    /// `u32` (heads,) each: the number of components of a layer's keys, and of its values, that the queries
+    /// of a chunk read; none for all of them.
     fn chunk_ranks(&self, _layer: usize) -> Option<[DevicePtr<u32>; 2]> {
         None
     }
 
-    /// Whether [`Self::chunk_rows`] are the cache itself, for all layers at once: what is written there needs
-    /// no [`Self::append`].
+    /// Whether [`Self::chunk_rows`] are the cache itself, for all layers at once: rows written there need no
+    /// [`Self::append`].
     fn has_rows_of_all(&self) -> bool {
         false
     }
 
-    /// Whether [`DeviceCache::rows`] have every token, so that [`Self::settle`] may follow steps, too:
-    /// nothing of what they have written is still to be stored.
+    /// Whether [`DeviceCache::rows`] hold every token, so that [`Self::settle`] may follow steps, too: none
+    /// of the rows that they have written is still to be stored.
     fn is_exact(&self) -> bool {
         self.has_rows_of_all()
     }
 
-    /// Takes the chunk's tokens from the rows that [`Self::chunk_rows`] has given, after attention.
+    /// Appends the chunk's tokens from the rows of [`Self::chunk_rows`], after attention.
     ///
     /// # Errors
     /// [`Error::Device`].
     fn append(&mut self, gpu: &Gpu, layer: usize, chunk: &Chunk) -> Result<()>;
 
-    /// Makes the sequences have these lengths, with which the last chunks ended. The next step may follow.
+    /// Sets the lengths of the sequences, at which the last chunks ended. The next step may follow.
     ///
     /// # Errors
     /// [`Error::Device`].
     fn settle(&mut self, gpu: &Gpu, lengths: &[usize]) -> Result<()>;
 
-    /// As [`Self::settle`] for one sequence, which has this length now. The others go on from where they are.
+    /// As [`Self::settle`] for one sequence. The others continue where they are.
     ///
     /// # Errors
     /// [`Error::Device`].

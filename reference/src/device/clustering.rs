@@ -1,5 +1,5 @@
-//! How long a layer of a prompt and an iteration of k-means take on a device, as a file keeps them, and how
-//! many iterations follow.
+//! Measured times of a prompt's layer and of a k-means iteration on a device, kept in a file, and the number
+//! of iterations that follows from them.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -18,22 +18,22 @@ use crate::method::{Iterations, Method, Resolved, Retrieval};
 use crate::model::{Config, LayerAttention};
 use crate::{Error, Result, files};
 
-/// The part of a layer's time that training may take. A prompt leaves no multiprocessor idle, so that all of
-/// it comes on top, unlike in PQCache, whose host trains.
+/// The share of a layer's time that training may take. A prefill leaves no multiprocessor idle, so training
+/// adds to its time, unlike in PQCache, which trains on the host.
 const SHARE: f64 = 1.0 / 16.0;
 
-/// Tokens of the prompts whose layers are timed, where nobody says it.
+/// Default lengths of the timed prompts, in tokens.
 const LENGTHS: [usize; 4] = [1024, 2048, 4096, 8192];
 
-/// Layers of the model that is timed, and its vocabulary: the products of a layer dwarf what is outside.
+/// Layers of the timed model, and its vocabulary: the products of a layer dwarf everything else.
 const LAYERS: usize = 2;
 const VOCABULARY: usize = 512;
 
-/// Iterations that are timed at once, and runs of which the fastest counts.
+/// Iterations per timed run, and runs, of which the fastest counts.
 const ITERATIONS: usize = 8;
 const RUNS: usize = 3;
 
-/// The times of one device, for layers and a quantizer of one shape, as a file keeps them.
+/// The times of one device, for layers and a quantizer of one shape, as kept in a file.
 ///
 /// # Source
 /// PQCache (arXiv 2407.12820), 3.3.
@@ -41,13 +41,13 @@ const RUNS: usize = 3;
 pub struct DeviceClustering {
     device: String,
     shape: Shape,
-    /// What was measured.
+    /// The measurements.
     pub times: Vec<LayerTimes>,
     iteration: [f64; 2],
     layer: [f64; 3],
 }
 
-/// What times depend on.
+/// The shape that times depend on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Shape {
     hidden: usize,
@@ -84,14 +84,14 @@ impl Shape {
     }
 }
 
-/// Makes sure that the file of the device's times is there, if the method's iterations follow from one, and
-/// says why it was made.
+/// Measures the device's times if the method's iterations follow from a file that is missing or invalid.
+/// Returns a message about the new file.
 ///
 /// # Errors
 /// Those of running a model and of writing the file.
 pub fn profile_clustering(gpu: &Arc<Gpu>, method: &Method, config: &Config) -> Result<Option<String>> {
     let method = method.fitted(config)?;
-    // What the device does not take is refused by `method_cache`, or runs on the CPU.
+    // Methods that the device does not support are rejected by `method_cache`, or run on the CPU.
     let Ok(Some(retrieval)) = method.device_retrieval(config) else { return Ok(None) };
     let Some(Iterations::Profile(path)) = &retrieval.training else { return Ok(None) };
     let Ok(element) = method.device_element() else { return Ok(None) };
@@ -114,9 +114,9 @@ impl DeviceClustering {
     /// lengths.
     ///
     /// # Errors
-    /// [`Error::Argument`] for a method that trains nothing on the prompt, for what the device does not take,
-    /// and for prompts that have fewer tokens than a code has values; those of running a model; of `pq-core`
-    /// for lengths that are too few or too near for a fit.
+    /// [`Error::Argument`] for a method that trains nothing on the prompt, for a shape that the device does
+    /// not support, and for prompts with fewer tokens than a codebook has centroids; those of running a
+    /// model; of `pq-core` for lengths that are too few or too close for a fit.
     pub fn measure(gpu: &Arc<Gpu>, method: &Method, config: &Config, lengths: &[usize]) -> Result<Self> {
         let quantizer = method.prompt_quantizer(config)?;
         Weights::check(config)?;
@@ -124,13 +124,13 @@ impl DeviceClustering {
         measure(gpu, config, method.device_element()?, of, quantizer, lengths)
     }
 
-    /// The iterations over `n` tokens with which a prompt of as many trains, from 1 to 25.
+    /// The number of training iterations, from 1 to 25, for a prompt of `n` tokens.
     #[must_use]
     pub fn iterations(&self, n: usize) -> usize {
         self.cost().of(n)
     }
 
-    /// Writes the file that `iterations=FILE` reads on this device: it is beside `file`. Returns its path.
+    /// Writes the file that `iterations=FILE` reads on this device, next to `file`. Returns its path.
     ///
     /// # Errors
     /// Those of writing it.
@@ -151,10 +151,10 @@ impl DeviceClustering {
     }
 }
 
-/// The iterations with which a method trains on a device; none where it trains nothing.
+/// The number of training iterations of a method on a device; none if it trains nothing.
 ///
 /// # Errors
-/// Those of reading the file that [`profile_clustering`] has made.
+/// Those of reading the file that [`profile_clustering`] has written.
 pub(super) fn iterations(gpu: &Gpu, config: &Config, retrieval: &Retrieval) -> Result<Option<Resolved>> {
     Ok(Some(match &retrieval.training {
         None => return Ok(None),
@@ -170,7 +170,7 @@ fn device_name(gpu: &Gpu) -> Result<String> {
     gpu.device.context().name().map_err(|e| driver("read the device's name", e))
 }
 
-/// The file of a device and a shape, beside that of the CPU's times: `cost.json` has
+/// The file of a device and a shape, next to that of the CPU's times: `cost.json` has
 /// `cost.NVIDIA-H200.4096x14336.32x8x128.16x8.json` next to it.
 fn beside(path: &Path, device: &str, shape: &Shape) -> PathBuf {
     let &Shape { hidden, intermediate, heads, kv_heads, head_dim, m, nbits } = shape;
@@ -290,7 +290,7 @@ impl Training {
     }
 }
 
-/// Seconds of the fastest of [`RUNS`], after one that compiles.
+/// Seconds of the fastest of [`RUNS`], after a run that compiles.
 fn fastest(gpu: &Gpu, mut run: impl FnMut() -> Result<()>) -> Result<f64> {
     let mut best = f64::INFINITY;
     for i in 0..=RUNS {

@@ -1,5 +1,4 @@
-//! Products of the activations of many tokens with weights: cuBLASLt, which is loaded at run time as the
-//! driver is.
+//! GEMMs of the activations of many tokens with weights: cuBLASLt, loaded at run time like the driver.
 
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -12,10 +11,10 @@ use super::memory::Buffer;
 use super::{Gpu, driver, without_captures};
 use crate::{Error, Result};
 
-/// Bytes of memory that a product may use: what NVIDIA recommends for sm_90.
+/// Bytes of workspace of a product: NVIDIA's recommendation for sm_90.
 const WORKSPACE: usize = 32 << 20;
 
-/// What becomes of the product.
+/// The epilogue of a product.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Output {
     /// Stored, as elements.
@@ -24,7 +23,7 @@ pub(crate) enum Output {
     Add,
 }
 
-/// Sizes of a product, which has a plan.
+/// The shape of a product. Each shape has a plan.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct GemmShape {
     /// Tokens: rows of the input and of the output.
@@ -47,7 +46,7 @@ pub(crate) struct Gemm {
 
 impl Gemm {
     /// # Errors
-    /// [`Error::Blas`] where there is no cuBLASLt; [`Error::Device`].
+    /// [`Error::Blas`] if there is no cuBLASLt; [`Error::Device`].
     pub fn new(gpu: &Gpu, element: Element) -> Result<Self> {
         // SAFETY: it loads the library, if there is one, and calls nothing in it. Checked first: calls into a
         // missing library panic.
@@ -64,7 +63,7 @@ impl Gemm {
     /// Launches a product.
     ///
     /// # Errors
-    /// [`Error::Blas`] for a product that cuBLASLt does not have; [`Error::Device`].
+    /// [`Error::Blas`] for a product that cuBLASLt does not support; [`Error::Device`].
     /// # Safety
     /// Input and weight have the elements of the shape, and the output has its elements or floats; all are
     /// aligned to 16 bytes. The [contract of a launch](DevicePtr#launches) holds.
@@ -86,8 +85,7 @@ impl Gemm {
         let address = |address: u64| address as *mut c_void;
         let out = address(output.address());
         // SAFETY: the caller's contract; the plan is for these types and sizes, handle and plan live as long
-        // as
-        // `self`, and the library has read the factors when it returns.
+        // as `self`, and the library has read the factors when it returns.
         unsafe {
             lt::matmul(
                 self.handle,
@@ -122,7 +120,7 @@ impl Drop for Gemm {
     }
 }
 
-/// The descriptors of one product, and the algorithm that the library takes for it.
+/// The descriptors of one product, and the algorithm that the library has chosen for it.
 struct Plan {
     product: sys::cublasLtMatmulDesc_t,
     weight: Layout,
@@ -132,8 +130,8 @@ struct Plan {
 }
 
 impl Plan {
-    /// The library's matrices are column-major. So `weight` is (n_in, n_out), which is transposed, `input`
-    /// (n_in, tokens), and the product (n_out, tokens).
+    /// The library's matrices are column-major, so `weight` is (n_in, n_out), transposed, `input` (n_in,
+    /// tokens), and the product (n_out, tokens).
     fn new(handle: sys::cublasLtHandle_t, element: Element, shape: GemmShape) -> Result<Self> {
         use sys::cublasComputeType_t::CUBLAS_COMPUTE_32F;
         use sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_TRANSA;
@@ -191,7 +189,7 @@ impl Drop for Plan {
     }
 }
 
-/// A column-major matrix without gaps.
+/// A contiguous column-major matrix.
 struct Layout(sys::cublasLtMatrixLayout_t);
 
 impl Layout {

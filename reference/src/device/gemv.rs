@@ -1,4 +1,4 @@
-//! Products with the activations of a decode step: `kernels/gemv.cu`.
+//! The matrix products of a decode step: `kernels/gemv.cu`.
 
 use kv_gpu::{AnyElement, DevicePtr, Element, Grid, Kernel, Program};
 
@@ -6,29 +6,29 @@ use super::weights::Packed;
 use super::{Gpu, programs};
 use crate::{Error, Result};
 
-/// Most columns (sequences) of a launch.
+/// Maximum columns (sequences) of a launch.
 pub(crate) const MOST_COLUMNS: usize = 32;
 
 /// The deepest ring of a warp, in chunks.
 const MOST_DEPTH: usize = 6;
 
-/// What the input is.
+/// The kind of input.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Input {
-    /// Elements as they are.
+    /// Elements, used unchanged.
     Elements,
     /// The residual stream, to be normalized.
     Residual,
 }
 
-/// What becomes of the product.
+/// The epilogue of the product.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Output {
     /// Added to the residual stream.
     Add,
-    /// Gate and up, as one row each.
+    /// SwiGLU of gate and up, which are paired rows.
     SwiGlu,
-    /// Queries, and rows of a cache.
+    /// RoPE of queries and keys; keys and values are appended to the rows of a cache.
     Rope,
     /// Stored in `f32`.
     Store,
@@ -90,7 +90,7 @@ impl GemvShape {
     }
 }
 
-/// `Arguments` of the kernel; what an output does not use is `None`.
+/// `Arguments` of the kernel; those that an output does not use are `None`.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub(crate) struct GemvArguments {
@@ -119,7 +119,7 @@ pub(crate) struct GemvArguments {
 const _: () = assert!(size_of::<GemvArguments>() == 136);
 
 impl GemvArguments {
-    /// The product of a matrix with `columns` inputs, whatever becomes of it.
+    /// The product of a matrix with `columns` inputs, with no arguments of an output yet.
     pub fn of(matrix: &Packed, input: DevicePtr<u16>, columns: usize) -> Self {
         Self {
             weight: matrix.weight.pointer(),
@@ -154,7 +154,7 @@ pub(crate) struct Gemv {
 }
 
 impl Gemv {
-    /// `reserved` bytes of shared memory of a multiprocessor stay free for other kernels.
+    /// `reserved` bytes of a multiprocessor's shared memory stay free for other kernels.
     pub fn new(gpu: &Gpu, shape: GemvShape, reserved: usize) -> Result<Self> {
         if shape.columns == 0 || shape.columns > MOST_COLUMNS || !shape.n_in.is_multiple_of(8) {
             return Err(Error::Argument(format!(

@@ -1,4 +1,4 @@
-//! Memory of the host that kernels read and write over PCIe.
+//! Host memory that kernels read and write over PCIe.
 
 use std::ffi::c_void;
 use std::marker::PhantomData;
@@ -17,8 +17,8 @@ use kv_gpu::DevicePtr;
 use super::{Gpu, driver};
 use crate::{Error, Result};
 
-/// Elements in host memory that is never swapped out, at an address that the device uses, too. Their first
-/// values are undefined. As with [`Buffer`](super::memory::Buffer), streams order all work on them.
+/// Elements in page-locked or managed host memory, which the device accesses at the same address. Their
+/// initial values are undefined. As with [`Buffer`](super::memory::Buffer), streams order all work on them.
 pub(crate) struct HostBuffer<T> {
     address: *mut c_void,
     len: usize,
@@ -27,7 +27,7 @@ pub(crate) struct HostBuffer<T> {
     elements: PhantomData<T>,
 }
 
-/// The driver's kinds of such memory.
+/// The driver's kinds of host memory.
 enum Kind {
     PageLocked,
     Managed,
@@ -39,10 +39,10 @@ unsafe impl<T: Send> Send for HostBuffer<T> {}
 unsafe impl<T: Sync> Sync for HostBuffer<T> {}
 
 impl<T: Copy> HostBuffer<T> {
-    /// Locks memory for `len` elements.
+    /// Allocates page-locked memory for `len` elements.
     ///
     /// # Errors
-    /// [`Error::HostMemory`] when the driver refuses.
+    /// [`Error::HostMemory`] if the driver fails to allocate it.
     pub fn new(gpu: &Gpu, len: usize) -> Result<Self> {
         let bytes = len.saturating_mul(size_of::<T>());
         let context = gpu.device.context().clone();
@@ -54,16 +54,16 @@ impl<T: Copy> HostBuffer<T> {
         Ok(Self { address, len, kind: Kind::PageLocked, context, elements: PhantomData })
     }
 
-    /// Memory for `len` elements that kernels read at scattered places.
+    /// Allocates memory for `len` elements that kernels read at random.
     ///
-    /// The device translates addresses of page-locked memory in pages of 4 KB, of which its caches hold few:
-    /// scattered rows of 256 bytes come at 38 GB/s out of 16 GiB, and at 10 out of 64. Managed memory that
-    /// stays on the host has pages of 2 MB: 50 GB/s out of either (H200, `gpu/PERFORMANCE.md`). The driver's
-    /// own copies of it are slow (15 GB/s, by the host), so kernels copy it. Devices that do not share
-    /// managed memory with a running host get page-locked memory.
+    /// The device maps page-locked memory in pages of 4 KB, more than its TLBs cover: scattered rows of 256
+    /// bytes are read at 38 GB/s from 16 GiB, and at 10 GB/s from 64 GiB. Managed memory that stays on the
+    /// host has pages of 2 MB: 50 GB/s from either (H200, `gpu/PERFORMANCE.md`). The driver's own copies of
+    /// it are slow (15 GB/s, by the host), so kernels copy it. Devices without concurrent access to managed
+    /// memory get page-locked memory.
     ///
     /// # Errors
-    /// [`Error::HostMemory`] when the driver refuses.
+    /// [`Error::HostMemory`] if the driver fails to allocate it.
     pub fn for_scattered_reads(gpu: &Gpu, len: usize) -> Result<Self> {
         let context = gpu.device.context().clone();
         let shared = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS;
@@ -84,12 +84,12 @@ impl<T: Copy> HostBuffer<T> {
             result::mem_advise(address, bytes, CU_MEM_ADVISE_SET_PREFERRED_LOCATION, host)
                 .map_err(refused)?;
             result::mem_advise(address, bytes, CU_MEM_ADVISE_SET_ACCESSED_BY, device).map_err(refused)?;
-            buffer.address.cast::<u8>().write_bytes(0, bytes); // takes the pages: large ones, all at once
+            buffer.address.cast::<u8>().write_bytes(0, bytes); // first touch: large pages, all at once
         }
         Ok(buffer)
     }
 
-    /// The address on the device, which is that on the host (unified addressing).
+    /// The device address, equal to the host address (unified addressing).
     pub fn pointer(&self) -> DevicePtr<T> {
         DevicePtr::new(self.address as u64).unwrap_or(DevicePtr::dangling())
     }
@@ -99,15 +99,14 @@ impl<T: Copy> HostBuffer<T> {
     }
 }
 
-/// Bytes in page-locked memory of the host. The device copies them at the rate of PCIe, while the host
-/// goes on.
+/// Bytes in page-locked host memory. The device copies them asynchronously, at the rate of PCIe.
 pub struct PageLocked(HostBuffer<u8>);
 
 impl PageLocked {
     /// A copy of these bytes.
     ///
     /// # Errors
-    /// [`Error::HostMemory`] when there is no room for them.
+    /// [`Error::HostMemory`] if they do not fit.
     pub fn of(gpu: &Gpu, bytes: &[u8]) -> Result<Self> {
         check_available(bytes.len())?;
         let buffer = HostBuffer::new(gpu, bytes.len())?;
@@ -124,14 +123,14 @@ impl AsRef<[u8]> for PageLocked {
     }
 }
 
-/// A word in page-locked memory of the host that kernels write.
+/// A word in page-locked host memory that kernels write.
 pub(crate) struct HostWord(HostBuffer<u32>);
 
 impl HostWord {
     /// A word of 0.
     ///
     /// # Errors
-    /// [`Error::HostMemory`] when the driver refuses.
+    /// [`Error::HostMemory`] if the driver fails to allocate it.
     pub fn new(gpu: &Gpu) -> Result<Self> {
         let mut word = Self(HostBuffer::new(gpu, 1)?);
         word.set(0);
@@ -142,13 +141,13 @@ impl HostWord {
         self.0.pointer()
     }
 
-    /// Replaces the word, once the device does not use it.
+    /// Replaces the word. The device must no longer use it.
     pub fn set(&mut self, word: u32) {
         // SAFETY: the buffer has one word; the driver aligns it to a page.
         unsafe { self.0.address.cast::<u32>().write_volatile(word) }
     }
 
-    /// The word, which is that of the device once it has been waited for.
+    /// The word; after a synchronization, the last one that the device wrote.
     pub fn get(&self) -> u32 {
         // SAFETY: as above, and `new` has written it.
         unsafe { self.0.address.cast_const().cast::<u32>().read_volatile() }
@@ -177,8 +176,8 @@ fn refused(bytes: usize, error: DriverError) -> Error {
     Error::HostMemory { bytes, reason: error.to_string() }
 }
 
-/// Refuses more memory than the host has to give: pages that the device reads are not swapped out, and the
-/// system would end this process or others for them.
+/// Rejects more memory than the host has available: pages that the device reads are never swapped out, and
+/// the OOM killer would end this process or others.
 ///
 /// # Errors
 /// [`Error::HostMemory`].
@@ -192,21 +191,21 @@ pub(crate) fn check_available(bytes: usize) -> Result<()> {
     }
 }
 
-/// Bytes that Linux would give without swapping; none where it does not say.
+/// Bytes available without swapping, according to Linux; none if it does not say.
 fn available_memory() -> Option<u64> {
     let text = fs::read_to_string("/proc/meminfo").ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
     line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
 }
 
-/// Bytes that the control group of a container may still take; none without a limit.
+/// Bytes left in the memory cgroup of a container; none without a limit.
 fn room_in_group() -> Option<u64> {
     let read = |name: &str| fs::read_to_string(format!("/sys/fs/cgroup/{name}")).ok();
     room(&read("memory.max")?, &read("memory.current")?, &read("memory.stat")?)
 }
 
-/// The limit of a control group less what it has taken. Cached files give way, but for shared memory, which
-/// is counted with them.
+/// The limit of a cgroup minus its usage. The page cache counts as free, except for shared memory, which is
+/// counted with it.
 fn room(limit: &str, current: &str, stat: &str) -> Option<u64> {
     let counted = |name: &str| {
         let line = stat.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));

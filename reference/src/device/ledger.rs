@@ -1,4 +1,4 @@
-//! What device memory is used for, and how much of it there may be.
+//! Accounting of device memory by purpose, and its limit.
 
 use std::cell::Cell;
 use std::fmt::Write as _;
@@ -12,7 +12,7 @@ thread_local! {
     static PURPOSE: Cell<&'static str> = const { Cell::new("buffers") };
 }
 
-/// While it lives, buffers that this thread allocates are for one purpose.
+/// While it lives, buffers allocated by this thread count for one purpose.
 pub(crate) struct Allocating {
     before: &'static str,
 }
@@ -31,10 +31,10 @@ impl Drop for Allocating {
 
 /// The bytes of all buffers of a device, by purpose.
 ///
-/// The driver takes more: its context, the code of kernels, and what cuBLASLt keeps for itself.
+/// The driver takes more: its context, kernel code, and the memory of cuBLASLt.
 pub(crate) struct Ledger {
     limit: usize,
-    held: Mutex<Vec<(&'static str, usize)>>, // by the order of first use
+    held: Mutex<Vec<(&'static str, usize)>>, // in order of first use
 }
 
 impl Ledger {
@@ -42,10 +42,10 @@ impl Ledger {
         Self { limit, held: Mutex::new(vec![]) }
     }
 
-    /// Counts a buffer before it is allocated, and returns what it is for.
+    /// Counts a buffer before it is allocated, and returns its purpose.
     ///
     /// # Errors
-    /// [`Error::DeviceMemory`] where it exceeds the limit.
+    /// [`Error::DeviceMemory`] if it exceeds the limit.
     pub fn add(&self, bytes: usize) -> Result<&'static str> {
         let purpose = PURPOSE.get();
         let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
@@ -68,8 +68,7 @@ impl Ledger {
         }
     }
 
-    /// The error of a buffer that has not been counted, or no longer is, for which the device has no memory
-    /// left.
+    /// The error for a buffer that does not fit into the device's memory and is not, or no longer, counted.
     pub fn full(&self, bytes: usize, purpose: &'static str) -> Error {
         let held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
         refused(bytes, purpose, &held, "the device has no more")
@@ -79,7 +78,7 @@ impl Ledger {
 fn refused(bytes: usize, purpose: &'static str, held: &[(&str, usize)], limit: &str) -> Error {
     let mut reason = limit.to_owned();
     for (of, sum) in held.iter().filter(|(_, sum)| *sum > 0) {
-        let _ = write!(reason, ", {of} hold {}", shown(*sum)); // a string takes everything
+        let _ = write!(reason, ", {of} hold {}", shown(*sum)); // writing to a string does not fail
     }
     Error::DeviceMemory { bytes, purpose, reason }
 }

@@ -1,4 +1,4 @@
-//! Memory of the device, owned here.
+//! Owned device memory.
 
 use std::sync::Arc;
 
@@ -10,8 +10,8 @@ use super::ledger::Ledger;
 use super::{Gpu, driver};
 use crate::{Error, Result};
 
-/// Elements on the device, freed with their owner. Nothing tracks who uses them: all work on them is in the
-/// order of the streams of a [`Gpu`], which are waited for before a buffer is dropped.
+/// Elements on the device, freed on drop. Nothing tracks their uses: all work on them is ordered by the
+/// streams of a [`Gpu`], which are synchronized before a buffer is dropped.
 ///
 /// N.B. cudarc's own slices record events for every use, which a captured stream cannot wait for.
 pub(crate) struct Buffer<T> {
@@ -23,10 +23,10 @@ pub(crate) struct Buffer<T> {
 }
 
 impl<T: Copy> Buffer<T> {
-    /// Zeros, or whatever bytes of zero mean.
+    /// Elements whose bytes are all zero.
     ///
     /// # Errors
-    /// [`Error::DeviceMemory`] where they do not fit; [`Error::Device`].
+    /// [`Error::DeviceMemory`] if they do not fit; [`Error::Device`].
     pub fn zeros(gpu: &Gpu, len: usize) -> Result<Self> {
         let bytes =
             len.checked_mul(size_of::<T>()).ok_or_else(|| Error::argument("more memory than addresses"))?;
@@ -67,7 +67,7 @@ impl<T: Copy> Buffer<T> {
         self.len * size_of::<T>()
     }
 
-    /// Makes every byte this one, in the order of the stream.
+    /// Sets every byte, in stream order.
     pub fn fill(&self, gpu: &Gpu, byte: u8) -> Result<()> {
         self.context.bind_to_thread().map_err(|e| driver("use device on this thread", e))?;
         // SAFETY: the buffer has as many bytes, whose elements are plain numbers.
@@ -75,7 +75,7 @@ impl<T: Copy> Buffer<T> {
             .map_err(|e| driver("fill memory", e))
     }
 
-    /// Replaces the elements, in the order of the stream.
+    /// Replaces the elements, in stream order.
     ///
     /// # Errors
     /// [`Error::Argument`] for another number of elements.
@@ -86,18 +86,18 @@ impl<T: Copy> Buffer<T> {
         self.write_first(gpu, data)
     }
 
-    /// Replaces the first elements, as many as `data` has, in the order of the stream.
+    /// Replaces the first `data.len()` elements, in stream order.
     ///
     /// # Errors
-    /// [`Error::Argument`] for more elements than there are.
+    /// [`Error::Argument`] for more elements than the buffer has.
     pub fn write_first(&self, gpu: &Gpu, data: &[T]) -> Result<()> {
         self.write_at(gpu, 0, data)
     }
 
-    /// Replaces the elements from `at` on, as many as `data` has, in the order of the stream.
+    /// Replaces the `data.len()` elements from `at` on, in stream order.
     ///
     /// # Errors
-    /// [`Error::Argument`] for elements that there are not.
+    /// [`Error::Argument`] for elements out of bounds.
     pub fn write_at(&self, gpu: &Gpu, at: usize, data: &[T]) -> Result<()> {
         let end = at.saturating_add(data.len());
         if end > self.len {
@@ -109,11 +109,11 @@ impl<T: Copy> Buffer<T> {
             .map_err(|e| driver("copy to the device", e))
     }
 
-    /// Replaces the elements from `at` on by `count` elements of another buffer from `from` on, in the order
-    /// of the stream.
+    /// Replaces the elements from `at` on by `count` elements of another buffer from `from` on, in stream
+    /// order.
     ///
     /// # Errors
-    /// [`Error::Argument`] for elements that one of them does not have.
+    /// [`Error::Argument`] for elements out of bounds of either buffer.
     pub fn copy(&self, gpu: &Gpu, at: usize, source: &Self, from: usize, count: usize) -> Result<()> {
         let (end, last) = (at.saturating_add(count), from.saturating_add(count));
         if end > self.len || last > source.len {
@@ -127,7 +127,7 @@ impl<T: Copy> Buffer<T> {
             .map_err(|e| driver("copy on the device", e))
     }
 
-    /// The first elements, as many as `out` has, after all work on the stream.
+    /// Reads the first `out.len()` elements, after all work on the stream.
     pub fn read_into(&self, gpu: &Gpu, out: &mut [T]) -> Result<()> {
         let end = out.len();
         if end > self.len {

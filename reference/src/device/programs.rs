@@ -1,4 +1,4 @@
-//! The kernels of the loop as programs that `kv-gpu` compiles. They may include its headers.
+//! The kernels of the decode loop, as programs that `kv-gpu` compiles. They may include its headers.
 
 use kv_gpu::pq::{CodeLayout, TILE};
 use kv_gpu::{Element, Program};
@@ -65,8 +65,8 @@ pub(crate) fn bases(element: Element, head_dim: usize, group: usize) -> Program 
     Program::own("bases.cu", include_str!("kernels/bases.cu"), HEADERS, &defines)
 }
 
-/// `prepare` and `restore` of rows in another basis: keys less their rotated mean or not, rows divided by
-/// their norms or not.
+/// `prepare` and `restore` of rows in another basis: keys with or without subtraction of their rotated mean,
+/// rows with or without division by their norms.
 pub(crate) fn coded_rows(element: Element, head_dim: usize, mean: bool, norms: bool) -> Program {
     let defines = [
         ("ELEMENT", element as usize),

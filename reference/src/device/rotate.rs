@@ -1,4 +1,4 @@
-//! RoPE of keys where they are, in the rows of a cache, and back.
+//! In-place RoPE of keys in the rows of a cache, and its inverse.
 
 use std::ops::Range;
 
@@ -8,7 +8,7 @@ use kv_gpu::{AnyElement, DevicePtr, Element, Grid, Kernel};
 use super::{Gpu, programs};
 use crate::Result;
 
-/// Threads of a block, and most blocks of a layer.
+/// Threads per block, and maximum blocks per layer.
 const THREADS: u32 = 256;
 const BLOCKS: usize = 1024;
 
@@ -19,7 +19,7 @@ pub(super) struct Rotate {
     head_dim: usize,
 }
 
-/// To its position, or back to before RoPE.
+/// Rotates keys to their positions, or undoes it.
 #[derive(Clone, Copy)]
 pub(super) enum Direction {
     Forward,

@@ -1,4 +1,4 @@
-//! Text and questions after a prompt: what [`eval`](crate::eval) does on the CPU.
+//! Scores text and questions after a prompt, as [`eval`](crate::eval) does on the CPU.
 
 use std::time::Instant;
 
@@ -37,8 +37,8 @@ pub fn score_text(
     Ok(TextScores { divergence, logits: all, ms_per_token: 1000.0 * seconds / steps as f64 })
 }
 
-/// How many questions are answered exactly, each after the task's prompt, which is run for each of them: a
-/// window that has moved on does not come back.
+/// The number of questions answered exactly. The task's prompt runs again before each question: a window that
+/// has advanced cannot be restored.
 ///
 /// # Errors
 /// What the decoder returns.

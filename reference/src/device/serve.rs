@@ -1,17 +1,16 @@
 use super::Decoder;
 use crate::{Error, Result};
 
-/// Runs prompts in the places of a decoder's batch, of which there may be fewer: a prompt that has ended
-/// gives its place to the next one while the others go on (continuous batching). What the decoder had is
-/// forgotten.
+/// Runs prompts with continuous batching: when a sequence ends, its slot in the decoder's batch goes to the
+/// next prompt while the others continue. The decoder's previous sequences are discarded.
 ///
-/// `push` takes the index of a prompt and its next token, and says whether it wants another one. The tokens of
-/// a prompt come in order. Where pages are missing, prompts wait until others have given theirs back.
+/// `push` takes the index of a prompt and its next token, and returns whether it wants another one. The
+/// tokens of a prompt come in order. If pages are missing, prompts wait until others have freed theirs.
 ///
 /// # Errors
-/// [`Error::Argument`] for a prompt that the decoder does not take, and where one goes on for longer than its
-/// place has room; [`Error::Pages`] where those that run need more than there are; those of `push`;
-/// [`Error::Blas`] and [`Error::Device`]. The other prompts end with it.
+/// [`Error::Argument`] for a prompt that the decoder does not accept, and for a sequence that outgrows its
+/// slot; [`Error::Pages`] if the running sequences need more than there are; those of `push`; [`Error::Blas`]
+/// and [`Error::Device`]. An error ends all prompts.
 pub fn serve(
     decoder: &mut Decoder,
     prompts: &[Vec<u32>],
@@ -23,7 +22,7 @@ pub fn serve(
     (0..places.len()).try_for_each(|place| decoder.end(place))?;
     let mut next = 0;
     loop {
-        // Places whose next tokens nobody has seen.
+        // Slots whose next tokens have not been pushed yet.
         let mut fresh = vec![];
         for place in 0..places.len() {
             if places[place].is_some() || next == prompts.len() {

@@ -1,4 +1,4 @@
-//! One step of a batch as one graph, and prompts before it.
+//! The decode step of a batch as one graph, and the prefill before it.
 
 mod launch;
 mod load;
@@ -23,11 +23,11 @@ use crate::{Error, Result, Sampling};
 use picks::Picks;
 use prompt::Prompts;
 
-/// Tokens of a prompt that run at once where nobody says otherwise: weights are unpacked for every chunk, so
-/// a chunk of fewer tokens takes longer a token, and one of more takes more memory.
+/// Default chunk size of a prompt, in tokens. Weights are unpacked for every chunk, so smaller chunks take
+/// longer per token, and larger ones take more memory.
 pub const CHUNK: usize = 8192;
 
-/// Runs steps of a batch of sequences over a cache: the model on the device, one graph a step.
+/// Runs steps of a batch of sequences over a cache: the model on the device, one graph per step.
 pub struct Decoder {
     gpu: Arc<Gpu>,
     weights: Arc<Weights>,
@@ -41,12 +41,12 @@ pub struct Decoder {
     sin: Buffer<f32>,
     picks: Picks,
     graph: Option<CudaGraph>,
-    prompts: Option<Prompts>,           // from the first prompt on
-    logits_of_all: Option<Buffer<f32>>, // (batch, vocab), of which one sequence's count
+    prompts: Option<Prompts>,           // made by the first prompt
+    logits_of_all: Option<Buffer<f32>>, // (batch, vocab), of which one sequence's are used
     longest: usize,                     // position of the furthest token, at most
     lengths: Option<Vec<usize>>,        // of the sequences, until a step may end one
-    clears: u64,                        // how often they have been emptied
-    ended: Vec<bool>,                   // whether a sequence is empty and stands still
+    clears: u64,                        // how often the sequences have been emptied
+    ended: Vec<bool>,                   // whether a sequence is empty and idle
 }
 
 /// The product kernels of a layer, and of the end.
@@ -58,7 +58,7 @@ struct Products {
     output: Gemv,
 }
 
-/// What flows through a step. (batch, ...) each.
+/// The activations of a step, (batch, ...) each.
 struct Activations {
     residual: Buffer<f32>, // hidden
     scaled: Buffer<u16>,   // hidden: residual times the weights of the next norm
@@ -72,8 +72,9 @@ struct Activations {
 /// A part of a step, for [`Decoder::time`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Part {
-    /// Products with weights, and what is fused with them: norms, RoPE and append, SwiGLU, residual sums. With
-    /// them what follows RoPE: the part of a rotated mean in the scores, and maps of queries and keys.
+    /// Products with weights, and the operations fused with them: norms, RoPE and append, SwiGLU, residual
+    /// sums. Also the kernels after RoPE: the part of a rotated mean in the scores, and maps of queries and
+    /// keys.
     Products,
     /// Attention.
     Attention,
@@ -82,7 +83,7 @@ pub enum Part {
 }
 
 impl Decoder {
-    /// A decoder of a batch over an empty cache. Compiles what is not compiled yet.
+    /// A decoder of a batch over an empty cache. Compiles the kernels that are not compiled yet.
     ///
     /// # Errors
     /// [`Error::Argument`] for more than 32 sequences; [`Error::Device`].
@@ -169,24 +170,23 @@ impl Decoder {
         self.feed(&vec![1; self.batch])
     }
 
-    /// How later steps choose tokens; the most likely ones until then.
+    /// Sets the sampling of later steps; until then it is greedy.
     pub fn choose(&mut self, sampling: Sampling) {
         self.picks.choose(sampling);
-        self.graph = None; // which holds how it was
+        self.graph = None; // captured with the previous sampling
     }
 
-    /// Replaces the tokens that the next step feeds; sequences that had ended go on.
+    /// Replaces the tokens that the next step feeds; ended sequences continue.
     ///
     /// # Errors
-    /// [`Error::Argument`] for another number of tokens than sequences, or tokens outside the vocabulary;
-    /// [`Error::Device`].
+    /// [`Error::Argument`] for a wrong number of tokens, or tokens outside the vocabulary; [`Error::Device`].
     pub fn feed(&mut self, tokens: &[u32]) -> Result<()> {
         self.check_tokens(tokens)?;
         self.sequences.tokens.write(&self.gpu, tokens)?;
         self.run_those_not_ended()
     }
 
-    /// Refuses tokens outside the vocabulary.
+    /// Rejects tokens outside the vocabulary.
     fn check_tokens(&self, tokens: &[u32]) -> Result<()> {
         let vocab = self.weights.config.vocab_size;
         match tokens.iter().find(|&&token| token as usize >= vocab) {
@@ -197,12 +197,11 @@ impl Decoder {
         }
     }
 
-    /// Runs a step of the whole batch: a launch of its graph, which is captured the first time. Waits for
-    /// nothing.
+    /// Launches a step of the whole batch: its graph, which the first call captures. Waits for nothing.
     ///
     /// # Errors
-    /// [`Error::Argument`] when the cache is full, and [`Error::Pages`] when its pages are: the sequences are
-    /// then as they were. [`Error::Device`].
+    /// [`Error::Argument`] if the cache is full, and [`Error::Pages`] if its pages are; the sequences are
+    /// unchanged then. [`Error::Device`].
     pub fn step(&mut self) -> Result<()> {
         self.prepare()?;
         let graph = match self.graph.take() {
@@ -214,7 +213,7 @@ impl Decoder {
         launched
     }
 
-    /// As [`Self::step`], launch by launch.
+    /// As [`Self::step`], without a graph.
     ///
     /// # Errors
     /// As [`Self::step`].
@@ -238,7 +237,7 @@ impl Decoder {
         Ok(())
     }
 
-    /// Logits (batch, vocab_size) of the last step, after waiting for it.
+    /// Logits (batch, vocab_size) of the last step. Waits for it.
     ///
     /// # Errors
     /// [`Error::Device`].
@@ -248,8 +247,7 @@ impl Decoder {
         Ok(logits)
     }
 
-    /// The tokens that the next step feeds, (batch,), after waiting for the last step: those that it has
-    /// chosen.
+    /// The tokens that the next step feeds, (batch,), as chosen by the last step. Waits for it.
     ///
     /// # Errors
     /// [`Error::Device`].
@@ -259,7 +257,7 @@ impl Decoder {
         Ok(tokens)
     }
 
-    /// The tokens that every sequence has picked since its prompt, after waiting for the last step.
+    /// The tokens that every sequence has picked since its prompt. Waits for the last step.
     ///
     /// # Errors
     /// [`Error::Device`].
@@ -267,7 +265,7 @@ impl Decoder {
         self.picks.read(&self.gpu)
     }
 
-    /// Sequences.
+    /// Number of sequences.
     #[must_use]
     pub const fn batch(&self) -> usize {
         self.batch
@@ -303,8 +301,8 @@ impl Decoder {
         (0..rounds).map(|_| self.timed(Self::step)).collect()
     }
 
-    /// Milliseconds of parts of a step: a graph that has only their launches, the median of `rounds`. The
-    /// tokens, lengths and rows of the next step are left as they are.
+    /// Milliseconds of parts of a step, the median of `rounds`: launches of a graph that has these parts
+    /// alone. The tokens, lengths and rows of the next step are unchanged.
     ///
     /// # Errors
     /// [`Error::Device`].

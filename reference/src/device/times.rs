@@ -16,13 +16,13 @@ pub struct StepTimes {
     pub context: usize,
     /// Sequences.
     pub batch: usize,
-    /// Tokens that rows of the cache have room for.
+    /// Capacity of the cache's rows in tokens.
     pub capacity: usize,
     /// Median of a step.
     pub step_ms: f32,
-    /// Mean of a step, with what runs between steps, such as encoding.
+    /// Mean of a step, including work between steps, such as encoding.
     pub mean_ms: f32,
-    /// Of the whole batch.
+    /// Throughput of the whole batch.
     pub tokens_per_second: f32,
     /// Bytes of weights that a step reads.
     pub weight_bytes: usize,
@@ -30,16 +30,16 @@ pub struct StepTimes {
     pub cache_bytes: usize,
     /// Bytes of the whole cache on the device.
     pub device_bytes: usize,
-    /// Bytes of it in memory of the host.
+    /// Bytes of the cache in host memory.
     pub host_bytes: usize,
-    /// Exact rows (a token's key and value) that a step reads for one head, on average, where steps decide
-    /// how many.
+    /// Exact rows (a token's key and value) that a step reads for one head, on average, if steps decide how
+    /// many.
     pub chosen_rows: Option<f64>,
     /// Rows (a token's key and value of one head) that a step reads from the host, on average.
     pub fetched_rows: f64,
-    /// Their bytes.
+    /// Bytes of these rows.
     pub fetched_bytes: f64,
-    /// Time in which the device copies as many bytes.
+    /// Time in which the device copies the bytes of a step.
     pub floor_ms: f64,
     /// Products with weights alone, with norms, RoPE, SwiGLU and residual sums.
     pub products_ms: f32,
@@ -47,28 +47,27 @@ pub struct StepTimes {
     pub attention_ms: f32,
     /// Embedding and the choice of tokens alone.
     pub rest_ms: f32,
-    /// Time from the prompts of a batch, as long as the context, to their first and to their second tokens
-    /// on the host.
+    /// Times to the first and the second tokens on the host, for a batch of prompts as long as the context.
     pub prompt: Option<PromptTimes>,
 }
 
 /// Times of the prompts of a batch, in milliseconds.
 #[derive(Clone, Debug, Serialize)]
 pub struct PromptTimes {
-    /// Tokens of a sequence at once.
+    /// Tokens per chunk.
     pub chunk: usize,
-    /// Until all first tokens are on the host.
+    /// Time until all first tokens are on the host.
     pub first_token_ms: f64,
-    /// Until the second ones are.
+    /// Time until all second tokens are on the host.
     pub second_token_ms: f64,
 }
 
-/// What a run has timed.
+/// The times of a run.
 #[derive(Clone, Debug, Serialize)]
 pub struct Times {
     /// The model's name.
     pub model: String,
-    /// Bytes that the device copies, read and written.
+    /// Copy rate of the device, reads and writes both counted.
     pub copy_bytes_per_second: f64,
     /// One for each method, context and batch.
     pub rows: Vec<StepTimes>,
@@ -130,7 +129,7 @@ impl Times {
         table.to_string()
     }
 
-    /// One self-contained HTML page: what steps are made of, and the table.
+    /// One self-contained HTML page: a chart of the parts of steps, and the table.
     ///
     /// # Errors
     /// [`Error::Argument`] when the chart cannot be drawn.
@@ -157,7 +156,7 @@ impl Times {
         ))
     }
 
-    /// A bar for every row, of its parts, with the step and its floor.
+    /// A bar for every row, made of its parts, with the step and its floor.
     fn draw(&self, backend: SVGBackend<'_>) -> Drawn<()> {
         let root = backend.into_drawing_area();
         root.fill(&WHITE)?;

@@ -9,7 +9,7 @@ use super::{Gpu, programs};
 use crate::model::{Config, LayerAttention, Linear, Model, RopeScaling};
 use crate::{Error, Result};
 
-/// Models that are shapes only; their weights are hashes of their index, which nobody has to store.
+/// Models that are shapes only; their weights are hashes of their index and need no storage.
 pub const RANDOM_MODELS: [&str; 3] = ["llama-2-7b", "llama-3.1-8b", "llama-3.1-70b/8"];
 
 /// Amplitude of hashed weights: a standard deviation of 0.02.
@@ -51,7 +51,7 @@ impl Packed {
         self.weight.bytes()
     }
 
-    /// What its product reads.
+    /// The range that its product reads.
     pub fn read(&self) -> Prefetch {
         Prefetch { bytes: self.weight.pointer().cast(), len: self.bytes() }
     }
@@ -70,7 +70,7 @@ pub(crate) struct LayerWeights {
 pub struct Weights {
     /// Its shape.
     pub config: Config,
-    /// Type of the weights and of what flows between them.
+    /// Type of weights and activations.
     pub element: Element,
     pub(crate) embedding: Buffer<u16>, // (vocab_size, hidden_size)
     pub(crate) layers: Vec<LayerWeights>,
@@ -78,7 +78,7 @@ pub struct Weights {
     pub(crate) output: Packed,
 }
 
-/// Where the numbers of a matrix come from.
+/// The source of a matrix's elements.
 enum Source<'a> {
     Parts(&'a [&'a [f32]]),
     Hashed(u32),
@@ -150,7 +150,7 @@ impl<'a> Packer<'a> {
         Ok(Packed { weight, bias: None, rows, n_in, order })
     }
 
-    /// Linear layers on top of each other, as one.
+    /// Linear layers stacked into one matrix.
     fn linears(&self, linears: &[&Linear], order: Order) -> Result<Packed> {
         let parts: Vec<&[f32]> = linears.iter().map(|linear| linear.weight.as_slice()).collect();
         let rows = linears.iter().map(|linear| linear.n_out).sum();
@@ -183,7 +183,7 @@ impl<'a> Packer<'a> {
 }
 
 impl Weights {
-    /// Refuses the shape of a model that the device does not take.
+    /// Rejects the shape of a model that the device does not support.
     ///
     /// # Errors
     /// [`Error::Argument`].
@@ -191,10 +191,10 @@ impl Weights {
         checked(config.clone()).map(drop)
     }
 
-    /// Copies a model to the device. Biases of the feed-forward block and of attention come along.
+    /// Copies a model to the device, with the biases of the feed-forward block and of attention.
     ///
     /// # Errors
-    /// [`Error::Argument`] for heads that no device cache takes; [`Error::Device`].
+    /// [`Error::Argument`] for heads that no device cache supports; [`Error::Device`].
     pub fn of(gpu: &Gpu, model: &Model, element: Element) -> Result<Self> {
         let _purpose = Allocating::new("weights");
         let config = checked(model.config.clone())?;
@@ -269,7 +269,7 @@ impl Weights {
     }
 }
 
-/// Refuses shapes that the kernels do not take.
+/// Rejects shapes that the kernels do not support.
 fn checked(config: Config) -> Result<Config> {
     let config = config.validated().map_err(Error::Argument)?;
     let sizes = [config.hidden_size, config.intermediate_size, config.q_dim()];
@@ -340,7 +340,7 @@ mod tests {
 
     #[test]
     fn hashes_are_those_of_the_description() {
-        // By Python's integers from the description in `random.cuh`.
+        // Computed in Python from the description in `random.cuh`.
         for (tensor, i, expected) in [
             (0, 0, -1.0),
             (0, 1, -0.183_301_93),

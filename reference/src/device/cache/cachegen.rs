@@ -15,29 +15,29 @@ use crate::side::Pair;
 use crate::{Error, Result};
 use codec::{Codec, Span};
 
-/// CacheGen: the rows of all tokens, as [`DenseCache`] has them. Those of tokens that leave the window are
-/// replaced by what the codec makes of them: it encodes them to a bitstream and decodes that (`Codec`).
+/// CacheGen: the rows of all tokens, as in [`DenseCache`]. The rows of tokens that leave the window are
+/// replaced by their reconstruction: they are encoded to a bitstream, which is decoded (`Codec`).
 ///
-/// Tokens leave the window as on the CPU, `batch` of them before the step whose token drives them out. The
-/// host launches that, so it has to know the positions of all sequences: it counts steps, and reads the
-/// positions where tokens may leave.
+/// Tokens leave the window as on the CPU, `batch` of them before the step whose token evicts them. The host
+/// launches the codec, so it must know the positions of all sequences: it counts steps, and reads the
+/// positions when tokens may leave.
 pub struct CacheGenCache {
     dense: DenseCache,
     codec: Codec,
     window: Window,
-    coded: Vec<usize>,    // tokens behind the sinks that have been coded, of each sequence
+    coded: Vec<usize>,    // coded tokens after the sinks, of each sequence
     furthest: Vec<usize>, // position of the next token of each sequence, which may have ended before it
-    stream_bytes: usize,  // of all frames, those of sequences that have ended included
+    stream_bytes: usize,  // of all frames, including those of ended sequences
     planes_bytes: usize,
     n_layers: usize,
 }
 
 impl CacheGenCache {
-    /// An empty cache; planes of every layer.
+    /// An empty cache, with planes of every layer.
     ///
     /// # Errors
-    /// [`Error::Argument`] for a window of no tokens; [`Error::Device`], also for planes that the device does
-    /// not encode.
+    /// [`Error::Argument`] for a window of no tokens; [`Error::Device`], also for planes that the device
+    /// cannot encode.
     pub(super) fn new(
         gpu: &Gpu,
         config: &Config,
@@ -65,30 +65,30 @@ impl CacheGenCache {
         })
     }
 
-    /// Tokens behind the sinks that a sequence of `tokens` has as a bitstream.
+    /// Coded tokens after the sinks in a sequence of `tokens`.
     const fn coded_of(&self, tokens: usize) -> usize {
         self.window.to_evict(tokens.saturating_sub(self.window.sinks))
     }
 
-    /// Codes tokens behind the sinks.
+    /// Codes tokens after the sinks.
     fn code(&mut self, gpu: &Gpu, span: Span) -> Result<()> {
         let sinks = self.window.sinks;
         let tokens = sinks + span.tokens.start..sinks + span.tokens.end;
         self.codec.code(gpu, &Span { tokens, ..span })
     }
 
-    /// Counts the bits of what has been coded, after waiting for it.
+    /// Adds up the bits coded so far. Waits for them.
     fn count_bits(&mut self, gpu: &Gpu) -> Result<()> {
         self.stream_bytes += self.codec.finish(gpu)?;
         Ok(())
     }
 
-    /// Starts again with sequences of these lengths, of which all that has left the window is coded.
+    /// Restarts with sequences of these lengths, whose tokens outside the window are all coded.
     fn restart(&mut self, lengths: &[usize]) {
         lengths.iter().enumerate().for_each(|(sequence, &length)| self.place(sequence, length));
     }
 
-    /// Goes on with one sequence of this length, of which all that has left the window is coded.
+    /// Sets one sequence to this length, with all tokens outside the window coded.
     fn place(&mut self, sequence: usize, length: usize) {
         self.coded[sequence] = self.coded_of(length);
         self.furthest[sequence] = length;
@@ -176,8 +176,7 @@ impl DeviceCache for CacheGenCache {
         self.dense.step_bytes(tokens)
     }
 
-    /// The bits count as kept, as far as tokens have been coded, and the rows that they were decoded to as
-    /// working memory.
+    /// Coded bits count as kept, and the rows decoded from them as working memory.
     fn footprint(&self, tokens: usize) -> Footprint {
         let decoded = self.dense.step_bytes(self.coded_of(tokens));
         Footprint {

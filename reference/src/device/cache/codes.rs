@@ -19,33 +19,32 @@ use crate::side::{Pair, Side};
 use prepare::RowKernels;
 pub(super) use prepare::Transform;
 
-/// The number of the hashed tensor that fills the codes, or the codebooks, of a layer's keys; the values' is
-/// the next.
+/// Index of the hashed tensor for the codes, or the codebooks, of a layer's keys; the next one is for values.
 pub(super) const RANDOM_CODES: u32 = 2 << 16;
 pub(super) const RANDOM_BOOKS: u32 = 3 << 16;
 
 /// The codebooks of every layer and head.
 pub(super) type Codebooks = Vec<Vec<Pair<CodebookBuf>>>;
 
-/// Codes of all tokens behind the sinks, keys' and values', in the tiles of `pq::Attend` and `pq::Hybrid`.
+/// Key and value codes of all tokens after the sinks, in the tiles of `pq::Attend` and `pq::Hybrid`.
 pub(super) struct TokenCodes {
     pub layouts: Pair<CodeLayout>,
-    pub tiles: usize,                 // of a head, in a page or of a sequence
-    pub pages: Option<Pages>,         // of tokens behind the sinks; none where each sequence has room for all
-    pub transform: Option<Transform>, // of the rows and codebooks; none for rows as they are
+    pub tiles: usize,                 // per head, in a page or a sequence
+    pub pages: Option<Pages>,         // of tokens after the sinks; none if each sequence has room for all
+    pub transform: Option<Transform>, // of the rows and codebooks; none if rows are coded untransformed
     encoders: Pair<Encode>,
     codes: Pair<Buffer<u8>>,          // (layer, pages or batch, heads, tiles, tile_len)
     tables: Pair<Buffer<f16>>,        // (layer, heads, table_len)
     centroids: Pair<Buffer<f32>>,     // (layer, heads, m, ksub, dsub)
     norms: Option<Pair<Buffer<f16>>>, // (layer, pages or batch, heads, tiles, TILE)
-    kernels: Pair<Option<RowKernels>>, // where not all of a row is coded
-    prepared: Option<Buffer<u16>>,    // (heads, tokens, head_dim): the rows of a chunk that are encoded
+    kernels: Pair<Option<RowKernels>>, // if rows are prepared before coding
+    prepared: Option<Buffer<u16>>,    // (heads, tokens, head_dim): the prepared rows of a chunk
     span: Span,                       // that a chunk encodes
     shape: WindowShape,
 }
 
 impl TokenCodes {
-    /// No codes yet; `codebooks`, or hashed ones. Pages have whole tiles.
+    /// Empty codes; `codebooks`, or hashed ones. Pages have whole tiles.
     ///
     /// # Errors
     /// [`Error::Device`](crate::Error::Device).
@@ -104,7 +103,7 @@ impl TokenCodes {
         self.codes[side].pointer().offset(self.place(layer, sequence) * len)
     }
 
-    /// Where a layer begins from a sequence on, in sequences, or in pages.
+    /// Index of a layer's first codes from a sequence on, in sequences or pages.
     fn place(&self, layer: usize, sequence: usize) -> usize {
         match &self.pages {
             Some(pages) => layer * pages.count(),
@@ -122,8 +121,8 @@ impl TokenCodes {
         self.tables[side].pointer().offset(layer * self.shape.heads * self.layouts[side].table_len())
     }
 
-    /// Encodes a turn's tokens of a layer, staged as elements (batch, heads, ring, head_dim), which it may
-    /// change.
+    /// Encodes a turn's tokens of a layer, staged as elements (batch, heads, ring, head_dim), which may be
+    /// modified.
     pub fn encode_turn(
         &self,
         stream: &CudaStream,
@@ -158,7 +157,7 @@ impl TokenCodes {
         self.span.write(gpu, first, count)
     }
 
-    /// Encodes the tokens of a layer that a chunk's end stores, from the rows of all tokens of its sequence.
+    /// Encodes the tokens of a layer stored at a chunk's end, from the rows of all tokens of its sequence.
     pub fn encode_chunk(&self, stream: &CudaStream, layer: usize, chunk: &Chunk, rows: Rows) -> Result<()> {
         let (head_dim, (_, count)) = (self.shape.head_dim, self.shape.stored_by(chunk));
         for side in Side::ALL {
@@ -179,7 +178,7 @@ impl TokenCodes {
         Ok(())
     }
 
-    /// Where the codes of a layer go from a sequence on.
+    /// The destination of a layer's codes from a sequence on.
     fn arguments(&self, side: Side, layer: usize, sequence: usize) -> EncodeArguments {
         let (heads, codebook) = (self.shape.heads, self.layouts[side].shape().codebook_len());
         EncodeArguments {
@@ -215,7 +214,7 @@ impl TokenCodes {
         n_layers * batch * heads * head
     }
 
-    /// Bytes of all codes, and of what prompts and steps need to make and read them.
+    /// Bytes of all codes, and of the buffers to encode and read them.
     pub fn bytes(&self) -> usize {
         let codes: usize = self.codes.iter().map(Buffer::bytes).sum();
         let norms = self.norms.iter().flat_map(Pair::iter).map(Buffer::bytes).sum::<usize>();
@@ -223,7 +222,7 @@ impl TokenCodes {
         codes + norms + prepared + self.working_bytes() + self.pages.as_ref().map_or(0, Pages::bytes)
     }
 
-    /// Bytes of what steps write to read codes.
+    /// Bytes of a step's scratch memory for reading codes.
     pub fn working_bytes(&self) -> usize {
         self.means().map_or(0, KeyMeans::working_bytes)
     }
@@ -235,7 +234,7 @@ impl TokenCodes {
         tables + self.centroids.iter().map(Buffer::bytes).sum::<usize>() + transform
     }
 
-    /// The means less which keys are coded.
+    /// The means subtracted from keys before coding.
     pub fn means(&self) -> Option<&KeyMeans> {
         self.transform.as_ref().and_then(|transform| transform.means.as_ref())
     }
@@ -247,7 +246,7 @@ impl TokenCodes {
     }
 }
 
-/// How codes lie with these pages.
+/// The layout of codes with these pages.
 pub(super) const fn paging(pages: Option<&Pages>) -> Paging {
     if pages.is_some() { Paging::Tiles } else { Paging::Contiguous }
 }
@@ -284,7 +283,7 @@ pub(super) fn fill_codes(gpu: &Gpu, codes: &Buffer<u8>, tensor: u32) -> Result<(
     Ok(unsafe { kernel.launch(gpu.stream(), Grid::new([1024, 1, 1])?, 256, false, &arguments) }?)
 }
 
-/// A codebook for timing: centroids that are hashed, of variance 1.
+/// A codebook for timing: hashed centroids of variance 1.
 pub(super) fn random_codebook(quantizer: PqShape, tensor: u32) -> Result<CodebookBuf> {
     let centroids = (0..quantizer.codebook_len() as u64).map(|i| hashed(tensor, i, 3.0_f32.sqrt()));
     Ok(CodebookBuf::new(quantizer, &centroids.collect::<Vec<f32>>())?)

@@ -72,7 +72,7 @@ impl DeviceCache for DenseCache {
     ) -> Result<()> {
         let (rows, lengths) = ((self.rows(layer), None), sequences.exact_lengths.pointer());
         // SAFETY: the buffers have the lengths of `new`, and lengths are at most the capacity, which the
-        // decoder checks. The preceding kernel writes queries and rows, and not lengths: `begin` has written
+        // decoder checks. The preceding kernel writes queries and rows, but not lengths: `begin` has written
         // them.
         unsafe { self.attend.launch(gpu, rows, lengths, queries, out) }
     }
@@ -124,8 +124,7 @@ impl ChunkCache for DenseCache {
     }
 }
 
-/// The number of the hashed tensor that fills a layer's rows: 2 l for keys, 2 l + 1 for values, added to
-/// this.
+/// Index of the first hashed tensor of rows; a layer adds 2 l for keys, 2 l + 1 for values.
 pub(crate) const RANDOM_ROWS: u32 = 1 << 16;
 
 #[derive(Clone, Copy)]

@@ -13,14 +13,14 @@ use crate::{Error, Result};
 const BLOCK: usize = 64;
 const THREADS: u32 = 128;
 
-/// Parts of the tokens for each multiprocessor: enough blocks to hide what one waits for.
+/// Parts of the tokens per multiprocessor: enough blocks to hide latency.
 const PARTS: usize = 8;
 
-/// KIVI at 4 bits: keys quantized by channel, values by token, in blocks of 64 tokens that leave the window at
-/// once, as on the CPU; sinks and up to 63 tokens more than the window exact. The baseline for product codes:
-/// a straightforward kernel (`kernels/int4.cu`) of CUDA cores.
+/// KIVI at 4 bits: keys quantized by channel, values by token, in blocks of 64 tokens that leave the window
+/// at once, as on the CPU; sinks, the window and up to 63 more tokens are exact. The baseline for product
+/// codes: a straightforward kernel (`kernels/int4.cu`) on CUDA cores.
 ///
-/// A block is encoded before the step whose token drives it out, in the order of the steps. The ring has room
+/// A block is encoded before the step whose token evicts it, on the stream of the steps. The ring has room
 /// for the window and one block.
 pub struct Int4Cache {
     encode: Kernel,
@@ -99,7 +99,7 @@ impl Int4Cache {
     /// An empty cache.
     ///
     /// # Errors
-    /// [`Error::Argument`] for tokens that leave the window otherwise than in blocks of 64; [`Error::Device`].
+    /// [`Error::Argument`] unless tokens leave the window in blocks of 64; [`Error::Device`].
     pub(crate) fn new(
         gpu: &Gpu,
         config: &Config,
@@ -139,7 +139,7 @@ impl Int4Cache {
         Ok(cache)
     }
 
-    /// Tokens behind the sinks that a sequence of `tokens` has as codes.
+    /// Coded tokens after the sinks in a sequence of `tokens`.
     const fn coded(&self, tokens: usize) -> usize {
         tokens.saturating_sub(self.window.shape.sinks + self.recent) / BLOCK * BLOCK
     }
@@ -155,7 +155,7 @@ impl Int4Cache {
         self.blocks.pointer().offset(block * block_len(head_dim))
     }
 
-    /// The window of rows that share `ring` of `capacity` rows.
+    /// The window in a ring of `ring` rows, of `capacity` rows.
     const fn recent(&self, ring: usize, capacity: usize) -> Recent {
         Recent {
             sinks: self.window.shape.sinks as u32,
@@ -210,7 +210,7 @@ impl DeviceCache for Int4Cache {
         };
         let merge = MergeArguments { partials: attend.partials, out, parts: self.parts as u32 };
         let (parts, group) = (Grid::new([self.parts, heads, batch])?, Grid::new([heads, self.group, batch])?);
-        // Without PDL: its small blocks would crowd the multiprocessors that the product before leaves first.
+        // Without PDL: its small blocks would crowd multiprocessors that the previous product frees first.
         // SAFETY: the structures are the kernels' arguments, and the buffers have the lengths of `new`; the
         // decoder keeps positions within the capacity.
         unsafe {
@@ -244,7 +244,7 @@ impl DeviceCache for Int4Cache {
 
     fn fill_random(&mut self, gpu: &Gpu, _tokens: usize) -> Result<()> {
         self.window.fill_random(gpu, self.element)?;
-        // Scales are hashed, too: whatever numbers they are, a step takes as long.
+        // Scales are hashed, too: their values do not change the time of a step.
         fill_codes(gpu, &self.blocks, RANDOM_CODES)?;
         gpu.synchronize()
     }
@@ -303,7 +303,7 @@ impl ChunkCache for Int4Cache {
             blocks_of_head: self.blocks_of_head() as u32,
             heads: self.window.shape.heads as u32,
             first: first as u32,
-            window: self.recent(capacity, capacity), // rows of all tokens: none shares one
+            window: self.recent(capacity, capacity), // rows of all tokens, not a ring
         };
         let grid = Grid::new([self.window.shape.heads, 1, end - first])?;
         // SAFETY: as above, with the rows of one sequence up to the chunk's end. Those before the chunk that are

@@ -18,12 +18,12 @@ use crate::model::Config;
 /// Blocks that copy the rows of a head.
 const COPY_BLOCKS: usize = 64;
 
-/// Every token exact, as in [`DenseCache`](super::DenseCache), in pages that sequences take as they grow: so
-/// the memory is that of the tokens, not that of the longest sequences there may be.
+/// Every token exact, as in [`DenseCache`](super::DenseCache), in pages granted as sequences grow: memory
+/// follows the number of tokens, not the capacity of the sequences.
 ///
-/// Steps write and read pages by the table on the device. The chunks of a prompt attend to rows of all tokens
-/// of one sequence and layer (`PromptRows`), to which the pages are copied once a segment, and from which
-/// each chunk is.
+/// Steps write and read pages through the page table on the device. The chunks of a prompt attend to rows of
+/// all tokens of one sequence and layer (`PromptRows`): pages are copied to these rows once per segment, and
+/// each chunk is copied from them to its pages.
 pub struct PagedCache {
     attend: FullRank,
     copy: Kernel,
@@ -67,7 +67,7 @@ impl PagedCache {
     /// An empty cache.
     ///
     /// # Errors
-    /// [`Error::Argument`](crate::Error::Argument) for more pages than are counted;
+    /// [`Error::Argument`](crate::Error::Argument) for too many pages;
     /// [`Error::DeviceMemory`](crate::Error::DeviceMemory); [`Error::Device`](crate::Error::Device).
     pub(crate) fn new(
         gpu: &Gpu,
@@ -150,7 +150,7 @@ impl DeviceCache for PagedCache {
         let (rows, lengths) = ((self.rows(layer), self.pages()), sequences.exact_lengths.pointer());
         // SAFETY: the buffers have the lengths of `new`; sequences have pages for their tokens, which
         // `before_step` has granted, or the spare page for the one token of an empty sequence. The preceding
-        // kernel writes queries and rows, and not lengths: `begin` has written them.
+        // kernel writes queries and rows, but not lengths: `begin` has written them.
         unsafe { self.attend.launch(gpu, rows, lengths, queries, out) }
     }
 
@@ -195,7 +195,7 @@ impl ChunkCache for PagedCache {
     }
 
     fn chunk_rows(&mut self, gpu: &Gpu, layer: usize, chunk: &Chunk) -> Result<Rows> {
-        // Of a prompt that grows chunk by chunk, rows move to larger memory seldom.
+        // Powers of two, so that a prompt that grows chunk by chunk seldom reallocates.
         let room = chunk.end().next_power_of_two().min(self.capacity);
         let rows = self.prompt.open(gpu, room)?;
         if !self.prompt.hold_those_before(layer, chunk) {

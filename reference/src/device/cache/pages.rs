@@ -1,4 +1,4 @@
-//! Memory of a batch by tokens: pages that its sequences take as they grow.
+//! Paged memory of a batch: its sequences take pages as they grow.
 
 use std::ops::Range;
 
@@ -13,16 +13,15 @@ use crate::{Error, Result};
 /// The pages of a batch and its page table on the device.
 ///
 /// The host grants pages ahead of the steps that need them, since it knows that a step adds one token to a
-/// sequence. A grant is a copy of the new entries in the order of the stream: nothing waits, and the graph
-/// of a step finds them where they always are. Sequences without tokens have a spare page, where the steps
-/// of the others may write for them.
+/// sequence. A grant copies the new table entries in stream order: nothing waits, and a step's graph reads
+/// the table at a fixed address. Sequences without tokens have a spare page, to which the steps of the others
+/// may write for them.
 pub(super) struct Pages {
     grants: Grants,
     table: Buffer<u32>, // (batch, max_pages)
     max_pages: usize,
     outside: usize, // first tokens of a sequence, which are not in pages
-    /// Tokens of each sequence as far as the host knows, which may have ended earlier; none where it stands
-    /// still.
+    /// Length of each sequence as known to the host, although it may have ended earlier; none if it is idle.
     lengths: Vec<Option<usize>>,
 }
 
@@ -30,7 +29,7 @@ impl Pages {
     /// No pages granted; the first `outside` tokens of a sequence need none.
     ///
     /// # Errors
-    /// [`Error::Argument`] for more pages than are counted; [`Error::Device`].
+    /// [`Error::Argument`] for too many pages; [`Error::Device`].
     pub fn new(
         gpu: &Gpu,
         memory: PagedMemory,
@@ -48,12 +47,12 @@ impl Pages {
         Ok(Self { grants, table, max_pages, outside, lengths: vec![Some(0); batch] })
     }
 
-    /// All pages, the spare one included.
+    /// Number of pages, the spare one included.
     pub const fn count(&self) -> usize {
         self.grants.pages + 1
     }
 
-    /// Tokens of a page.
+    /// Tokens per page.
     pub const fn page(&self) -> usize {
         self.grants.page
     }
@@ -64,15 +63,15 @@ impl Pages {
         PageTable { table, max_pages: self.max_pages }
     }
 
-    /// Takes pages for sequences of these lengths, before prompts that end with them.
+    /// Takes pages for sequences that have these lengths after the next prompts.
     ///
     /// # Errors
-    /// [`Error::Pages`] where there are not enough: no sequence has got any then; [`Error::Device`].
+    /// [`Error::Pages`] if there are not enough; no sequence has got any then. [`Error::Device`].
     pub fn reserve(&mut self, gpu: &Gpu, lengths: &[usize]) -> Result<()> {
         self.resize(gpu, lengths)
     }
 
-    /// Starts again with sequences of these lengths.
+    /// Restarts with sequences of these lengths.
     ///
     /// # Errors
     /// As [`Self::reserve`].
@@ -81,13 +80,13 @@ impl Pages {
         self.resize(gpu, lengths)
     }
 
-    /// Goes on with one sequence of this length, for which [`Self::reserve`] has taken pages.
+    /// Sets one sequence to this length, for which [`Self::reserve`] has taken pages.
     pub fn settle_one(&mut self, sequence: usize, length: usize) {
         self.lengths[sequence] = Some(length);
     }
 
-    /// As [`Self::settle`] with `tokens` in every sequence, in pages of a hashed order, as after many
-    /// sequences.
+    /// As [`Self::settle`] with `tokens` in every sequence, in pages of a hashed order, as if many sequences
+    /// had come and gone.
     ///
     /// # Errors
     /// As [`Self::reserve`].
@@ -96,7 +95,7 @@ impl Pages {
         self.settle(gpu, &vec![tokens; self.lengths.len()])
     }
 
-    /// Takes the pages of one sequence back, which stands still from now on.
+    /// Frees the pages of one sequence, which is idle from now on.
     ///
     /// # Errors
     /// [`Error::Device`].
@@ -106,8 +105,8 @@ impl Pages {
         self.resize(gpu, &lengths)
     }
 
-    /// Takes pages for the next token of every sequence. Where they do not suffice, it waits for the device
-    /// to say which sequences have picked their last token, and stand still.
+    /// Takes pages for the next token of every sequence. If there are not enough, it waits for the device to
+    /// report which sequences have ended.
     ///
     /// # Errors
     /// As [`Self::reserve`].
@@ -124,12 +123,12 @@ impl Pages {
         Ok(())
     }
 
-    /// Tokens that the next step needs room for.
+    /// Lengths that the next step needs pages for.
     fn next_lengths(&self) -> Vec<usize> {
         self.lengths.iter().map(|length| length.map_or(0, |tokens| tokens + 1)).collect()
     }
 
-    /// Gives every sequence the pages for as many tokens, and takes back those that it no longer needs.
+    /// Gives every sequence the pages for its length, and takes back those that it no longer needs.
     fn resize(&mut self, gpu: &Gpu, lengths: &[usize]) -> Result<()> {
         let tokens: Vec<usize> = lengths.iter().map(|length| length.saturating_sub(self.outside)).collect();
         let had: Vec<bool> = self.grants.held.iter().map(|held| !held.is_empty()).collect();
@@ -151,7 +150,7 @@ impl Pages {
     }
 }
 
-/// Which pages the sequences of a batch have.
+/// The pages of each sequence of a batch.
 struct Grants {
     page: usize, // tokens
     pages: usize,
@@ -164,12 +163,12 @@ impl Grants {
         Self { page, pages, free: (0..pages as u32).rev().collect(), held: vec![vec![]; batch] }
     }
 
-    /// The page behind all others.
+    /// The spare page, after all others.
     const fn spare(&self) -> u32 {
         self.pages as u32
     }
 
-    /// Returns the places, in every sequence's list, of the pages that are new to it.
+    /// Returns the range of new pages in every sequence's list.
     fn resize(&mut self, tokens: &[usize]) -> Result<Vec<Range<usize>>> {
         let wanted = || tokens.iter().map(|tokens| tokens.div_ceil(self.page));
         let kept = |(held, wanted): (&Vec<u32>, usize)| held.len().min(wanted);
@@ -190,7 +189,7 @@ impl Grants {
         Ok(self.held.iter_mut().zip(&wanted).map(grant).collect())
     }
 
-    /// Takes all pages back, to be granted in a hashed order.
+    /// Takes all pages back, to be granted in hashed order.
     fn shuffle(&mut self) {
         self.held.iter_mut().for_each(Vec::clear);
         self.free = (0..self.pages as u32).collect();
@@ -235,7 +234,7 @@ mod tests {
                         for (sequence, range) in granted.into_iter().enumerate() {
                             let (held, before) = (&grants.held[sequence], &before[sequence]);
                             assert_eq!(held.len(), wanted[sequence].div_ceil(page));
-                            // A token stays where it is.
+                            // Tokens do not move.
                             assert_eq!(held[..range.start], before[..range.start]);
                             assert_eq!((range.start, range.end), (held.len().min(before.len()), held.len()));
                         }

@@ -5,13 +5,13 @@ use crate::device::memory::Buffer;
 use crate::{Error, Result};
 
 /// Rows of all tokens of one sequence and layer, to which the chunks of a prompt attend, for a cache that
-/// keeps tokens otherwise.
+/// stores tokens in another form.
 pub(super) struct PromptRows {
-    rows: Option<Buffer<u16>>, // (keys and values, heads, capacity, head_dim), from the first chunk on
+    rows: Option<Buffer<u16>>, // (keys and values, heads, capacity, head_dim), made by the first chunk
     heads: usize,
     head_dim: usize,
     capacity: usize,                // of `rows`
-    closed: Option<(usize, Chunk)>, // layer and chunk up to whose end all rows are there
+    closed: Option<(usize, Chunk)>, // layer and chunk up to whose end the rows are valid
 }
 
 impl PromptRows {
@@ -20,7 +20,7 @@ impl PromptRows {
         Self { rows: None, heads, head_dim, capacity: 0, closed: None }
     }
 
-    /// Makes room for as many tokens. Rows that had less room are undefined then.
+    /// Makes room for this many tokens. Rows that are reallocated become undefined.
     pub fn open(&mut self, gpu: &Gpu, tokens: usize) -> Result<Rows> {
         if self.capacity < tokens {
             let _purpose = Allocating::new("prompts");
@@ -32,25 +32,25 @@ impl PromptRows {
         self.rows()
     }
 
-    /// Says that the rows up to a chunk's end are those of its sequence in this layer.
+    /// Marks the rows up to a chunk's end as those of its sequence in this layer.
     pub const fn close(&mut self, layer: usize, chunk: &Chunk) {
         self.closed = Some((layer, *chunk));
     }
 
-    /// Whether the rows are still those of the chunk before this one, in the same layer: then none have to be
-    /// brought back.
+    /// Whether the rows still hold the tokens before this chunk in the same layer, so that none have to be
+    /// restored.
     pub fn hold_those_before(&self, layer: usize, chunk: &Chunk) -> bool {
         self.closed.is_some_and(|(of, before)| {
             of == layer && before.sequence == chunk.sequence && before.end() == chunk.position
         })
     }
 
-    /// The rows are no longer those of a sequence: others follow.
+    /// Invalidates the rows, which are about to be overwritten.
     pub const fn forget(&mut self) {
         self.closed = None;
     }
 
-    /// The rows that [`Self::open`] has given.
+    /// The rows of the last [`Self::open`].
     pub fn rows(&self) -> Result<Rows> {
         let rows = self.rows.as_ref().ok_or_else(|| Error::argument("no rows for a chunk"))?;
         let side = |side: usize| rows.pointer().offset(side * rows.len() / 2).cast();

@@ -4,7 +4,7 @@ use crate::Result;
 use crate::device::Gpu;
 use crate::device::memory::Buffer;
 
-/// Where the count is: 16 bytes on.
+/// Index of the count: 16 bytes later.
 const COUNT: usize = 4;
 
 /// Consecutive tokens of one sequence as kernels read them: the first one, and how many.

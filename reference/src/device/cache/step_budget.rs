@@ -6,7 +6,7 @@ use crate::device::memory::Buffer;
 use crate::device::{Gpu, programs};
 use crate::method::Budget;
 
-/// How many tokens the heads of a step choose, on the device.
+/// The number of tokens that the heads of a step choose, on the device.
 pub(super) struct StepBudget {
     kernel: Kernel,
     budget: Budget,

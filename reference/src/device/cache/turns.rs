@@ -9,15 +9,14 @@ use crate::device::memory::Buffer;
 use crate::device::{Gpu, driver, programs};
 use crate::{Error, Result};
 
-/// Which tokens of which layer are encoded when, so that their codes are there once the ring has overwritten
-/// their rows.
+/// The schedule of encoding by layer, so that tokens have codes before the ring overwrites their rows.
 ///
 /// Every half ring, a layer encodes the tokens that will be overwritten within a ring, on the low-priority
 /// stream, while decoding goes on. Layers take turns, so that all steps have about the same work.
 pub(super) struct Turns {
     plan: Kernel,
-    planned: Buffer<u32>, // (layer, batch): tokens behind the sinks
-    firsts: Buffer<u32>,  // (layer, batch): those of the last turn
+    planned: Buffer<u32>, // (layer, batch): planned tokens after the sinks
+    firsts: Buffer<u32>,  // (layer, batch): first tokens of the last turn
     counts: Buffer<u32>,  // (layer, batch)
     background: Arc<CudaStream>,
     /// Whether encoding runs on the low-priority stream; else decoding waits for it.
@@ -51,7 +50,7 @@ pub(super) struct Turn {
 }
 
 impl Turn {
-    /// The layers whose turn it is.
+    /// The layers of this turn.
     pub fn layers(&self) -> impl Iterator<Item = usize> {
         (self.index..self.n_layers).step_by(self.step)
     }
@@ -86,18 +85,18 @@ impl Turns {
         })
     }
 
-    /// The first token behind the sinks that a layer's last turn encodes, for every sequence.
+    /// The first token after the sinks that a layer's last turn encodes, for every sequence.
     pub fn firsts(&self, layer: usize) -> DevicePtr<u32> {
         self.firsts.pointer().offset(layer * self.batch)
     }
 
-    /// How many it encodes: at most a ring.
+    /// The number of tokens that it encodes: at most a ring.
     pub fn counts(&self, layer: usize) -> DevicePtr<u32> {
         self.counts.pointer().offset(layer * self.batch)
     }
 
-    /// Plans the turn of the next step, after what the same turn has encoded before. None where no layer has
-    /// this turn.
+    /// Plans the turn of the next step, from the end of the tokens that the same turn has encoded. None if no
+    /// layer has this turn.
     pub fn begin(&mut self, gpu: &Gpu, sequences: &Sequences) -> Result<Option<Turn>> {
         let index = self.steps % self.encoded.len();
         self.steps += 1;
@@ -128,7 +127,7 @@ impl Turns {
         Ok(unsafe { self.plan.launch(gpu.stream(), Grid::new([1, 1, 1])?, 32, false, &arguments) }?)
     }
 
-    /// The stream on which to encode, which has waited for the work on the decoder's.
+    /// The stream to encode on, after all work on the decoder's stream.
     pub fn background<'a>(&'a self, gpu: &'a Gpu) -> Result<&'a CudaStream> {
         if !self.asynchronous {
             return Ok(&gpu.stream);
@@ -147,13 +146,13 @@ impl Turns {
         Ok(())
     }
 
-    /// Makes the decoder's stream wait for all that is being encoded.
+    /// Makes the decoder's stream wait for all pending encoding.
     pub fn wait(&self, gpu: &Gpu) -> Result<()> {
         let encoded = self.background.record_event(None).map_err(|e| driver("record codes", e))?;
         gpu.stream.wait(&encoded).map_err(|e| driver("wait for codes", e))
     }
 
-    /// Starts again with sequences of which as many tokens behind the sinks are encoded, (batch,).
+    /// Restarts with sequences that have these numbers of encoded tokens after the sinks, (batch,).
     pub fn restart(&mut self, gpu: &Gpu, encoded: &[usize]) -> Result<()> {
         self.wait(gpu)?;
         self.encoded.iter_mut().for_each(|event| *event = None);
@@ -162,8 +161,7 @@ impl Turns {
         self.planned.write(gpu, &planned.repeat(self.n_layers))
     }
 
-    /// Goes on with one sequence of which as many tokens behind the sinks are encoded, after all that is
-    /// being encoded.
+    /// Sets the number of encoded tokens after the sinks of one sequence, after all pending encoding.
     pub fn settle_one(&self, gpu: &Gpu, sequence: usize, encoded: usize) -> Result<()> {
         self.wait(gpu)?;
         (0..self.n_layers).try_for_each(|layer| {
@@ -171,7 +169,7 @@ impl Turns {
         })
     }
 
-    /// Starts again with sequences of `tokens` tokens, as if the last turns had been half a ring ago.
+    /// Restarts with sequences of `tokens` tokens, as if the last turns had been half a ring ago.
     pub fn restart_at(&mut self, gpu: &Gpu, tokens: usize) -> Result<()> {
         let encoded = (tokens + self.ring / 2).saturating_sub(self.sinks + self.ring);
         self.restart(gpu, &vec![encoded; self.batch])

@@ -8,7 +8,7 @@ use crate::device::memory::Buffer;
 use crate::device::{Gpu, programs};
 use crate::model::Config;
 
-/// Sizes of a batch of which sinks and a ring of recent tokens are exact.
+/// Sizes of a batch whose sinks and ring of recent tokens are exact.
 #[derive(Clone, Copy)]
 pub(super) struct WindowShape {
     pub n_layers: usize,
@@ -17,7 +17,7 @@ pub(super) struct WindowShape {
     pub head_dim: usize,
     pub sinks: usize,
     pub ring: usize,
-    pub slots: usize,    // rows of a head behind the exact ones, for those that a step fetches
+    pub slots: usize,    // rows per head after the exact ones, for fetched rows
     pub capacity: usize, // tokens of a sequence
 }
 
@@ -39,12 +39,12 @@ impl WindowShape {
         Room { sinks: self.sinks, ring: self.ring, capacity: self.capacity }
     }
 
-    /// Rows of a head.
+    /// Rows per head.
     const fn rows(&self) -> usize {
         self.sinks + self.ring + self.slots
     }
 
-    /// Elements of a layer's keys of `rows` rows a head.
+    /// Elements of a layer's keys with `rows` rows per head.
     pub const fn side_len(&self, rows: usize) -> usize {
         self.batch * self.heads * rows * self.head_dim
     }
@@ -54,17 +54,17 @@ impl WindowShape {
         self.heads * self.capacity * self.head_dim
     }
 
-    /// Tokens of a sequence of `tokens` that are not exact.
+    /// The number of tokens in a sequence of `tokens` that are not exact.
     pub const fn stored(&self, tokens: usize) -> usize {
         tokens.saturating_sub(self.sinks + self.ring)
     }
 
-    /// Bytes of the exact ones of `tokens` tokens in every sequence.
+    /// Bytes of the exact rows with `tokens` in every sequence.
     pub fn exact_bytes(&self, tokens: usize) -> usize {
         2 * self.n_layers * self.side_len(tokens.min(self.sinks + self.ring)) * size_of::<u16>()
     }
 
-    /// Tokens behind the sinks that a chunk's end stores ahead, as (first, count): all up to its end, without
+    /// Tokens after the sinks that are stored at a chunk's end, as (first, count): all up to its end, except
     /// those before the chunk that are no longer exact.
     pub const fn stored_by(&self, chunk: &Chunk) -> (usize, usize) {
         let first = self.stored(chunk.position);
@@ -126,7 +126,7 @@ impl Window {
         Rows { keys: behind(keys), values: behind(values), capacity }
     }
 
-    /// Fills the rows with hashed ones.
+    /// Fills the rows with hashed elements.
     pub fn fill_random(&self, gpu: &Gpu, element: Element) -> Result<()> {
         let len = self.shape.side_len(self.shape.rows());
         (0..2 * self.shape.n_layers).try_for_each(|side| {
@@ -135,8 +135,8 @@ impl Window {
         })
     }
 
-    /// Rows for all tokens of a chunk's sequence. Those of the tokens before the chunk that are exact are
-    /// there; the caller adds the others.
+    /// Rows for all tokens of a chunk's sequence. They hold the exact tokens before the chunk; the caller
+    /// adds the others.
     pub fn open(&mut self, gpu: &Gpu, layer: usize, chunk: &Chunk) -> Result<Rows> {
         let rows = self.past.open(gpu, self.shape.capacity)?;
         if chunk.position > 0 {
@@ -145,29 +145,29 @@ impl Window {
         Ok(rows)
     }
 
-    /// Keeps what is exact after the chunk, from the rows of all tokens.
+    /// Copies the tokens that are exact after the chunk from the rows of all tokens.
     pub fn close(&mut self, gpu: &Gpu, layer: usize, chunk: &Chunk) -> Result<()> {
         self.past.close(layer, chunk);
         self.copy(gpu, layer, chunk.sequence, chunk.end(), false)
     }
 
-    /// Whether the rows of all tokens are still those of the chunk before this one, in the same layer: then
-    /// none have to be brought back.
+    /// Whether the rows of all tokens still hold those before this chunk in the same layer, so that none have
+    /// to be restored.
     pub fn holds_past(&self, layer: usize, chunk: &Chunk) -> bool {
         self.past.hold_those_before(layer, chunk)
     }
 
-    /// The rows of all tokens are no longer those of a sequence: others follow.
+    /// Invalidates the rows of all tokens, which are about to be overwritten.
     pub const fn forget_past(&mut self) {
         self.past.forget();
     }
 
-    /// The rows of all tokens that [`Self::open`] has given.
+    /// The rows of all tokens of the last [`Self::open`].
     pub fn past(&self) -> Result<Rows> {
         self.past.rows()
     }
 
-    /// Copies the exact ones of a sequence's first `tokens` tokens: to the rows of all tokens, or from them.
+    /// Copies the exact tokens among a sequence's first `tokens`: to the rows of all tokens, or from them.
     fn copy(&self, gpu: &Gpu, layer: usize, sequence: usize, tokens: usize, restore: bool) -> Result<()> {
         let WindowShape { batch, heads, head_dim, sinks, ring, capacity, .. } = self.shape;
         let kept = heads * self.shape.rows() * head_dim; // of one sequence

@@ -19,13 +19,13 @@ use crate::{Error, Result};
 /// Ranks are multiples of it: `svd::Attend` reads 16 bytes at a time.
 const MULTIPLE: usize = 8;
 
-/// ZACK: sinks and a ring of recent tokens exact, all tokens behind them as rows of each head's ranks:
-/// `svd::Attend` over both parts, whose results are merged.
+/// ZACK: sinks and a ring of recent tokens are exact, all other tokens are rows truncated to each head's
+/// ranks. `svd::Attend` runs over both parts, and the results are merged.
 ///
-/// Values arrive rotated and leave so, since the model has the rotations folded into its weights; queries and
-/// keys are rotated behind RoPE (`Bases`), to a basis in which the first components are those that stay. So a
-/// token is cut by a copy: every half ring a layer takes the tokens that will be overwritten within a ring
-/// (`Turns`). It reads them in the ring, in the order of the steps, which needs no second stream.
+/// Values arrive and leave rotated, since the rotations are folded into the model's weights; queries and keys
+/// are rotated after RoPE (`Bases`), to a basis whose first components are kept. Truncating a token is thus a
+/// copy: every half ring a layer stores the tokens that will be overwritten within a ring (`Turns`), on the
+/// stream of the steps, so that no second stream is needed.
 ///
 /// N.B. The model keeps the columns of `W_V` and the rows of `W_O` beyond the ranks: the exact tokens need them
 /// (`benches/results/decode.md`).
@@ -39,20 +39,20 @@ pub struct ZackCache {
     cuts_prompts: bool,
     stored: Pair<Buffer<u16>>,  // (layer, batch, heads, capacity, rank of the head)
     ranks: Pair<Buffer<u32>>,   // (layer, heads)
-    offsets: Pair<Buffer<u64>>, // (layer, heads): sums of the ranks of the heads before
+    offsets: Pair<Buffer<u64>>, // (layer, heads): prefix sums of the ranks
     full: Full,
     scratch: Scratch,
     span: Span, // that a chunk stores
     group: usize,
 }
 
-/// How keys and values are cut.
+/// The truncation of keys and values.
 pub(super) struct Cuts {
     /// Bases of queries and keys.
     pub bases: Bases,
     /// By layer and head.
     pub ranks: Vec<Vec<Pair<usize>>>,
-    /// Whether the tokens of a prompt attend to cut rows, too.
+    /// Whether the tokens of a prompt attend to truncated rows, too.
     pub cuts_prompts: bool,
 }
 
@@ -69,14 +69,14 @@ struct Full {
     offsets: Buffer<u64>,
 }
 
-/// Where a layer's rows are.
+/// The location of a layer's rows.
 #[derive(Clone, Copy)]
 struct Layer {
     rank_sums: Pair<usize>, // over the heads
     offsets: Pair<usize>,   // into `stored`
 }
 
-/// What one layer after the other uses within a step.
+/// Scratch memory of a step, shared by all layers.
 struct Scratch {
     out: Buffer<u16>, // (batch, heads, group, head_dim): attention to the stored rows
     log_sum_exps: [Buffer<f32>; 2], // (batch, heads, group): of the exact tokens, and of the stored ones
@@ -87,7 +87,7 @@ impl ZackCache {
     /// An empty cache.
     ///
     /// # Errors
-    /// [`Error::Argument`] for a window of an odd number of tokens, or none, and for ranks that are no
+    /// [`Error::Argument`] for a window of an odd number of tokens, or none, and for ranks that are not
     /// multiples of 8; [`Error::Device`].
     pub(super) fn new(
         gpu: &Gpu,
@@ -175,7 +175,7 @@ impl Kernels {
     }
 }
 
-/// One rank for all heads, that leaves these parts of the dimensions, for timing.
+/// One rank for all heads, as a fraction of the dimensions, for timing.
 pub(super) fn uniform_ranks(config: &Config, parts: Pair<f64>) -> Vec<Vec<Pair<usize>>> {
     let dim = config.head_dim;
     let rank = |side| ((parts[side] * dim as f64) as usize).next_multiple_of(MULTIPLE).min(dim);

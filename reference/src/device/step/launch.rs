@@ -57,7 +57,7 @@ impl Decoder {
         self.launch_end(parts)
     }
 
-    /// Launches what follows attention in a layer.
+    /// Launches the part of a layer after attention.
     pub(super) fn launch_after_attention(&self, l: usize) -> Result<()> {
         let layers = &self.weights.layers;
         let layer = &layers[l];
@@ -68,7 +68,7 @@ impl Decoder {
         self.launch_add(&self.products.down, &layer.down, inner, next)
     }
 
-    /// Launches those parts of a step that follow the layers.
+    /// Launches the parts of a step after the layers.
     pub(super) fn launch_end(&self, parts: &[Part]) -> Result<()> {
         let logits = self.activations.logits.pointer();
         if parts.contains(&Part::Products) {
@@ -80,7 +80,7 @@ impl Decoder {
         }
     }
 
-    /// Launches the product that gives the logits (batch, vocab_size).
+    /// Launches the output projection: logits (batch, vocab_size).
     pub(super) fn launch_logits(&self, logits: DevicePtr<f32>) -> Result<()> {
         self.launch_normed(&self.products.output, &self.weights.output, |a| a.residual = Some(logits))
     }
@@ -156,7 +156,7 @@ impl Decoder {
         unsafe { gemv.launch(&self.gpu, &arguments) }
     }
 
-    /// Adds a product to the residual stream, which norm `next` follows.
+    /// Adds a product to the residual stream, and prepares norm `next`.
     fn launch_add(
         &self,
         gemv: &Gemv,

@@ -8,10 +8,10 @@ use super::super::{Gpu, programs};
 use crate::model::Config;
 use crate::{Result, Sampling};
 
-/// Blocks a sequence that look for the most likely token.
+/// Blocks per sequence of the argmax.
 const BLOCKS: usize = 32;
 
-/// Threads of a block that looks for the most likely token, and of one that draws: `THREADS` of `draw`.
+/// Threads of a block of `pick` and of `draw`: `THREADS` of `draw`.
 const PICK_THREADS: u32 = 256;
 const DRAW_THREADS: u32 = 1024;
 
@@ -27,7 +27,7 @@ pub(super) struct Picks {
     best_at: Buffer<u32>, // (batch, BLOCKS)
     arrived: Buffer<u32>, // (batch,)
     vocab: usize,
-    most: usize, // tokens of a sequence
+    most: usize, // tokens per sequence, at most
 }
 
 /// `Picks` of the kernels.
@@ -71,7 +71,7 @@ struct DrawArguments {
 const _: () = assert!(size_of::<PickArguments>() == 96 && size_of::<DrawArguments>() == 88);
 
 impl Picks {
-    /// The most likely tokens, up to `most` for each sequence of a batch.
+    /// Greedy sampling of up to `most` tokens for each sequence of a batch.
     pub fn new(gpu: &Gpu, config: &Config, element: Element, batch: usize, most: usize) -> Result<Self> {
         let words = |n| Buffer::<u32>::zeros(gpu, n);
         Ok(Self {
@@ -89,17 +89,17 @@ impl Picks {
         })
     }
 
-    /// How later launches choose.
+    /// Sets the sampling of later launches.
     pub const fn choose(&mut self, sampling: Sampling) {
         self.sampling = sampling;
     }
 
-    /// Forgets what has been picked for these sequences.
+    /// Clears the picked tokens of these sequences.
     pub fn restart(&mut self, gpu: &Gpu, of: Range<usize>) -> Result<()> {
         self.counts.write_at(gpu, of.start, &vec![0; of.len()])
     }
 
-    /// The tokens of every sequence, after waiting for the last launch.
+    /// The picked tokens of every sequence. Waits for the last launch.
     pub fn read(&self, gpu: &Gpu) -> Result<Vec<Vec<u32>>> {
         let (mut counts, mut picked) = (vec![0; self.counts.len()], vec![0; self.picked.len()]);
         self.counts.read_into(gpu, &mut counts)?;

@@ -1,8 +1,8 @@
-//! Prompts: many tokens of one sequence at a time, layer by layer.
+//! Prefill: many tokens of one sequence at a time, layer by layer.
 //!
-//! A prompt runs in segments, a segment through one layer after the other, and through a layer in chunks. So
-//! a layer's weights are unpacked once a segment, and a cache that keeps rows elsewhere brings those before a
-//! segment back once a layer, not once a chunk.
+//! A prompt runs in segments. A segment passes through one layer after the other, and through a layer in
+//! chunks. A layer's weights are thus unpacked once per segment, and a cache that keeps rows elsewhere
+//! restores those before a segment once per layer, not once per chunk.
 
 use kv_gpu::svd::{AttendShape, Prefill, PrefillArguments};
 use kv_gpu::{DevicePtr, Grid, Kernel};
@@ -26,10 +26,10 @@ const BLOCKS: usize = 4096;
 /// Chunks of the weights that a block of `unpack` takes: `UNPACKED` of the kernel.
 const UNPACKED: usize = 8;
 
-/// Chunks of a segment, at most. A segment's residual streams are held.
+/// Maximum chunks of a segment, whose residual streams are all held.
 const SEGMENT: usize = 8;
 
-/// What segments of chunks of up to `tokens` tokens need, made for the first prompt.
+/// Kernels and buffers for segments of chunks of up to `tokens` tokens, made by the first prompt.
 pub(super) struct Prompts {
     tokens: usize,
     segment: usize, // tokens, at most
@@ -67,7 +67,7 @@ struct LayerMatrices {
     down: Buffer<u16>,
 }
 
-/// Tokens that follow the `start` ones of a sequence.
+/// Tokens to append to a sequence of `start` tokens.
 pub(super) struct Prompt<'a> {
     pub sequence: usize,
     pub start: usize,
@@ -75,7 +75,7 @@ pub(super) struct Prompt<'a> {
 }
 
 impl Prompt<'_> {
-    /// Tokens of the sequence with the prompt.
+    /// Length of the sequence, the prompt included.
     pub const fn end(&self) -> usize {
         self.start + self.tokens.len()
     }
@@ -86,7 +86,7 @@ struct SegmentChunk {
     chunk: Chunk,
     index: usize,                 // in the segment
     residual: DevicePtr<f32>,     // (count, hidden)
-    bias: Option<DevicePtr<f32>>, // of the product that was added to it last
+    bias: Option<DevicePtr<f32>>, // of the last product added to it
     is_last: bool,                // of the prompt
 }
 
@@ -203,7 +203,7 @@ impl Prompts {
         })
     }
 
-    /// Whether chunks and segments of as many tokens fit.
+    /// Whether chunks and segments of these sizes fit.
     const fn fits(&self, tokens: usize, segment: usize) -> bool {
         self.tokens >= tokens && self.segment >= segment
     }
@@ -246,8 +246,8 @@ impl Prompts {
 }
 
 impl Decoder {
-    /// Runs the prompts of sequences, at most `chunk` tokens of one at a time; what attention makes of each
-    /// one's last token, and the residual stream with it, wait in the activations of a step.
+    /// Runs the prompts of sequences, at most `chunk` tokens of a sequence at a time. Attention's output for
+    /// each prompt's last token, and its residual stream, are left in the activations of a step.
     pub(super) fn run_prompts(&mut self, prompts: &[Prompt], chunk: usize) -> Result<()> {
         let longest = prompts.iter().map(|prompt| prompt.tokens.len()).max().unwrap_or(0);
         let segment = chunk.saturating_mul(SEGMENT);
@@ -267,8 +267,8 @@ impl Decoder {
         run
     }
 
-    /// Runs a segment through all layers, `chunk` tokens at a time; after a prompt's last one the residual
-    /// stream and what attention made of the last token wait in the activations of a step.
+    /// Runs a segment through all layers, `chunk` tokens at a time. At a prompt's end, the residual stream
+    /// and attention's output of the last token are left in the activations of a step.
     fn run_segment(
         &mut self,
         state: &mut Prompts,
@@ -330,7 +330,7 @@ impl Decoder {
         state.product(&gpu, &layer.qkv, qkv_rows, (normed, count), (qkv, Output::Store))?;
         let rows = self.cache.chunk_rows(&gpu, l, &chunk)?;
         self.append_rows(state, &chunk, l, &rows)?;
-        // Nothing reads what the last layer makes of other tokens than the last.
+        // The last layer's output is used for the last token only.
         let is_end = l + 1 == self.weights.layers.len();
         let skipped = match is_end {
             true if is_last => count - 1,

@@ -1,4 +1,4 @@
-//! The sequences of a batch: the prompts that they are given, and their ends.
+//! The sequences of a batch: appending prompts to them, and ending them.
 
 use super::super::ledger::Allocating;
 use super::super::memory::Buffer;
@@ -17,19 +17,18 @@ impl Decoder {
         self.place(&vec![0; self.batch])
     }
 
-    /// Appends prompts to the sequences, one to each, wherever they end, and picks the tokens that follow;
-    /// the next step feeds those. At most `chunk` tokens of a sequence run at once, and sequences take turns.
-    /// What flows through the model is held for eight chunks, 4 bytes a component.
+    /// Appends a prompt to each sequence, wherever it ends, and picks the tokens that follow; the next step
+    /// feeds those. At most `chunk` tokens of a sequence run at once, and sequences take turns. The residual
+    /// streams of eight chunks are held, 4 bytes per component.
     ///
-    /// The tokens of a chunk attend to each other exactly, and to those before them as the cache keeps them.
-    /// A token that has been picked and not fed is not in the cache: a prompt that is to follow it begins
-    /// with it.
+    /// The tokens of a chunk attend to each other exactly, and to earlier tokens as the cache stores them. A
+    /// token that has been picked and not fed is not in the cache: a prompt that is to follow it begins with
+    /// it.
     ///
     /// # Errors
-    /// [`Error::Argument`] for another number of prompts than sequences, an empty one, tokens outside the
-    /// vocabulary, more of them than the cache has room for, or chunks of none, and [`Error::Pages`] where it
-    /// has no pages for them: nothing has changed then.
-    /// [`Error::Blas`] without cuBLASLt; [`Error::Device`].
+    /// [`Error::Argument`] for a wrong number of prompts, an empty prompt, tokens outside the vocabulary,
+    /// more tokens than the cache has room for, or empty chunks, and [`Error::Pages`] if the cache has no
+    /// pages for them; nothing has changed then. [`Error::Blas`] without cuBLASLt; [`Error::Device`].
     pub fn prefill(&mut self, prompts: &[Vec<u32>], chunk: usize) -> Result<()> {
         if prompts.len() != self.batch {
             let (given, batch) = (prompts.len(), self.batch);
@@ -45,7 +44,7 @@ impl Decoder {
         self.cache.reserve(&gpu, &ends)?;
         self.run_prompts(&prompts, chunk)?;
         self.cache.settle(&gpu, &ends)?;
-        // The last tokens: what follows attention in the last layer, as in a step.
+        // For the last tokens: the rest of the last layer, as in a step.
         self.place(&ends.iter().map(|&end| end as u32 - 1).collect::<Vec<_>>())?;
         self.longest += 1;
         self.lengths = Some(ends);
@@ -53,12 +52,12 @@ impl Decoder {
         self.launch_end(&[Part::Products, Part::Rest])
     }
 
-    /// As [`Self::prefill`] for one sequence: appends a prompt to it, or begins it again with the prompt
-    /// where it has ended ([`Self::end`]). The others stay as they are, with their tokens, logits and picks,
-    /// and the next step goes on with all.
+    /// As [`Self::prefill`] for one sequence: appends a prompt to it, or restarts it with the prompt if it
+    /// has ended ([`Self::end`]). The others keep their tokens, logits and picks, and the next step continues
+    /// all of them.
     ///
     /// # Errors
-    /// As [`Self::prefill`], and [`Error::Argument`] for a sequence that there is not.
+    /// As [`Self::prefill`], and [`Error::Argument`] for a sequence that does not exist.
     pub fn prefill_one(&mut self, sequence: usize, prompt: &[u32], chunk: usize) -> Result<()> {
         self.check_sequence(sequence)?;
         let mut lengths = self.lengths()?;
@@ -80,8 +79,8 @@ impl Decoder {
         self.pick_for(sequence)
     }
 
-    /// Computes the logits of one sequence and picks its next token. Nobody uses what the activations have
-    /// for the others, since a step begins with new ones; their logits are still those of the last step.
+    /// Computes the logits of one sequence and picks its next token. The activations of the other sequences
+    /// are unused, since a step begins with new ones; their logits are still those of the last step.
     fn pick_for(&mut self, sequence: usize) -> Result<()> {
         let (gpu, vocab) = (&*self.gpu, self.weights.config.vocab_size);
         let logits = &self.activations.logits;
@@ -98,12 +97,12 @@ impl Decoder {
         self.picks.launch(gpu, &self.sequences, logits.pointer(), sequence..sequence + 1)
     }
 
-    /// Empties one sequence. It stands still, and its logits mean nothing, until it is given a prompt
-    /// ([`Self::prefill_one`], [`Self::prefill`]); of a cache with pages others may take those that it had.
-    /// What it has picked can be read until then.
+    /// Empties one sequence. It is idle, and its logits are undefined, until it gets a prompt
+    /// ([`Self::prefill_one`], [`Self::prefill`]); the pages of a paged cache become free. Its picked tokens
+    /// can be read until then.
     ///
     /// # Errors
-    /// [`Error::Argument`] for a sequence that there is not; [`Error::Device`].
+    /// [`Error::Argument`] for a sequence that does not exist; [`Error::Device`].
     pub fn end(&mut self, sequence: usize) -> Result<()> {
         self.check_sequence(sequence)?;
         self.cache.end(&self.gpu, sequence)?;
@@ -135,7 +134,7 @@ impl Decoder {
         }
     }
 
-    /// Puts every sequence to a position.
+    /// Sets the position of every sequence.
     pub(super) fn place(&mut self, positions: &[u32]) -> Result<()> {
         self.longest = positions.iter().copied().max().unwrap_or(0) as usize;
         self.lengths = Some(positions.iter().map(|&position| position as usize).collect());
@@ -145,7 +144,7 @@ impl Decoder {
         self.picks.restart(&self.gpu, 0..self.batch)
     }
 
-    /// Tokens of every sequence, after waiting for steps.
+    /// Lengths of all sequences. Waits for steps.
     pub(super) fn lengths(&self) -> Result<Vec<usize>> {
         if let Some(lengths) = &self.lengths {
             return Ok(lengths.clone());

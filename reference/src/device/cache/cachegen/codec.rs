@@ -1,4 +1,4 @@
-//! Rows to a bitstream and back, where they are.
+//! In-place coding of rows: to a bitstream and back.
 
 use std::ops::Range;
 
@@ -14,7 +14,7 @@ use crate::model::{Config, Rope};
 use crate::side::Pair;
 use crate::{Error, Result};
 
-/// Tokens of a layer that are coded at once, at most: they bound the memory.
+/// Maximum tokens of a layer that are coded at once: they bound the memory.
 const PIECE: usize = 8192;
 
 /// Tokens of a block of a frame, as on the CPU. Pieces end with whole blocks.
@@ -24,7 +24,7 @@ const BLOCK: usize = 256;
 const PADDING: usize = 3;
 const ALIGNMENT: usize = 8;
 
-/// Codes rows of a dense cache: a frame for each layer, with the payload that the CPU's has. It stays on the
+/// Codes rows of a dense cache: a frame per layer, with the same payload as the CPU's. It stays on the
 /// device, and nothing waits for the host.
 pub(super) struct Codec {
     layers: Vec<LayerCodec>,
@@ -63,7 +63,7 @@ impl Codec {
     /// Codes the rows of `cache` with the planes of every layer.
     ///
     /// # Errors
-    /// [`Error::Device`], also for planes that the device does not encode.
+    /// [`Error::Device`], also for planes that the device cannot encode.
     pub fn new(
         gpu: &Gpu,
         config: &Config,
@@ -108,7 +108,7 @@ impl Codec {
         Ok(codec)
     }
 
-    /// Replaces the rows of these tokens by what a frame for each layer makes of them.
+    /// Replaces the rows of these tokens by their reconstruction from a frame per layer.
     ///
     /// # Errors
     /// [`Error::Device`].
@@ -125,7 +125,7 @@ impl Codec {
         self.rotate(gpu, Direction::Forward, span)
     }
 
-    /// The bytes of the frames since the last call, after waiting for them.
+    /// The bytes of the frames since the last call. Waits for them.
     ///
     /// # Errors
     /// [`Error::Cache`] for rows that were not finite, or too large for their steps: their tiles are
@@ -221,7 +221,7 @@ impl Codec {
     }
 }
 
-/// Where the payload of a frame is in its buffer.
+/// Offset of a frame's payload in its buffer.
 const fn payload_at(info: &FrameInfo) -> usize {
     info.head_len().next_multiple_of(ALIGNMENT)
 }

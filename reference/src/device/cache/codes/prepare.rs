@@ -1,4 +1,4 @@
-//! What the encoders take of transformed rows, and rows from what codes stand for: `kernels/coded_rows.cu`.
+//! Transformed rows prepared for the encoders, and rows restored from decoded ones: `kernels/coded_rows.cu`.
 
 use cudarc::driver::CudaStream;
 use half::f16;
@@ -20,10 +20,10 @@ use crate::side::Side;
 /// Tokens of a tile of the kernels.
 const TOKENS: usize = 16;
 
-/// Most blocks of a head.
+/// Maximum blocks per head.
 const BLOCKS: usize = 64;
 
-/// The basis in which rows are coded, and what of them is.
+/// The basis in which rows are coded, and the parts removed before coding.
 pub(in super::super) struct Transform {
     pub bases: Bases,
     pub means: Option<KeyMeans>,
@@ -31,7 +31,7 @@ pub(in super::super) struct Transform {
 }
 
 impl Transform {
-    /// That of a method's codes.
+    /// The transform of a method's codes.
     pub fn new(
         gpu: &Gpu,
         config: &Config,
@@ -57,7 +57,7 @@ impl Transform {
         self.bases.bytes() + self.means.as_ref().map_or(0, KeyMeans::shared_bytes)
     }
 
-    /// The kernels of a side, of which something is taken out before it is coded.
+    /// The kernels of a side; none if nothing is removed before coding.
     pub(super) fn kernels(
         &self,
         gpu: &Gpu,
@@ -91,12 +91,12 @@ struct CodedRows {
     tokens: Tokens,
 }
 
-/// Which tokens behind the sinks.
+/// A selection of tokens after the sinks.
 #[derive(Clone, Copy)]
 enum Tokens {
-    /// Those of a turn, `u32` (sequences,) each, and the most there may be.
+    /// The tokens of a turn, `u32` (sequences,) each, and their maximum number.
     Turn { firsts: DevicePtr<u32>, counts: DevicePtr<u32>, most: usize },
-    /// Those of one sequence.
+    /// Tokens of one sequence.
     Span { first: usize, count: usize },
 }
 
@@ -125,7 +125,7 @@ struct Arguments {
 const _: () = assert!(size_of::<Arguments>() == 104);
 
 impl TokenCodes {
-    /// Prepares a turn's tokens of a layer where they are staged.
+    /// Prepares a turn's tokens of a layer in place, where they are staged.
     pub(super) fn prepare_turn(
         &self,
         stream: &CudaStream,
@@ -147,7 +147,7 @@ impl TokenCodes {
         self.launch(prepare, stream, (side, layer), &rows)
     }
 
-    /// Makes room for the tokens that a chunk's end stores.
+    /// Allocates rows for the tokens stored at a chunk's end.
     pub(super) fn open_prepared(&mut self, gpu: &Gpu, chunk: &Chunk) -> Result<()> {
         let WindowShape { heads, head_dim, .. } = self.shape;
         let len = heads * self.shape.stored_by(chunk).1 * head_dim;
@@ -155,14 +155,14 @@ impl TokenCodes {
             && self.prepared.as_ref().is_none_or(|old| old.len() < len)
         {
             let _purpose = Allocating::new("prompts");
-            self.prepared = None; // before there is another one
+            self.prepared = None; // freed before the next allocation
             self.prepared = Some(Buffer::zeros(gpu, len)?);
         }
         Ok(())
     }
 
-    /// The tokens of a layer that a chunk's end stores, as the encoder takes them: rows of the first head,
-    /// and how many rows a head has.
+    /// Prepares the tokens of a layer stored at a chunk's end for the encoder. Returns the rows of the first
+    /// head, and the number of rows per head.
     pub(super) fn prepare_chunk(
         &self,
         stream: &CudaStream,
@@ -188,8 +188,8 @@ impl TokenCodes {
         Ok((prepared.pointer(), count))
     }
 
-    /// Makes rows of what the codes of the first `count` tokens behind the sinks stand for, in place: `rows`
-    /// has those of the first of these tokens, `capacity` of a head.
+    /// Restores rows in place from the decoded codes of the first `count` tokens after the sinks. `rows`
+    /// starts at the first of these tokens; a head has `capacity` rows.
     pub fn restore(
         &self,
         gpu: &Gpu,

@@ -1,4 +1,4 @@
-//! Chunks of a prompt over MILLION's cache: its codes become rows, and it takes the chunk from there.
+//! Prompt chunks over MILLION's cache: its codes are decoded to rows, and the chunk is appended from them.
 
 use kv_gpu::pq::TILE;
 use kv_gpu::{AnyElement, DevicePtr, Grid, Kernel};
@@ -29,7 +29,7 @@ struct DecodeArguments {
 const _: () = assert!(size_of::<DecodeArguments>() == 48);
 
 impl MillionCache {
-    /// The kernels of chunks, made for the first one.
+    /// The kernels of chunks, made for the first chunk.
     fn new_past(&self, gpu: &Gpu) -> Result<Past> {
         let kernel = |side: Side| {
             gpu.device.kernel(&programs::past(self.element, &self.codes.layouts[side], side), "decode", 0)
@@ -42,7 +42,7 @@ impl MillionCache {
         if self.past.is_none() {
             self.past = Some(self.new_past(gpu)?);
         }
-        self.turns.wait(gpu)?; // of the layer before, from the same rows
+        self.turns.wait(gpu)?; // of the previous layer, from the same rows
         let rows = self.window.open(gpu, layer, chunk)?;
         let Some(past) = &self.past else { return Err(Error::argument("no kernels for a chunk")) };
         self.codes.begin_chunk(gpu, chunk)?;

@@ -1,4 +1,4 @@
-//! The codes of keys: how they are made, and how a step finds its tokens by them.
+//! The codes of keys: encoding them, and finding a step's tokens by them.
 
 use cudarc::driver::CudaStream;
 use half::f16;
@@ -16,7 +16,7 @@ use crate::device::memory::Buffer;
 use crate::device::{Gpu, programs};
 use crate::{Error, Result};
 
-/// Bytes by which layers of codes are aligned.
+/// Alignment of a layer's codes in bytes.
 const ALIGNMENT: usize = 256;
 
 /// Bytes of shared memory that the driver reserves for two blocks.
@@ -24,7 +24,7 @@ const RESERVED_SHARED_MEMORY: usize = 2 << 10;
 
 /// Codes and codebooks of the keys of all layers, and their kernels.
 ///
-/// `pq::Select` finds the tokens where it has the shape of the codes, `pq::Search` elsewhere.
+/// `pq::Select` finds the tokens if it supports the shape of the codes, else `pq::Search`.
 pub(super) struct KeyIndex {
     form: Form,
     codes: Buffer<u8>,      // (layer, (batch, heads, codes of `stored` keys), padded)
@@ -66,12 +66,12 @@ pub(super) struct KeysToEncode {
     /// Elements (batch, heads, `max_count`, head_dim) with the strides.
     pub vectors: DevicePtr<AnyElement>,
     pub strides: [usize; 3],
-    /// Tokens behind the sinks, (batch,).
+    /// Tokens after the sinks, (batch,).
     pub firsts: DevicePtr<u32>,
     pub counts: DevicePtr<u32>,
 }
 
-/// What a step looks for.
+/// The search of a step.
 pub(super) struct Wanted {
     pub queries: DevicePtr<AnyElement>, // (batch, heads, group, head_dim)
     pub lengths: DevicePtr<u32>,        // (batch,): coded tokens
@@ -92,7 +92,7 @@ struct TabulateArguments {
 const _: () = assert!(size_of::<TabulateArguments>() == 32);
 
 impl KeyIndex {
-    /// No codes yet; `codebooks` per layer and head, for all sequences.
+    /// Empty codes; `codebooks` per layer and head, for all sequences.
     pub fn new(
         gpu: &Gpu,
         element: Element,
@@ -143,15 +143,14 @@ impl KeyIndex {
         Ok(index)
     }
 
-    /// Codebooks of a layer's heads for a sequence, to be trained; then [`Self::adopt`] makes them those of
-    /// codes.
+    /// Codebooks of a layer's heads for a sequence, to be trained; [`Self::adopt`] then puts them into use.
     pub fn centroids(&self, layer: usize, sequence: usize) -> DevicePtr<f32> {
         self.centroids
             .pointer()
             .offset(self.book(layer, sequence) * self.shape.heads * self.quantizer.codebook_len())
     }
 
-    /// Makes the codebooks of a layer for a sequence those by which tokens are found.
+    /// Makes the search use the codebooks of a layer for a sequence.
     pub fn adopt(&self, stream: &CudaStream, layer: usize, sequence: usize) -> Result<()> {
         self.tabulate(stream, self.book(layer, sequence))
     }
@@ -190,8 +189,8 @@ impl KeyIndex {
         }
     }
 
-    /// Encodes keys of a layer: rows that exist, of tokens for which there is room, whose codes no other
-    /// stream uses.
+    /// Encodes keys of a layer. The rows exist, there is room for the tokens' codes, and no other stream uses
+    /// these codes.
     pub fn encode(&self, stream: &CudaStream, layer: usize, keys: &KeysToEncode) -> Result<()> {
         let &KeysToEncode { first, batch, max_count, vectors, strides, firsts, counts } = keys;
         let (centroids, codes) = (self.centroids(layer, first), self.codes(layer, first));
@@ -233,7 +232,7 @@ impl KeyIndex {
         }
     }
 
-    /// Launches the choice of a layer's tokens, of which codes are complete up to the lengths.
+    /// Launches the search for a layer's tokens. Codes are complete up to the lengths.
     pub fn find(&self, gpu: &Gpu, layer: usize, wanted: &Wanted) -> Result<()> {
         match &self.form {
             Form::Tiles(tiles) => self.select(gpu, tiles, layer, wanted),
@@ -243,7 +242,7 @@ impl KeyIndex {
 
     fn select(&self, gpu: &Gpu, tiles: &Tiles, layer: usize, wanted: &Wanted) -> Result<()> {
         let Shape { batch, books, heads, group, head_dim, most, .. } = self.shape;
-        // Sequences with codebooks of their own take turns.
+        // Sequences with codebooks of their own are searched one after the other.
         for first in (0..batch).step_by(batch / books) {
             let table = self.book(layer, first) * heads * tiles.layout.table_len();
             let queries = first * heads * group * head_dim;

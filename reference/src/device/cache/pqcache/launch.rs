@@ -33,7 +33,7 @@ impl PqCache {
         })
     }
 
-    /// Encodes the keys that a chunk's end stores, from rows of all tokens: they are all there, and their
+    /// Encodes the keys stored at a chunk's end, from the rows of all tokens: the rows are complete, and the
     /// codes fit since the tokens do.
     pub(super) fn launch_encode_chunk(&self, stream: &CudaStream, layer: usize, chunk: &Chunk) -> Result<()> {
         let Shape { head_dim, sinks, .. } = self.shape;
@@ -51,7 +51,7 @@ impl PqCache {
         self.index.encode(stream, layer, &keys)
     }
 
-    /// Launches the look-up of a layer's chosen tokens, and attention to them and to the exact rows.
+    /// Launches the lookup of a layer's chosen tokens, and attention over them and the exact rows.
     pub(super) fn launch_attend(
         &self,
         gpu: &Gpu,

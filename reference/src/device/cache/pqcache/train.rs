@@ -1,4 +1,4 @@
-//! Codebooks of the prompt: the first chunk of a sequence trains them on its keys (PQCache 3.3).
+//! Codebooks of the prompt: they are trained on the keys of a sequence's first chunk (PQCache 3.3).
 
 use cudarc::driver::CudaStream;
 use kv_gpu::pq::{Train, TrainArguments, TrainShape};
@@ -12,11 +12,11 @@ use crate::device::cache::{Chunk, Rows};
 use crate::device::memory::Buffer;
 use crate::method::{Resolved, training_step};
 
-/// The training of a cache's codebooks, of which every sequence has its own.
+/// The training of a cache's codebooks, which are per sequence.
 pub(super) struct Training {
     train: Train,
     iterations: Resolved,
-    starts: Buffer<u32>, // (ksub,): the keys that the first centroids are
+    starts: Buffer<u32>, // (ksub,): indices of the keys that are the initial centroids
     workspace: Buffer<u8>,
     sequences: Vec<Sequence>,
 }
@@ -24,7 +24,7 @@ pub(super) struct Training {
 #[derive(Clone, Copy)]
 struct Sequence {
     is_trained: bool,
-    length: Option<usize>, // tokens, as far as the host knows; none where it stands still
+    length: Option<usize>, // tokens, as known to the host; none if it is idle
 }
 
 impl Sequence {
@@ -51,7 +51,7 @@ impl Training {
         iterations.map(new).transpose()
     }
 
-    /// Makes all sequences empty.
+    /// Empties all sequences.
     pub fn clear(&mut self) {
         self.sequences.fill(Sequence::EMPTY);
     }
@@ -61,12 +61,12 @@ impl Training {
         self.sequences.iter_mut().for_each(|sequence| sequence.is_trained = true);
     }
 
-    /// Makes a sequence empty, which stands still.
+    /// Empties a sequence, which is idle then.
     pub fn forget(&mut self, sequence: usize) {
         self.sequences[sequence] = Sequence { length: None, ..Sequence::EMPTY };
     }
 
-    /// The sequence has codebooks of all layers now.
+    /// Marks a sequence's codebooks as trained in all layers.
     pub fn end(&mut self, sequence: usize) {
         self.sequences[sequence].is_trained = true;
     }
@@ -86,8 +86,8 @@ impl Training {
 }
 
 impl PqCache {
-    /// Goes on with a sequence of this length. With fewer tokens than a ring of keys it has none to train on:
-    /// it has ended before the step for which the host has trained it.
+    /// Sets a sequence to this length. With fewer keys than a ring it has none to train on: it ended before
+    /// the step for which the host has trained it.
     pub(super) fn settle_training(&mut self, sequence: usize, length: usize) {
         let enough = self.shape.sinks + self.shape.ring;
         let Some(training) = &mut self.training else { return };
@@ -96,7 +96,7 @@ impl PqCache {
         sequence.length = Some(length);
     }
 
-    /// Whether a chunk trains its sequence's codebooks: the first one with which a ring of keys is there.
+    /// Whether a chunk trains its sequence's codebooks: the first one that completes a ring of keys.
     pub(super) fn trains_on(&self, chunk: &Chunk) -> bool {
         let enough = self.shape.sinks + self.shape.ring;
         (chunk.position < enough && chunk.end() >= enough)
@@ -112,8 +112,8 @@ impl PqCache {
         }
     }
 
-    /// Trains the codebooks of sequences whose prompts were too short for that, once a ring of keys is there
-    /// and none has left it, and encodes those keys. Before that no step reads codes.
+    /// Trains the codebooks of sequences whose prompts were too short, once a ring of keys is complete and
+    /// none has left it, and encodes those keys. No step reads codes before that.
     pub(super) fn train_on_ring(&mut self, gpu: &Gpu) -> Result<()> {
         let Shape { n_layers, heads, head_dim, sinks, ring, .. } = self.shape;
         let Some(training) = &mut self.training else { return Ok(()) };
@@ -141,15 +141,15 @@ impl PqCache {
                 firsts: self.span.first(),
                 counts: self.span.count(),
             };
-            // The ring is full, its first row has the first key behind the sinks, and the background stream
+            // The ring is full, its first row has the first key after the sinks, and the background stream
             // has been waited for.
             self.index.encode(&gpu.stream, layer, &keys)?;
         }
         Ok(())
     }
 
-    /// Launches the training of a layer's codebooks on the keys that a chunk's end stores, from the rows of
-    /// all tokens, if the chunk trains them.
+    /// Launches the training of a layer's codebooks on the keys stored at a chunk's end, from the rows of all
+    /// tokens, if the chunk trains them.
     pub(super) fn train(&self, stream: &CudaStream, layer: usize, chunk: &Chunk) -> Result<()> {
         if !self.trains_on(chunk) {
             return Ok(());
@@ -161,8 +161,8 @@ impl PqCache {
         self.launch_train(stream, layer, chunk.sequence, (vectors, capacity, count))
     }
 
-    /// Launches the training of a layer's codebooks of a sequence on some of `count` keys of each head, of
-    /// which there are rows for `capacity`.
+    /// Launches the training of a layer's codebooks of a sequence on some of `count` keys of each head; a
+    /// head has `capacity` rows.
     fn launch_train(
         &self,
         stream: &CudaStream,

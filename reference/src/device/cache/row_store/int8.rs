@@ -15,14 +15,14 @@ const THREADS: u32 = 256;
 /// Components that share a scale: `GROUP` of the kernels.
 const GROUP: usize = 32;
 
-/// The way of rows to host memory in 8 bits, and back: about half the bytes of 16.
+/// Transfers of rows to host memory in 8 bits, and back: about half the bytes of 16.
 ///
 /// A token's key and value of one head are one record, in the format of the CPU (`RowFormat::Int8`), padded
 /// to 16 bytes.
 pub(super) struct Int8Rows {
     store: Kernel,
     load: Kernel,
-    blocks: usize, // one a multiprocessor
+    blocks: usize, // one per multiprocessor
     shape: StoreShape,
 }
 
@@ -87,7 +87,7 @@ impl Int8Rows {
         (2 * (dim + size_of::<u16>() * dim / GROUP)).next_multiple_of(16)
     }
 
-    /// Quantizes the rows of a layer's tokens whose turn it is.
+    /// Quantizes the rows of a turn's tokens of a layer.
     pub fn take_turn(
         &self,
         gpu: &Gpu,
@@ -105,7 +105,7 @@ impl Int8Rows {
         self.launch_store(&gpu.stream, [batch, ring.div_ceil(32)], arguments)
     }
 
-    /// Quantizes tokens of a sequence behind the sinks, (first, count), from rows of all of them; `records`
+    /// Quantizes tokens of a sequence after the sinks, (first, count), from the rows of all tokens; `records`
     /// are the sequence's.
     pub fn take_chunk(
         &self,
@@ -122,7 +122,7 @@ impl Int8Rows {
         self.launch_store(stream, [1, CHUNK_BLOCKS], arguments)
     }
 
-    /// Quantizes the rows of a layer's ring, again and again, as those of all tokens.
+    /// Quantizes the rows of a layer's ring, repeated, as those of all tokens.
     pub fn fill(&self, gpu: &Gpu, records: DevicePtr<u16>, exact: Rows) -> Result<()> {
         let StoreShape { batch, heads, ring, stored, .. } = self.shape;
         let arguments = StoreArguments { count: stored as u32, ..self.store_arguments(records, exact, ring) };
@@ -155,9 +155,8 @@ impl Int8Rows {
         arguments: StoreArguments,
     ) -> Result<()> {
         let grid = Grid::new([self.shape.heads, sequences, blocks])?;
-        // SAFETY: the structure is the kernel's argument. Tokens are behind the sinks of rows that exist, and
-        // below
-        // `stored`, for which the records have room.
+        // SAFETY: the structure is the kernel's argument. Tokens are after the sinks of rows that exist, and
+        // below `stored`, for which the records have room.
         Ok(unsafe { self.store.launch(stream.cu_stream(), grid, THREADS, false, &arguments) }?)
     }
 
@@ -183,7 +182,7 @@ impl Int8Rows {
         self.launch_load(gpu, batch * heads, arguments)
     }
 
-    /// Dequantizes the first `count` tokens of a sequence behind the sinks to rows of all its tokens;
+    /// Dequantizes the first `count` tokens of a sequence after the sinks to the rows of all its tokens;
     /// `records` are the sequence's.
     pub fn restore(&self, gpu: &Gpu, records: DevicePtr<u16>, count: usize, rows: Rows) -> Result<()> {
         let StoreShape { heads, sinks, .. } = self.shape;

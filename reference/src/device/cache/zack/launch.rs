@@ -11,7 +11,7 @@ use crate::device::cache::{Chunk, Rows, Sequences};
 use crate::device::memory::Buffer;
 use crate::side::{Pair, Side};
 
-/// Threads of the kernels but `merge`, and tokens of a block.
+/// Threads of all kernels except `merge`, and tokens of a block.
 const THREADS: u32 = 256;
 const TOKENS: usize = 32;
 
@@ -69,7 +69,7 @@ const _: () = assert!(size_of::<CutArguments>() == 120 && size_of::<RestoreArgum
 const _: () = assert!(size_of::<MergeArguments>() == 40);
 
 impl ZackCache {
-    /// What a layer has of (layer, heads).
+    /// A layer's part of a (layer, heads) buffer.
     pub(super) fn of_heads<T: Copy>(&self, all: &Buffer<T>, layer: usize) -> DevicePtr<T> {
         all.pointer().offset(layer * self.window.shape.heads)
     }
@@ -150,8 +150,8 @@ impl ZackCache {
         Ok(unsafe { self.kernels.attend.launch(gpu.stream(), &arguments) }?)
     }
 
-    /// What attention to the exact rows (part 0) and to the stored ones (1) have in common. The pointers that
-    /// differ are dangling.
+    /// The arguments that attention to the exact rows (part 0) and to the stored ones (1) share. The pointers
+    /// that differ are dangling.
     fn attention(&self, part: usize, rank_sums: Pair<usize>) -> AttendArguments {
         let WindowShape { batch, heads, head_dim, .. } = self.window.shape;
         AttendArguments {
@@ -194,7 +194,7 @@ impl ZackCache {
         Ok(unsafe { self.kernels.merge.launch(gpu.stream(), grid, head_dim as u32, true, &arguments) }?)
     }
 
-    /// Launches the way of a layer's tokens whose turn it is into the store.
+    /// Launches the copy of a turn's tokens of a layer into the store.
     pub(super) fn launch_cut_of_turn(&self, gpu: &Gpu, layer: usize) -> Result<()> {
         let WindowShape { batch, heads, sinks, ring, .. } = self.window.shape;
         let Rows { keys, values, capacity } = self.window.rows(layer);
@@ -215,7 +215,7 @@ impl ZackCache {
         Ok(unsafe { self.kernels.cut.launch(gpu.stream(), grid, THREADS, false, &arguments) }?)
     }
 
-    /// Launches the way of a chunk's tokens into the store, from the rows of all tokens.
+    /// Launches the copy of a chunk's tokens into the store, from the rows of all tokens.
     pub(super) fn launch_cut_of_chunk(&self, gpu: &Gpu, layer: usize, chunk: &Chunk) -> Result<()> {
         let WindowShape { heads, sinks, .. } = self.window.shape;
         let Rows { keys, values, capacity } = self.window.past()?;
@@ -228,7 +228,7 @@ impl ZackCache {
             counts: self.span.count(),
             heads: heads as u32,
             sinks: sinks as u32,
-            ring: capacity as u32, // rows of all tokens: none shares one
+            ring: capacity as u32, // rows of all tokens, not a ring
             rows: capacity as u32,
         };
         if count == 0 {
@@ -239,7 +239,7 @@ impl ZackCache {
         Ok(unsafe { self.kernels.cut.launch(gpu.stream(), grid, THREADS, false, &arguments) }?)
     }
 
-    /// Launches the way of the stored tokens before a chunk to its rows.
+    /// Launches the copy of the stored tokens before a chunk to its rows.
     pub(super) fn launch_restore(&self, gpu: &Gpu, layer: usize, chunk: &Chunk, rows: &Rows) -> Result<()> {
         let WindowShape { heads, head_dim, sinks, .. } = self.window.shape;
         let tokens = self.window.shape.stored(chunk.position);
