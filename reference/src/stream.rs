@@ -1,11 +1,11 @@
 //! Streaming a stored context into a cache before a deadline (CacheGen, section 5.3).
 //!
 //! A context is stored in chunks of tokens, each at several levels. [`serve`] asks a [`Link`] for one chunk
-//! after the other and hands what arrives to a [`Receiver`], which decodes a chunk while the next one is
-//! transferred. The encoding of every chunk is chosen by [`StreamPolicy`] at the throughput measured so far,
-//! and is reconsidered while it is on its way. A chunk that is chosen as text is not transferred: the
-//! receiver holds the tokens, by which it found the chunks, and recomputes keys and values on top of those of
-//! the chunks before.
+//! after the other and passes the arrived bytes to a [`Receiver`], which decodes a chunk while the next one
+//! is transferred. The encoding of every chunk is chosen by [`StreamPolicy`] at the throughput measured so
+//! far, and is reconsidered while the chunk is in flight. A chunk that is chosen as text is not transferred:
+//! the receiver holds its tokens, by which it found the chunks, and recomputes keys and values on top of
+//! those of earlier chunks.
 //!
 //! The same loop runs on a simulated clock ([`simulated`]), on a link shaped in this process ([`encoded`]),
 //! on an object store (`store::StoreLink`), and on any other link that implements the trait. The
@@ -29,17 +29,17 @@ pub use trace::{Event, Outcome, Trace};
 
 use crate::{Error, Result};
 
-/// Seconds between two looks at a transfer on its way: the first comes soon, since the first transfer may be
-/// without any known bandwidth, and recomputing a short context takes 20 ms.
+/// Seconds between two checks of a transfer in flight: the first comes soon, since the first transfer may
+/// start without a known bandwidth, and recomputing a short context takes 20 ms.
 const TICKS: (f64, f64) = (1e-3, 5e-3);
 
-/// Seconds after which a receiver is offered what has arrived meanwhile: some layers of a chunk at 100 Gbit/s.
+/// Seconds after which a receiver is offered the newly arrived bytes: some layers of a chunk at 100 Gbit/s.
 const ARRIVING: f64 = 0.2e-3;
 
-/// Seconds over which the throughput of a transfer is measured, its last ones.
+/// Window in seconds over which the throughput of a transfer is measured.
 const WINDOW: f64 = 50e-3;
 
-/// Most chunks of a context. The work of a decision grows with their square.
+/// Maximum chunks of a context. The work of a decision grows with their square.
 pub const MOST_CHUNKS: usize = 1024;
 
 /// A chunk of a request's context.
@@ -51,25 +51,25 @@ pub struct ChunkId {
     pub index: usize,
 }
 
-/// What chunks are transferred over: one transfer at a time.
+/// The transport of chunks: one transfer at a time.
 pub trait Link {
     /// Seconds on the link's clock.
     fn now(&self) -> f64;
 
-    /// Begins the transfer of a chunk at a level.
+    /// Starts the transfer of a chunk at a level.
     ///
     /// # Errors
     /// Any error of the link.
     fn start(&mut self, chunk: ChunkId, level: usize) -> Result<()>;
 
-    /// Waits until the transfer has ended or the clock says `until`; returns the bytes received so far.
+    /// Waits until the transfer has ended or the clock reaches `until`; returns the bytes received so far.
     ///
     /// # Errors
     /// Any error of the link.
     fn wait(&mut self, until: f64) -> Result<u64>;
 
-    /// The first bytes of those that [`Self::take`] will return, in the same memory; nothing where they can
-    /// be had at the end only.
+    /// The bytes received so far of those that [`Self::take`] will return, in the same memory; none if they
+    /// are available only at the end.
     ///
     /// # Errors
     /// Any error of the link.
@@ -77,63 +77,62 @@ pub trait Link {
         Ok(None)
     }
 
-    /// Ends the transfer and drops what has arrived of it.
+    /// Ends the transfer and drops its bytes.
     fn cancel(&mut self);
 
-    /// The bytes of a transfer that has ended.
+    /// The bytes of a completed transfer.
     ///
     /// # Errors
-    /// [Damage](Error::is_damage) to this chunk; whatever else the link has to say.
+    /// [Damage](Error::is_damage) to this chunk; any other error of the link.
     fn take(&mut self) -> Result<Bytes>;
 }
 
-/// What turns arrived chunks into keys and values, in the order in which it gets them, while the link works.
+/// Turns arrived chunks into keys and values, in the order in which it gets them, while the link works.
 pub trait Receiver {
     /// Takes a chunk to decode or to recompute.
     ///
     /// # Errors
-    /// Of a receiver that can take no more. A chunk that cannot be decoded is recomputed, and [`Computed`]
-    /// says so.
+    /// If the receiver can accept no more chunks. A chunk that cannot be decoded is recomputed, and
+    /// [`Computed`] says so.
     fn submit(&mut self, now: f64, chunk: ChunkId, payload: Payload) -> Result<()>;
 
-    /// Whether it decodes chunks while they are on their way.
+    /// Whether it decodes chunks while they are in flight.
     fn takes_arriving(&self) -> bool {
         false
     }
 
-    /// Offers the first bytes of a chunk on its way at a level. The whole of it is submitted later, unless
+    /// Offers the first bytes of a chunk in flight at a level. The whole chunk is submitted later, unless
     /// another choice or an error comes first.
     ///
     /// # Errors
-    /// Of a receiver that can take no more.
+    /// If the receiver can accept no more chunks.
     fn arriving(&mut self, _chunk: ChunkId, _level: usize, _start: Bytes) -> Result<()> {
         Ok(())
     }
 
-    /// Seconds of work that it still has, as far as it knows.
+    /// Expected seconds of its remaining work.
     fn backlog(&self, now: f64) -> f64;
 
-    /// Measured over expected seconds of the recomputations so far. Later ones are expected to take as much
-    /// longer.
+    /// Measured over expected seconds of the recomputations so far, by which later expectations are scaled.
     fn pace(&self) -> f64 {
         1.0
     }
 
-    /// Waits for all its work, and returns what it did since the last call, in order.
+    /// Waits for all its work, and returns the chunks done since the last call, in order.
     ///
     /// # Errors
     /// Of a recomputation; those of the receiver.
     fn finish(&mut self) -> Result<Vec<Computed>>;
 }
 
-/// A chunk as a receiver gets it.
+/// A chunk as passed to a receiver.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Payload {
     /// To be recomputed from tokens that the receiver has.
     Text,
     /// The bytes of a level.
     Level(usize, Bytes),
-    /// Bytes that are not those which were written, with the reason. The chunk is recomputed.
+    /// Bytes that differ from those written, with the reason. The chunk is recomputed.
     Damaged(String),
 }
 
@@ -143,20 +142,20 @@ impl Payload {
     }
 }
 
-/// What a receiver did with a chunk, on the link's clock.
+/// The work of a receiver on a chunk, on the link's clock.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Computed {
     /// The chunk.
     pub chunk: ChunkId,
-    /// When its decoding or recomputation began.
+    /// Start of its decoding or recomputation.
     pub start: f64,
-    /// When it ended.
+    /// End of its decoding or recomputation.
     pub end: f64,
-    /// Why bytes were not decoded but the chunk recomputed.
+    /// The reason why bytes were not decoded and the chunk was recomputed.
     pub damaged: Option<String>,
 }
 
-/// What a chunk's encodings cost.
+/// The costs of a chunk's encodings.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ChunkCost {
     /// Tokens.
@@ -165,11 +164,11 @@ pub struct ChunkCost {
     pub levels: Vec<u64>,
     /// Seconds to decode a level.
     pub decode: f64,
-    /// Seconds to recompute keys and values on top of the chunks before.
+    /// Seconds to recompute keys and values on top of earlier chunks.
     pub recompute: f64,
 }
 
-/// How encodings are chosen.
+/// The choice of encodings.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Choice {
     /// By the policy, chunk by chunk.
@@ -178,30 +177,30 @@ pub enum Choice {
     Given(Vec<Encoding>),
 }
 
-/// How a stream is run.
+/// Options of a stream.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Options {
-    /// How encodings are chosen.
+    /// The choice of encodings.
     pub choice: Choice,
-    /// Most requests that are streamed together (CacheGen's `B`); others wait for the batch before.
+    /// Maximum requests streamed together (CacheGen's `B`); others wait for the previous batch.
     pub batch: usize,
-    /// Seconds without a byte after which a transfer has stalled.
+    /// Seconds without a byte after which a transfer counts as stalled.
     pub timeout: f64,
-    /// After damage, a stall or an error of the link, recompute what is missing instead of returning an
+    /// After damage, a stall or an error of the link, recompute the missing chunks instead of returning an
     /// error.
     pub fall_back: bool,
 }
 
-/// Streams the contexts of requests that arrive at the same time, now.
+/// Streams the contexts of requests that all arrive now.
 ///
 /// Text goes to the request of a batch that has the fewest chunks, since early chunks are the cheapest to
-/// recompute; levels go to the request that has the most, so that requests are complete one after the other
-/// and not all of them at the end. Given encodings go by index: first chunk 0 of each request, then chunk 1.
+/// recompute; levels go to the request that has the most, so that requests complete one after the other
+/// rather than all at the end. Given encodings go by index: first chunk 0 of each request, then chunk 1.
 ///
 /// # Errors
 /// [`Error::Argument`] for chunks without levels or with different numbers of them, for given encodings that
-/// do not exist, and for a batch or a timeout of 0; [`Error::Stream`] for a stall, and errors of the link,
-/// where [`Options::fall_back`] is off; a cancelled link; errors of the receiver and of the policy.
+/// do not exist, and for a batch or a timeout of 0; [`Error::Stream`] for a stall, and errors of the link, if
+/// [`Options::fall_back`] is off; a cancelled link; errors of the receiver and of the policy.
 pub fn serve(
     link: &mut dyn Link,
     receiver: &mut dyn Receiver,
@@ -274,12 +273,12 @@ impl<'a> Waiting<'a> {
         (0..self.requests.len()).filter(|&request| self.next[request] < self.requests[request].len())
     }
 
-    /// The one with the fewest chunks, the first of several.
+    /// The request with the fewest chunks; ties go to the first.
     fn emptiest(&self) -> Option<usize> {
         self.incomplete().min_by_key(|&request| self.next[request])
     }
 
-    /// The one that lacks the fewest chunks, the first of several.
+    /// The request that lacks the fewest chunks; ties go to the first.
     fn fullest(&self) -> Option<usize> {
         self.incomplete().min_by_key(|&request| self.requests[request].len() - self.next[request])
     }
@@ -374,7 +373,7 @@ impl Stream<'_> {
         }
     }
 
-    /// The request whose next chunk is streamed, and how; nothing when all are complete.
+    /// The request whose next chunk is streamed, and the decision; none when all are complete.
     fn choose(&self, waiting: &Waiting<'_>) -> Result<Option<(usize, Decision)>> {
         let (Some(emptiest), Some(fullest)) = (waiting.emptiest(), waiting.fullest()) else {
             return Ok(None);
@@ -463,8 +462,8 @@ impl Stream<'_> {
         }
     }
 
-    /// Waits until a transfer of `total` bytes has ended or the clock says `until`, and offers the receiver
-    /// what has arrived; returns the bytes received so far.
+    /// Waits until a transfer of `total` bytes has ended or the clock reaches `until`, and offers the arrived
+    /// bytes to the receiver; returns the bytes received so far.
     fn wait(&mut self, id: ChunkId, level: usize, total: u64, until: f64) -> Result<u64> {
         while self.receiver.takes_arriving()
             && let Some(start) = self.link.arrived()?
@@ -488,7 +487,7 @@ impl Stream<'_> {
 /// The throughput over the last [`WINDOW`] of a transfer.
 struct Meter {
     samples: VecDeque<(f64, u64)>, // times and bytes received by then
-    heard: f64,                    // when the last byte came
+    heard: f64,                    // time of the last byte
 }
 
 impl Meter {
@@ -496,8 +495,8 @@ impl Meter {
         Self { samples: [(begin, 0)].into(), heard: begin }
     }
 
-    /// Adds what has been received; returns the seconds since the last byte. Where less has been received than
-    /// before, a request was repeated: the throughput is measured from there on.
+    /// Adds the bytes received so far; returns the seconds since the last byte. If they are fewer than
+    /// before, a request was repeated, and the throughput is measured anew.
     fn add(&mut self, now: f64, received: u64) -> f64 {
         let last = self.samples.back().map_or(0, |last| last.1);
         if received != last {
@@ -513,7 +512,7 @@ impl Meter {
         now - self.heard
     }
 
-    /// Bytes per second; none if no byte came in the window or the clock stood still.
+    /// Bytes per second; none if no byte came in the window or no time passed.
     fn rate(&self) -> Option<f64> {
         let (first, last) = (self.samples.front()?, self.samples.back()?);
         let rate = (last.1 - first.1) as f64 / (last.0 - first.0);

@@ -30,11 +30,11 @@ use serde::Serialize;
 use super::stream::{RESERVE, choice, first_level};
 use super::{Files, JsonArgs, ModelArgs, Stdout, TextArgs, count, load_profile, print_error, progress};
 
-/// Levels of every chunk unless others are asked for.
+/// Default levels of every chunk.
 const LEVELS: &str = "cachegen:bits=4,cachegen:bits=3,cachegen:bits=2";
 /// Tokens of the shipped text that the levels are calibrated on, as `kv calibrate` does.
 const CALIBRATION: usize = 4096;
-/// Positions that they are calibrated for: a configuration may claim any length.
+/// Positions that the levels are calibrated for: a configuration may claim any length.
 const MOST_POSITIONS: usize = 1 << 17;
 
 #[derive(Subcommand)]
@@ -64,7 +64,7 @@ impl Store {
     }
 }
 
-/// What identifies the caches of a store besides the model.
+/// The identity of the caches of a store, besides the model.
 #[derive(Args)]
 struct LevelArgs {
     /// Levels of every chunk, the least lossy first: cachegen methods
@@ -83,7 +83,7 @@ impl LevelArgs {
     }
 }
 
-/// Refuses levels that no profile holds, and those that are not in order.
+/// Rejects levels that no profile holds, and levels out of order.
 fn check_levels(methods: &[Method]) -> Result<()> {
     let refused = |what: String| Err(Error::Argument(format!("--kv-levels: {what}")));
     if !(1..=codec_core::MAX_LEVELS).contains(&methods.len()) {
@@ -143,12 +143,12 @@ pub struct KvArgs {
     levels: LevelArgs,
 }
 
-/// An open store with what its caches belong to.
+/// An open store and the space of its caches.
 pub struct OpenStore {
     store: KvStore,
     space: Space,
     profile: codec_core::Profile,
-    about: String, // what the space is for
+    about: String, // description of the space
 }
 
 /// An open store for a prompt.
@@ -190,7 +190,7 @@ impl KvArgs {
 }
 
 impl OpenStore {
-    /// The store; none if it is only to be read and has never been written for this model and these levels.
+    /// The store; none if it is opened only to read and was never written for this model and these levels.
     fn new(
         url: &str,
         model: &Model,
@@ -201,7 +201,8 @@ impl OpenStore {
         args.kv_grid.0.check()?;
         let methods = args.methods()?;
         for method in &methods {
-            // Without a profile a method that has a bitstream lacks its planes, another is a wrong argument.
+            // Without a profile, a method with a bitstream lacks its planes; any other method is a wrong
+            // argument.
             if let Err(e @ Error::Argument(_)) = method.codec_planes(&model.config, &Profile::default()) {
                 return Err(e);
             }
@@ -222,7 +223,7 @@ impl OpenStore {
         Ok(Some(Self { store, space, profile, about }))
     }
 
-    /// Says what the space is for, which `kv store ls` shows.
+    /// Writes the description of the space, which `kv store ls` shows.
     fn describe(&self) -> Result<()> {
         Ok(self.store.describe(self.space.name(), &self.about)?)
     }
@@ -232,15 +233,16 @@ impl OpenStore {
     }
 }
 
-/// Tokens of a prompt by which an adaptive stream measures how fast this machine recomputes and decodes.
+/// Tokens of a prompt with which an adaptive stream measures this machine's speeds of recomputing and
+/// decoding.
 const SAMPLE: usize = 512;
 
 /// Seconds without a byte after which the rest of a prefix is recomputed.
 const STALL: f64 = 10.0;
 
 impl PromptLoader {
-    /// Fills a cache with a prompt, and returns the logits after it with the seconds that it took: without
-    /// the time to measure the speeds of this machine, which an adaptive stream needs once.
+    /// Fills a cache with a prompt, and returns the logits after it and the seconds taken, without the
+    /// one-time measurement of this machine's speeds for an adaptive stream.
     pub fn fill(
         &self,
         model: &Model,
@@ -264,7 +266,7 @@ impl PromptLoader {
         Ok((filled.logits, seconds))
     }
 
-    /// Seconds of the same on a GPU, whose decoder then has chosen the token after the prompt.
+    /// The same on a GPU: returns the seconds; the decoder has then chosen the token after the prompt.
     #[cfg(feature = "cuda")]
     pub fn fill_device(
         &self,
@@ -293,7 +295,7 @@ impl PromptLoader {
         FillOptions { stream, speeds, chunk, keep: self.keep }
     }
 
-    /// Says how much of the prompt was loaded.
+    /// Reports how much of the prompt was loaded.
     fn report(&self, prompt: &[u32], filled: &Filled) {
         let events = filled.trace.iter().flat_map(|trace| &trace.events);
         let loaded = events.filter(|event| event.outcome == Outcome::Loaded);
@@ -322,7 +324,7 @@ impl PromptLoader {
     }
 }
 
-/// What was recomputed of a prefix, and the first reason if it was not by choice.
+/// The recomputed part of a prefix, and the first reason if it was not by choice.
 fn recomputed(trace: &Trace) -> String {
     let tokens: usize = trace
         .events
@@ -340,8 +342,8 @@ fn recomputed(trace: &Trace) -> String {
     }
 }
 
-/// The levels that the store holds for this model; where it holds none and is to be written, calibrated on
-/// the shipped text.
+/// The levels that the store holds for this model; if it holds none and is to be written, they are calibrated
+/// on the shipped text.
 fn shared_levels(
     store: &KvStore,
     model: &Model,
@@ -539,7 +541,7 @@ impl Get {
     }
 }
 
-/// A bar of bytes with their rate; nothing where standard error is no terminal.
+/// A progress bar of bytes with their rate; hidden if standard error is not a terminal.
 fn transfer_bar(bytes: u64) -> ProgressBar {
     let bar = progress();
     bar.set_length(bytes);

@@ -1,16 +1,16 @@
-//! What an object store says of an error, as one line: the request, the status, the cause.
+//! One-line texts for an object store's errors: the request, the status, the cause.
 
 use std::error::Error;
 
-/// The service that gives a machine of EC2 its credentials; clients without others ask it.
+/// The metadata service with the credentials of an EC2 machine; clients without other credentials ask it.
 const METADATA: &str = "//169.254.169.254/";
 const NO_CREDENTIALS: &str = "no AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, and none from ";
 
-/// Most characters of a cause.
+/// Maximum characters of a cause.
 const LONGEST: usize = 200;
 
-/// One line about an error of `object_store` at `path`. Its own text has the whole answer of a server and the
-/// names of all layers that the error has passed.
+/// One line about an error of `object_store` at `path`. Its own text has the server's whole answer and the
+/// names of all layers that the error has passed through.
 pub(super) fn line(path: &str, e: &object_store::Error) -> String {
     let text = e.to_string();
     // The errors of requests have no public type: "Error performing GET URL in 1ms - CAUSE".
@@ -29,12 +29,12 @@ pub(super) fn line(path: &str, e: &object_store::Error) -> String {
     }
 }
 
-/// What an error says without the name of the store.
+/// The text of an error without the name of the store.
 pub(super) fn cause(e: &object_store::Error) -> String {
     cut(&e.source().map_or_else(|| e.to_string(), ToString::to_string))
 }
 
-/// Whether a server's answer says that the object is missing, and not its bucket.
+/// Whether a server's answer says that the object, and not its bucket, is missing.
 pub(super) fn is_missing_key(e: &object_store::Error) -> bool {
     last(e).contains("<Code>NoSuchKey</Code>")
 }
@@ -48,8 +48,7 @@ fn last(e: &object_store::Error) -> String {
     cause.to_string()
 }
 
-/// The status of a server's answer with its code and message out of the XML that S3 puts there; other causes
-/// as they are.
+/// The status of a server's answer with its code and message from S3's XML body; other causes are unchanged.
 fn answer(cause: &str) -> String {
     let Some(answer) = cause.strip_prefix("Server returned non-2xx status code: ") else {
         return cause.to_owned();

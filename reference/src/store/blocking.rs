@@ -1,4 +1,4 @@
-//! The store for callers that do not run tokio, or whose threads may wait.
+//! The store for callers that do not run tokio, or whose threads may block.
 
 use std::pin::pin;
 use std::sync::Arc;
@@ -20,11 +20,11 @@ use super::{
 };
 use crate::stream::link::RealClock;
 
-/// Caches in an object store. Calls wait; they may be made from any thread, also from one that runs tokio.
+/// Caches in an object store. Calls block; they may be made from any thread, including one that runs tokio.
 #[derive(Debug)]
 pub struct KvStore {
     store: AsyncStore,
-    runtime: Option<Runtime>, // until it is dropped
+    runtime: Option<Runtime>, // taken when dropped
     handle: Handle,
     cancel: Cancel,
 }
@@ -34,13 +34,13 @@ pub struct KvStore {
 pub struct Cancel(Arc<watch::Sender<bool>>);
 
 impl Cancel {
-    /// Makes calls that wait, and all later ones, return [`Error::Cancelled`].
+    /// Makes blocked calls, and all later ones, return [`Error::Cancelled`].
     pub fn cancel(&self) {
         self.0.send_replace(true);
     }
 
     async fn cancelled(&self) {
-        // The sender lives as long as `self`: an error cannot come.
+        // The sender lives as long as `self`, so this cannot fail.
         let _ = self.0.subscribe().wait_for(|cancelled| *cancelled).await;
     }
 }
@@ -49,16 +49,16 @@ impl Cancel {
 const THREADS: usize = 2;
 
 impl KvStore {
-    /// Opens the store that a URL names, a folder also if it is not there yet: see [`open`](super::open).
+    /// Opens the store that a URL names, also a folder that does not exist yet: see [`open`](super::open).
     ///
     /// # Errors
-    /// [`Error::Url`]; [`Error::System`] when no threads can be started.
+    /// [`Error::Url`]; [`Error::System`] if no threads can be started.
     pub fn open(url: &str, options: Options) -> Result<Self> {
         let (store, root) = super::open(url, true)?;
         Self::new(AsyncStore::new(store, root, options))
     }
 
-    /// As [`Self::open`], but a folder must be there.
+    /// As [`Self::open`], but a folder must exist.
     ///
     /// # Errors
     /// As there.
@@ -67,10 +67,10 @@ impl KvStore {
         Self::new(AsyncStore::new(store, root, options))
     }
 
-    /// The store, with threads of its own.
+    /// The store, with its own threads.
     ///
     /// # Errors
-    /// [`Error::System`] when no threads can be started.
+    /// [`Error::System`] if no threads can be started.
     pub fn new(store: AsyncStore) -> Result<Self> {
         let mut builder = Builder::new_multi_thread();
         let runtime = builder.worker_threads(THREADS).thread_name("kv-store").enable_all().build();
@@ -84,7 +84,7 @@ impl KvStore {
         })
     }
 
-    /// What ends the calls of this store.
+    /// A handle that cancels the calls of this store.
     #[must_use]
     pub fn cancel(&self) -> Cancel {
         self.cancel.clone()
@@ -98,7 +98,7 @@ impl KvStore {
         self.wait(self.store.find(space, tokens))
     }
 
-    /// The same with damage on the way: see [`AsyncStore::find_or_damage`].
+    /// As [`Self::find`], and the first damage: see [`AsyncStore::find_or_damage`].
     ///
     /// # Errors
     /// As there; [`Error::Cancelled`].
@@ -114,7 +114,7 @@ impl KvStore {
         self.wait(self.store.put_chunk(space, key, object))
     }
 
-    /// Stores a chunk also where a damaged one is: see [`AsyncStore::replace_chunk`].
+    /// Stores a chunk, also over a damaged one: see [`AsyncStore::replace_chunk`].
     ///
     /// # Errors
     /// As there; [`Error::Cancelled`].
@@ -146,8 +146,8 @@ impl KvStore {
         self.wait(self.store.damaged_profiles())
     }
 
-    /// The profile of this name: the stored one, or, where there is none or a damaged one, that of `make`,
-    /// which is then stored.
+    /// The profile of this name: the stored one, or, if there is none or it is damaged, that of `make`, which
+    /// is then stored.
     ///
     /// # Errors
     /// As [`AsyncStore::put_profile`]; the errors of `make`; [`Error::Cancelled`].
@@ -174,7 +174,7 @@ impl KvStore {
         self.wait(self.store.spaces())
     }
 
-    /// Says what a space is for: see [`AsyncStore::describe`].
+    /// Writes the description of a space: see [`AsyncStore::describe`].
     ///
     /// # Errors
     /// As there; [`Error::Cancelled`].
@@ -182,7 +182,7 @@ impl KvStore {
         self.wait(self.store.describe(space, about))
     }
 
-    /// What a space is for: see [`AsyncStore::about`].
+    /// The description of a space: see [`AsyncStore::about`].
     ///
     /// # Errors
     /// As there; [`Error::Cancelled`].
@@ -190,7 +190,7 @@ impl KvStore {
         self.wait(self.store.about(space))
     }
 
-    /// Takes it back: see [`AsyncStore::delete_about`].
+    /// Deletes it: see [`AsyncStore::delete_about`].
     ///
     /// # Errors
     /// As there; [`Error::Cancelled`].
@@ -198,7 +198,7 @@ impl KvStore {
         self.wait(self.store.delete_about(space))
     }
 
-    /// What a space holds: see [`AsyncStore::list`].
+    /// The contents of a space: see [`AsyncStore::list`].
     ///
     /// # Errors
     /// As there; [`Error::Cancelled`].
@@ -239,7 +239,7 @@ impl KvStore {
     }
 
     /// Fetches the chunks of a prefix as [`AsyncStore::load`] does and passes them to `take` on this thread,
-    /// while the next ones are in transfer. At most two wait.
+    /// while the next ones are transferred. At most two are queued.
     ///
     /// # Errors
     /// As there, [`Error::Cancelled`], and the errors of `take`; transfers then end.
@@ -274,13 +274,13 @@ impl KvStore {
                 });
             });
             let taken = receive.iter().try_for_each(|arrival| take(arrival?));
-            // The other thread may wait for room in the channel, or for bytes.
+            // The other thread may be blocked on a full channel, or on a transfer.
             drop((receive, stop));
             taken
         })
     }
 
-    /// A prefix as a link, whose clock is `clock`: see [`StoreLink`].
+    /// A prefix as a link on `clock`: see [`StoreLink`].
     #[must_use]
     pub fn link<'a>(
         &'a self,
@@ -291,8 +291,8 @@ impl KvStore {
         StoreLink::new(self, space, chunks, clock)
     }
 
-    /// Begins a call on the threads of the store. The answer goes to the channel; [`Error::Cancelled`] does
-    /// when the store is cancelled.
+    /// Starts a call on the threads of the store. The answer is sent to the channel, as is
+    /// [`Error::Cancelled`] when the store is cancelled.
     pub(super) fn begin<T: Send + 'static>(
         &self,
         call: impl FnOnce(AsyncStore) -> BoxFuture<'static, Result<T>>,
@@ -304,7 +304,7 @@ impl KvStore {
                 Either::Left(_) => Err(Error::Cancelled),
                 Either::Right((result, _)) => result,
             };
-            // Nobody waits for it any more.
+            // The receiver may be gone.
             let _ = send.send(result);
         });
         (task.abort_handle(), receive)
@@ -318,7 +318,7 @@ impl KvStore {
                 Either::Right((result, _)) => result,
             }
         };
-        // A thread of its own: `block_on` panics on one that runs tokio already.
+        // A separate thread: `block_on` panics on one that already runs tokio.
         thread::scope(|scope| match scope.spawn(|| self.handle.block_on(call)).join() {
             Ok(result) => result,
             Err(panic) => std::panic::resume_unwind(panic),
@@ -326,7 +326,7 @@ impl KvStore {
     }
 }
 
-/// Dropping a runtime waits, which panics on a thread that runs tokio.
+/// Dropping a runtime blocks, which panics on a thread that runs tokio.
 impl Drop for KvStore {
     fn drop(&mut self) {
         if let Some(runtime) = self.runtime.take() {

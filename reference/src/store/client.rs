@@ -16,7 +16,7 @@ use crate::stream::frame::{LayerKv, encode_frames};
 
 /// Caches in an object store, for callers that run tokio.
 ///
-/// A call that is dropped leaves nothing half done that a reader sees. Clones share the limit of parallel
+/// A call that is dropped leaves nothing incomplete that a reader sees. Clones share the limit of parallel
 /// requests.
 #[derive(Clone, Debug)]
 pub struct AsyncStore {
@@ -58,9 +58,9 @@ impl StoredChunk {
 pub enum Put {
     /// It is stored.
     Stored,
-    /// It was there, but its frames were lost or cut; it is stored anew.
+    /// It existed, but its frames were lost or truncated; it is stored again.
     Repaired,
-    /// It was there, or another writer was first.
+    /// It existed, or another writer was first.
     Present,
 }
 
@@ -86,16 +86,16 @@ impl AsyncStore {
     /// The longest stored prefix of `tokens`: whole chunks, then a tail.
     ///
     /// # Errors
-    /// [`Error::Backend`] and [`Error::Timeout`] when the store does not answer. A chunk with a damaged
+    /// [`Error::Backend`] and [`Error::Timeout`] if the store does not answer. A chunk with a damaged
     /// manifest counts as not stored.
     /// # Cost
-    /// One small read a chunk up to the first that is not there, several at once, and one for each length
-    /// that a tail may have.
+    /// One small read per chunk up to the first missing one, several at once, and one for each length that a
+    /// tail may have.
     pub async fn find(&self, space: &Space, tokens: &[u32]) -> Result<Vec<StoredChunk>> {
         Ok(self.find_or_damage(space, tokens).await?.0)
     }
 
-    /// As [`Self::find`], with the first damage of a manifest on the way: the prefix may be shorter for it.
+    /// As [`Self::find`], with the first damaged manifest on the way, which may shorten the prefix.
     ///
     /// # Errors
     /// As there.
@@ -120,7 +120,7 @@ impl AsyncStore {
             let Some(chunk) = sound(chunk)? else { break };
             found.push(chunk);
         }
-        // Reads ahead of the end would wait for ever, and may hold what those of tails wait for.
+        // Reads beyond the end would block for ever, and may hold permits that the reads of tails wait for.
         drop(whole);
         let tails = stream::iter(space.tails(found.last().map(StoredChunk::key), tokens));
         let mut tails = tails.map(|key| self.stored(space, key)).buffered(parallel);
@@ -159,12 +159,13 @@ impl AsyncStore {
         Ok(manifest.map(|manifest| StoredChunk { key, manifest }))
     }
 
-    /// Stores a chunk: `object` is [`codec_core::write_chunk`] of a frame per level, in their order.
-    /// The chunk before it must be stored, or a reader will not find this one.
+    /// Stores a chunk: `object` is [`codec_core::write_chunk`] of a frame per level, in their order. The
+    /// previous chunk must be stored, or a reader will not find this one.
     ///
-    /// The frames are written first, the manifest last and only where there is none. When this returns, the
-    /// chunk can be read; before, no reader sees any of it. A chunk whose frames are lost or cut is stored
-    /// anew; wrong bits in them are what [`Self::damaged`] finds and [`Self::replace_chunk`] mends.
+    /// The frames are written first, the manifest last and only if there is none. When this returns, the
+    /// chunk can be read; before, no reader sees any of it. A chunk whose frames are lost or truncated is
+    /// stored again; wrong bits in them are found by [`Self::damaged`] and repaired by
+    /// [`Self::replace_chunk`].
     ///
     /// # Errors
     /// [`Error::Codec`] and [`Error::Argument`] for an object that is not the chunk's; [`Error::Backend`] and
@@ -182,8 +183,7 @@ impl AsyncStore {
         if self.remote.put(&path, bytes.clone(), PutMode::Create).await? {
             return Ok(Put::Stored);
         }
-        // There is a manifest: of a writer that was faster, ours of an attempt whose answer was lost, or a
-        // damaged one.
+        // A manifest exists: of a faster writer, of our own attempt whose answer was lost, or a damaged one.
         match self.stat(space, key.clone()).await? {
             Some(stored) if stored.manifest == manifest => Ok(Put::Stored),
             Some(_) => {
@@ -194,8 +194,7 @@ impl AsyncStore {
         }
     }
 
-    /// Stores a chunk also where there is one, of which a reader has found that it is damaged. The frames of
-    /// the old one remain as an orphan.
+    /// Stores a chunk over one that a reader has found to be damaged. The old frames remain as an orphan.
     ///
     /// # Errors
     /// As [`Self::put_chunk`].
@@ -214,8 +213,8 @@ impl AsyncStore {
         Ok((manifest, bytes))
     }
 
-    /// Deletes a chunk: its manifest first, then the frames that this names. Chunks after it are not found
-    /// any more. One that is not there is no error.
+    /// Deletes a chunk: its manifest first, then the frames that it names. Chunks after it are no longer
+    /// found. Deleting a missing chunk is not an error.
     ///
     /// # Errors
     /// [`Error::Backend`] and [`Error::Timeout`].
@@ -248,7 +247,7 @@ pub fn encode_chunk(profile: &Profile, key: &ChunkKey, first: usize, layers: &[L
     Ok(object)
 }
 
-/// A name that no other writer draws.
+/// A name that no other writer draws, at random.
 fn random() -> Result<DataId> {
     let mut id = [0; 16];
     let drawn = getrandom::fill(&mut id);

@@ -2,16 +2,16 @@ use std::time::Duration;
 
 use super::backend_text;
 
-/// What went wrong with a store.
+/// An error of a store.
 ///
-/// No error is a wrong answer: bytes that are not those which were written are refused, never returned.
+/// Bytes that differ from those written are rejected with an error, never returned.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// The URL names no store that this build can open.
     #[error("{url}: {what}")]
     Url {
-        /// The URL, without what it says of users and passwords.
+        /// The URL, without user and password.
         url: String,
         /// What is wrong with it.
         what: String,
@@ -35,7 +35,7 @@ pub enum Error {
     /// The call was cancelled.
     #[error("cancelled")]
     Cancelled,
-    /// An object that its manifest names is not there: it was deleted while it was read.
+    /// An object named by its manifest is missing: it was deleted during the read.
     #[error("{path}: is not there, although a manifest names it")]
     Missing {
         /// The object.
@@ -48,16 +48,16 @@ pub enum Error {
         path: String,
         /// Bytes that the manifest or the request names.
         expected: u64,
-        /// Bytes that came, counted up to the first that is too many.
+        /// Bytes received, counted up to the first excess one.
         actual: u64,
     },
-    /// Bytes do not have the digest that was written with them.
+    /// Bytes do not match the digest written with them.
     #[error("{path}: is damaged, or another object: its digest differs")]
     Digest {
         /// The object.
         path: String,
     },
-    /// A manifest is not one of this format, or of another chunk.
+    /// A manifest is not of this format, or belongs to another chunk.
     #[error("{path}: {what}")]
     Manifest {
         /// The object.
@@ -70,7 +70,7 @@ pub enum Error {
     Limit {
         /// The size.
         what: &'static str,
-        /// The size that was asked for.
+        /// The requested size.
         actual: u64,
         /// The limit.
         limit: u64,
@@ -81,12 +81,12 @@ pub enum Error {
     /// A frame cannot be encoded, parsed or decoded.
     #[error("codec-core: {0}")]
     Codec(#[from] codec_core::Error),
-    /// The system gave no random numbers, threads or memory.
+    /// The system could not provide random numbers, threads or memory.
     #[error("{what}: {source}")]
     System {
-        /// What was asked for.
+        /// The requested resource.
         what: &'static str,
-        /// What the system said.
+        /// The system's error.
         source: std::io::Error,
     },
 }
@@ -95,8 +95,8 @@ pub enum Error {
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 impl Error {
-    /// Whether another attempt may succeed. What is wrong with bytes is among them: a
-    /// read may be stale, or damaged on its way.
+    /// Whether another attempt may succeed. Damaged bytes count: a read may be stale, or corrupted in
+    /// transit.
     pub(super) const fn is_transient(&self) -> bool {
         match self {
             Self::Backend { source, .. } => {
@@ -111,13 +111,13 @@ impl Error {
         }
     }
 
-    /// Whether an object has other bytes than were written.
+    /// Whether an object's bytes differ from those written.
     pub(super) const fn is_torn(&self) -> bool {
         matches!(self, Self::Length { .. } | Self::Digest { .. })
     }
 
-    /// Whether the store holds something wrong for the chunk, as opposed to not answering: the chunk counts
-    /// as not stored, and may be written again.
+    /// Whether the store holds wrong data for the chunk, as opposed to not answering: the chunk counts as not
+    /// stored, and may be written again.
     #[must_use]
     pub const fn is_damage(&self) -> bool {
         matches!(

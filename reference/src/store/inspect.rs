@@ -1,4 +1,4 @@
-//! What a store holds, and whether it is sound: listing, checking, removing.
+//! The contents of a store, and their integrity: listing, checking, removing.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::AtomicU64;
@@ -16,13 +16,13 @@ use super::{AsyncStore, ChunkId, Error, Result, Space, StoredChunk};
 /// How the frames of a chunk are checked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Check {
-    /// They are there, at their length: one small request a chunk.
+    /// They exist and have their length: one small request per chunk.
     Length,
-    /// They have their digests: they are read.
+    /// They match their digests: they are read.
     Digests,
 }
 
-/// What a space holds.
+/// The contents of a space.
 #[derive(Debug, Default)]
 #[non_exhaustive]
 pub struct Listing {
@@ -31,12 +31,12 @@ pub struct Listing {
     /// Chunks that no reader can use.
     pub damaged: Vec<(ChunkId, Error)>,
     /// Objects that no manifest names: of a writer at work, of one that has died, of a chunk that was
-    /// replaced, or of somebody else.
+    /// replaced, or of another program.
     pub orphans: Vec<Orphan>,
 }
 
 impl Listing {
-    /// Whether the space holds nothing.
+    /// Whether the space is empty.
     #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.chunks.is_empty() && self.damaged.is_empty() && self.orphans.is_empty()
@@ -53,9 +53,9 @@ pub struct ListedChunk {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Orphan {
     path: Path,
-    /// Its bytes.
+    /// Length in bytes.
     pub bytes: u64,
-    /// When it was written, by the clock of the store.
+    /// Time of the write, by the store's clock.
     pub written: SystemTime,
 }
 
@@ -78,16 +78,16 @@ impl ListedChunk {
         self.manifest.data_len
     }
 
-    /// Whether the chunk before it is the space: it begins a context.
+    /// Whether its parent is the space: it is the first chunk of a context.
     #[must_use]
     pub const fn is_first(&self) -> bool {
         self.manifest.tokens.start == 0
     }
 }
 
-/// Most bytes of the line that says what a space is for.
+/// Maximum bytes of the description of a space.
 const MAX_ABOUT: usize = 1 << 12;
-/// Most objects in a listing.
+/// Maximum objects in a listing.
 const MAX_OBJECTS: usize = 10_000_000;
 
 impl AsyncStore {
@@ -104,8 +104,8 @@ impl AsyncStore {
         self.remote().path([&*space.to_string(), "about"])
     }
 
-    /// Says in a line, for people, what a space is for. What was said before stays, unless it is damaged, so
-    /// that nothing is written to a space that has its line.
+    /// Writes the description of a space, a human-readable line. An existing one is kept, unless it is
+    /// damaged, so that nothing is written to a space that has its line.
     ///
     /// # Errors
     /// [`Error::Backend`] and [`Error::Timeout`].
@@ -120,11 +120,11 @@ impl AsyncStore {
         self.remote().put(&self.about_path(space), sealed, mode).await.map(drop)
     }
 
-    /// What was said that a space is for; none where nothing was said.
+    /// The description of a space; none if there is none.
     ///
     /// # Errors
-    /// [`Error::Manifest`] and [`Error::Limit`] where something else is there than what was written;
-    /// [`Error::Backend`] and [`Error::Timeout`].
+    /// [`Error::Manifest`] and [`Error::Limit`] if the object is not what was written; [`Error::Backend`] and
+    /// [`Error::Timeout`].
     pub async fn about(&self, space: ChunkId) -> Result<Option<String>> {
         let line = |bytes: &[u8]| {
             let text = std::str::from_utf8(bytes).ok();
@@ -135,7 +135,7 @@ impl AsyncStore {
         self.remote().get(&self.about_path(space), MAX_ABOUT, line).await
     }
 
-    /// Takes back what was said that a space is for.
+    /// Deletes the description of a space.
     ///
     /// # Errors
     /// [`Error::Backend`] and [`Error::Timeout`].
@@ -143,14 +143,14 @@ impl AsyncStore {
         self.remote().delete(&self.about_path(space)).await
     }
 
-    /// What a space holds. Reads every manifest and no frames.
+    /// The contents of a space. Reads every manifest and no frames.
     ///
     /// # Errors
     /// [`Error::Backend`] and [`Error::Timeout`]; [`Error::Limit`] for more than ten million objects.
     pub async fn list(&self, space: ChunkId) -> Result<Listing> {
         let remote = self.remote();
         let name = space.to_string();
-        // Frames first: what a writer adds meanwhile is an orphan at worst, not a chunk without frames.
+        // Frames first: a concurrent writer then adds an orphan at worst, not a chunk without frames.
         let data = remote.list(&remote.path([&*name, "data"]), MAX_OBJECTS).await?;
         let manifests = remote.list(&remote.path([&*name, "chunks"]), MAX_OBJECTS).await?;
         let mut others: BTreeMap<Path, _> =
@@ -201,17 +201,17 @@ impl AsyncStore {
         Ok(listing)
     }
 
-    /// Reads the object of a chunk, and compares its frames with their digests and what is before them with
+    /// Reads the object of a chunk, and compares its frames with their digests and the bytes before them with
     /// the manifest.
     ///
     /// # Errors
-    /// [`Error::Missing`], [`Error::Length`] and [`Error::Digest`] for bytes that are not those which were
-    /// written, [`Error::Manifest`] for a manifest that no writer writes; [`Error::Backend`] and [`Error::Timeout`].
+    /// [`Error::Missing`], [`Error::Length`] and [`Error::Digest`] for bytes that differ from those written,
+    /// [`Error::Manifest`] for a manifest that no writer writes; [`Error::Backend`] and [`Error::Timeout`].
     pub async fn verify(&self, space: ChunkId, chunk: &ListedChunk) -> Result<()> {
         self.check(space, &chunk.manifest, Check::Digests).await
     }
 
-    /// The indices of the chunks whose frames are not those which were written, in order.
+    /// The indices of the chunks whose frames differ from those written, in order.
     ///
     /// # Errors
     /// [`Error::Backend`] and [`Error::Timeout`].
@@ -258,10 +258,10 @@ impl AsyncStore {
         Ok(())
     }
 
-    /// Deletes all that a space holds, manifests first.
+    /// Deletes the contents of a space, manifests first.
     ///
     /// # Errors
-    /// [`Error::Backend`] and [`Error::Timeout`]; the rest is then still there.
+    /// [`Error::Backend`] and [`Error::Timeout`]; the remaining objects are then still stored.
     pub async fn delete_space(&self, space: ChunkId) -> Result<()> {
         let name = space.to_string();
         for folder in ["chunks", "data"] {
@@ -272,8 +272,8 @@ impl AsyncStore {
         self.delete_about(space).await
     }
 
-    /// Deletes orphans that were written longer ago than `age`, which must be longer than any write of a
-    /// chunk takes. Returns how many.
+    /// Deletes orphans older than `age`, which must exceed the time of any write of a chunk. Returns their
+    /// number.
     ///
     /// # Errors
     /// [`Error::Backend`] and [`Error::Timeout`].
@@ -301,7 +301,7 @@ fn sealed(line: &str) -> String {
     format!("{line}\n{}\n", ChunkId(digest(line.as_bytes())))
 }
 
-/// Compares the size of the object with the frames, if it is there, with its manifest.
+/// Compares the size of the data object, if it exists, with its manifest.
 fn check_len(path: &Path, size: Option<u64>, manifest: &Manifest) -> Result<()> {
     match size {
         Some(size) if size == manifest.data_len => Ok(()),

@@ -1,4 +1,4 @@
-//! Names of chunks: a hash chain of tokens, below what the caches of a space have in common.
+//! Names of chunks: a hash chain of tokens, rooted in the name of a space.
 
 use std::fmt;
 use std::ops::Range;
@@ -12,13 +12,13 @@ use super::{Error, Result};
 /// A SHA-256 digest.
 pub(super) type Digest = [u8; 32];
 
-/// The name of a chunk: the digest of its tokens and of the chunk before it. It stands for all tokens up to
-/// the chunk's end, the model, and the profile.
+/// The name of a chunk: the digest of its tokens and of the previous chunk's name. It identifies all tokens
+/// up to the chunk's end, the model, and the profile.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ChunkId(pub(super) Digest);
 
-/// The name of a codec profile: the digest of what it is made from. The store holds the profile, since
-/// calibration on another machine differs in the last bits.
+/// The name of a codec profile: the digest of its inputs. The store holds the profile, since calibration on
+/// another machine differs in the last bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct ProfileId(pub(super) Digest);
 
@@ -78,15 +78,15 @@ fn read_hex(text: &str) -> Result<Digest> {
     Ok(id)
 }
 
-/// How tokens are divided: chunks of `chunk` tokens from position 0, and behind the last one a tail, a
+/// The division of tokens: chunks of `chunk` tokens from position 0, and after the last one a tail, a
 /// multiple of `tail` tokens that is shorter than a chunk.
 ///
-/// A reader finds the longest stored tail by asking for each of its possible lengths, without a listing.
+/// A reader finds the longest stored tail by looking up each of its possible lengths, without a listing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Grid {
     /// Tokens of a chunk.
     pub chunk: usize,
-    /// Tokens that the length of a tail is a multiple of; a divisor of `chunk`.
+    /// Granule of a tail's length in tokens; a divisor of `chunk`.
     pub tail: usize,
 }
 
@@ -97,8 +97,8 @@ impl Default for Grid {
     }
 }
 
-/// What the caches in one part of a store have in common. Caches of another model, profile or grid have other
-/// names and are never found.
+/// The common properties of the caches in one part of a store. Caches of another model, profile or grid have
+/// other names and are never found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Space {
     name: ChunkId,
@@ -112,7 +112,7 @@ pub struct Space {
 pub struct ChunkKey {
     /// Its name.
     pub id: ChunkId,
-    /// The name of the chunk before it, or of the space.
+    /// The name of the previous chunk, or of the space.
     pub parent: ChunkId,
     /// Positions of its tokens.
     pub tokens: Range<usize>,
@@ -132,17 +132,17 @@ impl Grid {
     }
 }
 
-/// Most tails after a chunk: a reader asks for all of them.
+/// Maximum tails after a chunk: a reader looks up all of them.
 const MAX_TAILS: usize = 64;
-/// Most tokens of a chunk.
+/// Maximum tokens of a chunk.
 const MAX_CHUNK: usize = 1 << 20;
 
 impl Space {
     /// The space of a model's caches, coded by a profile, with the levels of the profile.
     ///
     /// `model` identifies the weights and the tokenizer, for example by a digest of the files. The same
-    /// `model`, profile and grid make the same space on every machine; [`ProfileId`] says how machines come
-    /// to the same profile.
+    /// `model`, profile and grid give the same space on every machine; [`ProfileId`] says how machines get
+    /// the same profile.
     ///
     /// # Errors
     /// [`Error::Limit`] for more than 16 levels; [`Error::Argument`] for a grid whose tail does not divide
@@ -182,13 +182,13 @@ impl Space {
         self.grid
     }
 
-    /// Most bytes of a frame of `tokens` tokens.
+    /// Maximum bytes of a frame of `tokens` tokens.
     pub(super) const fn max_frame_len(&self, tokens: usize) -> usize {
         let ModelInfo { layers, heads, head_dim, .. } = self.info;
         FrameInfo::new(layers, heads, head_dim, tokens).max_frame_len()
     }
 
-    /// The chunks that hold as much of `tokens` as can be stored: whole ones, and the longest tail.
+    /// The chunks that cover as much of `tokens` as can be stored: whole ones, and the longest tail.
     #[must_use]
     pub fn chunks(&self, tokens: &[u32]) -> Vec<ChunkKey> {
         let mut chunks = self.whole_chunks(tokens);
@@ -253,7 +253,7 @@ pub(super) mod tests {
         let ranges: Vec<_> = chunks.iter().map(|chunk| chunk.tokens.clone()).collect();
         assert_eq!(ranges, [0..10, 10..20, 20..30, 30..35]);
         assert!(chunks.windows(2).all(|pair| pair[1].parent == pair[0].id));
-        // What follows does not change a name; an earlier token changes all of them.
+        // Later tokens do not change a name; an earlier token changes all of them.
         assert_eq!(space.chunks(&tokens[..20]), chunks[..2]);
         for changed in 0..35 {
             let mut other = tokens.clone();

@@ -76,14 +76,14 @@ impl Link for StoreLink<'_> {
         let transfer = self.transfer.as_mut().ok_or(NO_TRANSFER)?;
         if transfer.frame.is_none() {
             match transfer.answer.recv_timeout(left) {
-                // What is wrong with this chunk alone is an answer, too.
+                // Damage to this chunk alone is an answer, too.
                 Ok(Err(e)) if !e.is_damage() => return Err(e.into()),
                 Ok(frame) => {
                     let bytes = frame.as_ref().map_or(0, Bytes::len);
                     info!(bytes, ok = frame.is_ok(), "transferred");
                     transfer.frame = Some(frame);
                 }
-                // Bytes count as received once they are verified; the last one stands for all.
+                // Bytes count as received once they are verified; the last byte stands for the whole frame.
                 Err(RecvTimeoutError::Timeout) => {
                     let received = transfer.received.load(Ordering::Relaxed);
                     return Ok(received.min(transfer.total.saturating_sub(1)));

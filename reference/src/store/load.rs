@@ -26,7 +26,7 @@ pub struct Transfer {
 }
 
 impl Transfer {
-    /// Bytes per second; none for a transfer of nothing.
+    /// Bytes per second; none for an empty transfer.
     #[must_use]
     pub fn throughput(&self) -> Option<f64> {
         let seconds = self.time.as_secs_f64();
@@ -34,20 +34,20 @@ impl Transfer {
     }
 }
 
-/// What is known when a chunk's encoding is chosen.
+/// The inputs to the choice of a chunk's encoding.
 #[derive(Clone, Copy, Debug)]
 pub struct LoadProgress<'a> {
     /// All chunks of the prefix.
     pub chunks: &'a [StoredChunk],
     /// The index of the chunk to choose for. Those before it have been chosen.
     pub chunk: usize,
-    /// Since loading began.
+    /// Time since loading began.
     pub elapsed: Duration,
-    /// The last transfer that has ended.
+    /// The last completed transfer.
     pub last: Option<Transfer>,
 }
 
-/// A chunk as it was chosen.
+/// A chunk with its chosen encoding.
 #[derive(Clone, Debug)]
 pub struct Arrival {
     /// Its index in the prefix.
@@ -56,23 +56,23 @@ pub struct Arrival {
     pub tokens: Range<usize>,
     /// The choice.
     pub encoding: Encoding,
-    /// The verified bytes of the frame of that level; none for text, from which the caller recomputes.
+    /// The verified bytes of that level's frame; none for text, from which the caller recomputes.
     pub frame: Bytes,
-    /// How long it took.
+    /// Its transfer.
     pub transfer: Transfer,
 }
 
 impl AsyncStore {
-    /// Fetches the chunks of a prefix in their order, each in the encoding that `choose` names just before
-    /// its transfer begins. `ahead` chunks are in transfer at once: 1 gives every choice the throughput of
-    /// the chunk before it, more keep a link of high latency busy.
+    /// Fetches the chunks of a prefix in order, each in the encoding that `choose` returns just before its
+    /// transfer begins. `ahead` chunks are in flight at once: 1 gives every choice the throughput of the
+    /// previous chunk, more keep a link of high latency busy.
     ///
-    /// The transfer of a chunk runs in tasks of its own; dropping the stream cancels them.
+    /// The transfer of a chunk runs in its own tasks; dropping the stream cancels them.
     ///
     /// # Errors
     /// Items are [`Error::Argument`] for a level that does not exist; [`Error::Missing`], [`Error::Length`]
-    /// and [`Error::Digest`] for frames that are not those which were written; [`Error::Backend`] and
-    /// [`Error::Timeout`]. The caller ends at the first.
+    /// and [`Error::Digest`] for frames that differ from those written; [`Error::Backend`] and
+    /// [`Error::Timeout`]. The caller stops at the first error.
     pub fn load<'a>(
         &'a self,
         space: &'a Space,
@@ -135,7 +135,7 @@ impl AsyncStore {
             Ok([piece]) => piece,
             Err(pieces) => pieces.concat().into(),
         };
-        // The digest proves the bytes, not who has written them.
+        // The digest proves the bytes, not their writer.
         match is_of(Frame::parse(&frame, usize::MAX)?.info(), &chunk.key().tokens, level) {
             true => Ok(frame),
             false => Err(Error::Digest { path: path.to_string() }),

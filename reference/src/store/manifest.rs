@@ -1,4 +1,4 @@
-//! The manifest of a chunk: the object with its frames, their places and digests. It is written last, so a
+//! The manifest of a chunk: the object with its frames, their offsets and digests. It is written last, so a
 //! chunk without a manifest does not exist for readers.
 //!
 //! | bytes | field |
@@ -10,15 +10,15 @@
 //! | 4 | tokens |
 //! | 8 | position of the first token |
 //! | 32 | name of the chunk |
-//! | 32 | name of the chunk before it, or of the space |
+//! | 32 | name of the previous chunk, or of the space |
 //! | 16 | name of the object with the frames |
 //! | 8 | length of that object |
-//! | 16 a level | where its frame begins in the object, and its length |
-//! | 32 a piece | SHA-256 of every piece of every frame, the first level's first |
+//! | 16 per level | offset of its frame in the object, and its length |
+//! | 32 per piece | SHA-256 of every piece of every frame, the first level's first |
 //! | 32 | SHA-256 of all preceding bytes |
 //!
-//! Numbers are little-endian. A piece is 4 MiB of a frame, the last one what is left: pieces are fetched,
-//! verified and fetched again on their own.
+//! Integers are little-endian. A piece is 4 MiB of a frame, the last one the remainder: pieces are fetched,
+//! verified and retried independently.
 
 use std::ops::Range;
 
@@ -35,14 +35,14 @@ const LEVEL: usize = 16;
 const DIGEST: usize = 32;
 /// Bytes of a piece.
 pub(super) const PIECE: u64 = 4 << 20;
-/// Most bytes of a manifest: 32 GiB of frames.
+/// Maximum bytes of a manifest: 32 GiB of frames.
 pub(super) const MAX_MANIFEST: usize = 256 << 10;
 
-/// The name of an object with frames. It is drawn anew for every write, so that no two writers ever write
-/// one object, and who deletes a chunk deletes what its manifest names and nothing else.
+/// The name of an object with frames. It is drawn at random for every write, so that no two writers ever
+/// write one object, and deleting a chunk deletes exactly the object that its manifest names.
 pub(super) type DataId = [u8; 16];
 
-/// The object that holds a chunk's frames, and where the frame of each level lies in it.
+/// The object that holds a chunk's frames, and the range of each level's frame in it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Manifest {
     pub(super) id: ChunkId,
@@ -61,7 +61,7 @@ pub(super) struct Level {
 }
 
 impl Level {
-    /// The bytes of every piece in the object, and their digests.
+    /// The range of every piece in the object, and its digest.
     pub fn pieces(&self) -> impl Iterator<Item = (Range<u64>, Digest)> + '_ {
         let starts = (self.bytes.start..self.bytes.end).step_by(PIECE as usize);
         starts.zip(&self.pieces).map(|(start, &digest)| (start..self.bytes.end.min(start + PIECE), digest))
@@ -74,10 +74,10 @@ pub(super) fn digest(bytes: &[u8]) -> Digest {
 }
 
 impl Manifest {
-    /// Describes `object`, a chunk of codec-core with one frame a level.
+    /// Describes `object`, a chunk of codec-core with one frame per level.
     ///
     /// # Errors
-    /// What is wrong with the object.
+    /// The reason why the object is invalid.
     pub(super) fn describe(
         key: &ChunkKey,
         space: &Space,
@@ -111,8 +111,8 @@ impl Manifest {
         Ok(Self { id, parent, tokens, data, data_len: object.len() as u64, levels })
     }
 
-    /// The bytes of the object before its frames, and where they are; nothing for a manifest of frames that
-    /// no chunk holds in this way.
+    /// The bytes of the object before its frames, and their range; none for a manifest of frames that no
+    /// chunk holds in this way.
     pub(super) fn head(&self) -> Option<(Range<u64>, Vec<u8>)> {
         let entry = |(level, Level { bytes, .. }): (usize, &Level)| ChunkEntry {
             first_token: self.tokens.start as u64,
@@ -151,7 +151,7 @@ impl Manifest {
     /// Reads a manifest from untrusted bytes.
     ///
     /// # Errors
-    /// What is wrong with them.
+    /// The reason why they are invalid.
     pub fn parse(bytes: &[u8]) -> Result<Self, &'static str> {
         if bytes.len() > MAX_MANIFEST {
             return Err("is too long for a manifest");
@@ -213,10 +213,10 @@ impl Manifest {
         Ok(Self { id: name(20), parent: name(52), tokens: first..end, data, data_len, levels })
     }
 
-    /// Refuses the manifest of another chunk, and frames that are longer than any of their shape.
+    /// Rejects the manifest of another chunk, and frames that are longer than any of their shape.
     ///
     /// # Errors
-    /// What is wrong with it.
+    /// The reason why it is rejected.
     pub(super) fn check(&self, key: &ChunkKey, space: &Space) -> Result<(), &'static str> {
         if (self.id, self.parent, &self.tokens) != (key.id, key.parent, &key.tokens) {
             return Err("is the manifest of another chunk");
@@ -285,8 +285,8 @@ mod tests {
         assert!(Manifest::describe(&key, &two, [0; 16], &object).is_err());
     }
 
-    /// Whatever a field holds, under a right digest: an error, or a manifest whose frames are inside its
-    /// object.
+    /// Any value of a field, under a correct digest, gives an error, or a manifest whose frames are inside
+    /// its object.
     #[test]
     fn hostile_manifests_are_errors_or_consistent() {
         let bytes = described().3.to_bytes();

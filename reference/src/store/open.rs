@@ -16,13 +16,13 @@ use super::{Error, Result, backend_text};
 
 /// Opens the object store that a URL names, and the path in it.
 ///
-/// A path without a scheme, or `file:///path`, is a folder, which is made if `create` says so;
+/// A path without a scheme, or `file:///path`, is a folder, which is created if `create` is set;
 /// `s3://bucket/path` is S3, with the settings of the environment (`AWS_ACCESS_KEY_ID`,
 /// `AWS_SECRET_ACCESS_KEY`, `AWS_REGION`, `AWS_ENDPOINT`, `AWS_ALLOW_HTTP`); `memory:///` is this process's
 /// memory. With other features of `object_store`, other schemes work as it documents them.
 ///
 /// # Errors
-/// [`Error::Url`], also for a folder or memory that is not there and is not to be made.
+/// [`Error::Url`], also for a folder or memory that does not exist if `create` is not set.
 pub fn open(url: &str, create: bool) -> Result<(Arc<dyn ObjectStore>, Path)> {
     if let Some(path) = folder_of(url)? {
         return folder(&path, create);
@@ -73,22 +73,22 @@ fn folder(path: &std::path::Path, create: bool) -> Result<(Arc<dyn ObjectStore>,
     let bad = |what: String| Error::Url { url: path.display().to_string(), what };
     if create {
         fs::create_dir_all(path).map_err(|e| bad(e.to_string()))?;
-        // Who is to write is told so before there is something to write.
+        // A writer learns of missing permissions before there is something to write.
         tempfile::tempfile_in(path).map_err(|e| bad(format!("cannot be written to: {e}")))?;
     } else if !path.is_dir() {
         return Err(bad("there is no such folder".into()));
     }
-    // What was acknowledged is on the disk.
+    // Acknowledged writes are on the disk.
     let store =
         LocalFileSystem::new_with_prefix(path).map_err(|e| bad(backend_text::cause(&e)))?.with_fsync(true);
     Ok((Arc::new(store), Path::default()))
 }
 
-/// Deletes files that a writer to a folder was killed in the middle of, longer ago than `age`. Returns how
-/// many. Listings of the store do not show them. Other stores have none.
+/// Deletes files of interrupted writes to a folder that are older than `age`. Returns their number. Listings
+/// of the store do not show them. Other stores have none.
 ///
 /// # Errors
-/// [`Error::Url`] with what the system said.
+/// [`Error::Url`] with the system's error.
 pub fn sweep_unfinished(url: &str, age: Duration) -> Result<usize> {
     let Some(root) = folder_of(url)? else { return Ok(0) };
     let bad = |e: std::io::Error| Error::Url { url: root.display().to_string(), what: e.to_string() };
@@ -124,7 +124,7 @@ fn lower((key, value): (String, String)) -> (String, String) {
 /// A URL without user and password.
 fn shown(url: &Url) -> String {
     let mut url = url.clone();
-    // URLs that cannot have either refuse.
+    // URLs that cannot have either return an error.
     let _ = (url.set_username(""), url.set_password(None));
     url.to_string()
 }

@@ -1,5 +1,5 @@
 //! Codec profiles in the store. Calibration on another machine differs in the last bits, and chunks of
-//! another profile have other names: whoever uses a store takes the profile that it holds.
+//! another profile have other names: users of a store take the profile that it holds.
 
 use std::sync::atomic::AtomicU64;
 
@@ -11,13 +11,13 @@ use sha2::{Digest as _, Sha256};
 use super::manifest::digest;
 use super::{AsyncStore, Error, ProfileId, Result};
 
-/// Most bytes of a stored profile.
+/// Maximum bytes of a stored profile.
 const MAX_PROFILE: u64 = 1 << 30;
 /// Bytes of the digest before those of the profile.
 const DIGEST: usize = 32;
 
 impl ProfileId {
-    /// The name of the profile that a model's levels have when they are calibrated by `recipe` on `tokens`.
+    /// The name of the profile of a model's levels, calibrated by `recipe` on `tokens`.
     #[must_use]
     pub fn new(model: &str, recipe: &str, tokens: &[u32]) -> Self {
         let mut hash = Sha256::new();
@@ -43,7 +43,7 @@ impl AsyncStore {
     /// # Errors
     /// [`Error::Backend`] and [`Error::Timeout`]; [`Error::Digest`] and [`Error::Length`] for a damaged one;
     /// [`Error::Limit`] for more than a gibibyte; [`Error::Codec`] for bytes that were written as a profile
-    /// and are none, or one of another version.
+    /// and are not one, or one of another version.
     pub async fn profile(&self, id: ProfileId) -> Result<Option<Profile>> {
         let path = self.profile_path(id);
         let Some(len) = self.remote().size(&path).await? else { return Ok(None) };
@@ -53,7 +53,7 @@ impl AsyncStore {
         let verified = |bytes: &[u8]| {
             bytes.split_at_checked(DIGEST).is_some_and(|(expected, profile)| digest(profile) == expected)
         };
-        let range = 0..len.max(DIGEST as u64); // one that is shorter is damaged
+        let range = 0..len.max(DIGEST as u64); // a shorter one is damaged
         let bytes = self.remote().get_range(&path, &range, &AtomicU64::new(0), verified).await?;
         Ok(Some(Profile::from_bytes(&bytes[DIGEST..])?))
     }
@@ -76,11 +76,11 @@ impl AsyncStore {
         Ok(damaged)
     }
 
-    /// Stores a profile where there is none or a damaged one, and returns the one that is stored: another
-    /// writer may have been first.
+    /// Stores a profile unless an undamaged one is stored, and returns the stored one: another writer may
+    /// have been first.
     ///
     /// # Errors
-    /// As [`Self::profile`], but for damage.
+    /// As [`Self::profile`], except for damage.
     pub async fn put_profile(&self, id: ProfileId, profile: Profile) -> Result<Profile> {
         let bytes = profile.to_bytes();
         let object = bytes::Bytes::from([&digest(&bytes)[..], &bytes].concat());

@@ -1,4 +1,4 @@
-//! A prompt over a store: the stored prefix is loaded, the rest is computed and, when asked, stored.
+//! A prompt over a store: the stored prefix is loaded, the rest is computed and, if requested, stored.
 
 use std::time::Instant;
 
@@ -18,12 +18,12 @@ use crate::stream::receiver::{Caches, Context, Target, serve_into};
 use crate::stream::speeds::Speeds;
 use crate::stream::{self, ChunkCost, MOST_CHUNKS, Outcome, Trace};
 
-/// A store with what its caches have in common.
+/// A store, and the common properties of its caches.
 #[derive(Clone, Copy, Debug)]
 pub struct PromptStore<'a> {
     /// The store.
     pub store: &'a KvStore,
-    /// What the caches belong to.
+    /// The space of the caches.
     pub space: &'a Space,
     /// The codec's planes at every level.
     pub profile: &'a Profile,
@@ -34,11 +34,11 @@ pub struct PromptStore<'a> {
 pub struct FillOptions {
     /// How the stored prefix is streamed.
     pub stream: stream::Options,
-    /// What an adaptive stream expects of recomputing and decoding.
+    /// Speeds of recomputing and decoding that an adaptive stream assumes.
     pub speeds: Speeds,
-    /// Tokens of the rest that are computed at once.
+    /// Chunk size in tokens for computing the rest.
     pub chunk: usize,
-    /// Store the chunks that are not there, and replace damaged ones.
+    /// Whether to store missing chunks, and replace damaged ones.
     pub keep: bool,
 }
 
@@ -60,9 +60,9 @@ pub struct Filled {
     pub trace: Option<Trace>,
     /// Chunks that were stored.
     pub stored: usize,
-    /// Logits (vocab_size,) of what follows the prompt.
+    /// Logits (vocab_size,) after the prompt.
     pub logits: Vec<f32>,
-    /// A damaged manifest, for which the stored prefix may be shorter.
+    /// A damaged manifest, which may have shortened the stored prefix.
     pub damage: Option<super::Error>,
     /// The error of a store that did not answer or could not be written. It costs time, not the answer.
     pub store_error: Option<super::Error>,
@@ -77,12 +77,12 @@ impl Filled {
 }
 
 impl PromptStore<'_> {
-    /// Computes keys and values of a context exactly and stores the chunks that are not there or that are
-    /// damaged, as far as `check` sees (CacheGen's `calculate_kv` and `store_kv`). Calls `done` with the
-    /// index of each of these chunks and the number of all.
+    /// Computes keys and values of a context exactly and stores the chunks that are missing, or damaged as
+    /// far as `check` detects (CacheGen's `calculate_kv` and `store_kv`). Calls `done` with the index of each
+    /// of these chunks and their number.
     ///
     /// # Errors
-    /// What [`prefill`] and the store return.
+    /// Those of [`prefill`] and the store.
     pub fn calculate(
         &self,
         model: &Model,
@@ -119,7 +119,7 @@ impl PromptStore<'_> {
         Ok(calculated)
     }
 
-    /// Encodes a chunk out of rows from position `first` on, and stores it, also over a damaged one.
+    /// Encodes a chunk from rows that start at position `first`, and stores it, also over a damaged one.
     fn store_chunk(
         &self,
         key: &ChunkKey,
@@ -135,13 +135,13 @@ impl PromptStore<'_> {
     }
 
     /// Fills an empty cache with a prompt (CacheGen's `generate_with_kv`, up to the first token): streams the
-    /// longest stored prefix, and computes the rest over it. At least the last token is computed.
+    /// longest stored prefix, and computes the rest on top of it. At least the last token is computed.
     ///
-    /// Chunks that are stored with [`FillOptions::keep`] hold what was computed over the loaded prefix, with
-    /// its loss; [`Self::calculate`] stores exact ones.
+    /// Chunks stored with [`FillOptions::keep`] hold rows computed on top of the loaded prefix, with its
+    /// loss; [`Self::calculate`] stores exact ones.
     ///
     /// # Errors
-    /// What [`stream::serve`], the decoder and the cache return; a cancelled store.
+    /// Those of [`stream::serve`], the decoder and the cache; a cancelled store.
     pub fn fill(
         &self,
         decoder: &mut Decoder,
@@ -152,8 +152,7 @@ impl PromptStore<'_> {
         let wanted = if options.keep { self.space.chunks(prompt) } else { vec![] };
         let mut filled = Filled::default();
         let mut found = self.prefix(prompt, &mut filled)?;
-        // Rows of a tail that has been loaded do not go into a longer chunk: they have lost what its level
-        // loses.
+        // Rows of a loaded tail do not go into a longer chunk: they have the loss of its level.
         if let Some(tail) = found.last()
             && !wanted.is_empty()
             && !wanted.contains(tail.key())
@@ -187,8 +186,8 @@ impl PromptStore<'_> {
     /// of the store's profile. Nothing is stored.
     ///
     /// # Errors
-    /// [`crate::Error::Argument`] for [`FillOptions::keep`] and for a batch; what [`stream::serve`],
-    /// the loader and the decoder return; a cancelled store.
+    /// [`crate::Error::Argument`] for [`FillOptions::keep`] and for a batch; those of [`stream::serve`], the
+    /// loader and the decoder; a cancelled store.
     #[cfg(feature = "cuda")]
     pub fn fill_device(
         &self,
@@ -232,7 +231,7 @@ impl PromptStore<'_> {
         Ok(found)
     }
 
-    /// Stores the wanted chunks that are not there or damaged, out of the rows of all tokens.
+    /// Stores the requested chunks that are missing or damaged, from the rows of all tokens.
     fn keep(
         &self,
         wanted: &[ChunkKey],
@@ -272,7 +271,7 @@ fn context(prompt: &[u32], chunks: &[StoredChunk]) -> Context {
     Context { tokens: prompt.to_vec(), chunks, exact: 0 }
 }
 
-/// A cache whose rows are also kept as they come, if they are to be stored.
+/// A cache that also records the rows it gets, if they are to be stored.
 struct Recorder<'a> {
     cache: &'a mut dyn KvCache,
     keep: bool,

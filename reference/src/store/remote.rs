@@ -1,4 +1,4 @@
-//! An object store whose requests have time limits, are repeated, and return what was asked for or an error.
+//! An object store whose requests have timeouts, are retried, and return the requested bytes or an error.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -20,16 +20,16 @@ use super::{Error, Result, backend_text};
 pub struct Options {
     /// Attempts of a request, at least one.
     pub attempts: u32,
-    /// Time that an attempt may take, besides that of its bytes.
+    /// Time limit of an attempt, in addition to that of its bytes.
     pub timeout: Duration,
-    /// Bytes per second below which an attempt is given up.
+    /// Bytes per second below which an attempt is abandoned.
     pub least_rate: u64,
-    /// Wait before the second attempt. Each further one waits up to twice as long, at most `most_backoff`; a
-    /// random part of up to a half is left out, so that readers do not return in step.
+    /// Backoff before the second attempt. It doubles with each attempt, up to `most_backoff`; a random part
+    /// of up to a half is subtracted, so that readers do not retry in step.
     pub backoff: Duration,
-    /// Longest wait.
+    /// Maximum backoff.
     pub most_backoff: Duration,
-    /// Requests at once.
+    /// Maximum concurrent requests.
     pub parallel: usize,
 }
 
@@ -68,8 +68,8 @@ impl Remote {
         parts.into_iter().fold(self.root.clone(), |path, part| path.join(part))
     }
 
-    /// Repeats `request`, which moves up to `bytes` bytes, until it succeeds, fails for good, or has had its
-    /// attempts.
+    /// Retries `request`, which moves up to `bytes` bytes, until it succeeds, fails for good, or has used up
+    /// its attempts.
     async fn repeat<T, F: Future<Output = Result<T>>>(
         &self,
         path: &Path,
@@ -98,8 +98,8 @@ impl Remote {
         Err(Error::Argument("a request needs at least one attempt"))
     }
 
-    /// Reads a whole object of at most `limit` bytes, if it is there, and parses it. What cannot be parsed
-    /// is read again.
+    /// Reads a whole object of at most `limit` bytes, if it exists, and parses it. A read that cannot be
+    /// parsed is retried.
     pub async fn get<T>(
         &self,
         path: &Path,
@@ -125,8 +125,8 @@ impl Remote {
         .await
     }
 
-    /// A range of an object, if `verify` finds that it is what was written; else it is read again. Bytes are
-    /// counted as they arrive; those of a failed attempt are taken off again.
+    /// A range of an object that passes `verify`; else it is read again. Bytes are counted as they arrive;
+    /// those of a failed attempt are subtracted again.
     pub async fn get_range(
         &self,
         path: &Path,
@@ -144,7 +144,7 @@ impl Remote {
                     self.absent(path, e).await?;
                     return Err(Error::Missing { path: path.to_string() });
                 }
-                // Of an object that is too short a range is an error like any other.
+                // A range beyond the end of a short object is an error like any other.
                 Err(e) => match self.store.head(path).await {
                     Ok(meta) if meta.size < range.end => {
                         return Err(Error::Length {
@@ -169,8 +169,8 @@ impl Remote {
         .await
     }
 
-    /// The body of an answer, which must have `expected` bytes. Nothing beyond them is read. `arrived` gets
-    /// the bytes of each part.
+    /// The body of an answer, which must have `expected` bytes. No more are read. `arrived` gets the bytes of
+    /// each part.
     async fn body(
         &self,
         path: &Path,
@@ -200,8 +200,8 @@ impl Remote {
         })
     }
 
-    /// Writes an object, and returns whether it was written: in mode [`PutMode::Create`] it is not where
-    /// there is one.
+    /// Writes an object, and returns whether it was written: in mode [`PutMode::Create`] it is not if one
+    /// exists.
     pub async fn put(&self, path: &Path, payload: Bytes, mode: PutMode) -> Result<bool> {
         let bytes = payload.len() as u64;
         self.repeat(path, bytes, async || {
@@ -218,7 +218,7 @@ impl Remote {
         .await
     }
 
-    /// Deletes an object; one that is not there is no error.
+    /// Deletes an object; deleting a missing one is not an error.
     pub async fn delete(&self, path: &Path) -> Result<()> {
         self.repeat(path, 0, async || match self.store.delete(path).await {
             Ok(()) | Err(object_store::Error::NotFound { .. }) => Ok(()),
@@ -242,7 +242,7 @@ impl Remote {
         .await
     }
 
-    /// The size of an object, if it is there.
+    /// The size of an object, if it exists.
     pub async fn size(&self, path: &Path) -> Result<Option<u64>> {
         self.repeat(path, 0, async || match self.store.head(path).await {
             Ok(meta) => Ok(Some(meta.size)),
@@ -251,8 +251,8 @@ impl Remote {
         .await
     }
 
-    /// Succeeds where `e` says that the object is not there. A bucket that is not there is an error: S3 answers
-    /// 404 in both cases, names the case in the body of an answer to GET only, and cannot list such a bucket.
+    /// Succeeds if `e` says that the object does not exist. A missing bucket is an error: S3 returns 404 in
+    /// both cases, distinguishes them only in the body of an answer to GET, and cannot list such a bucket.
     async fn absent(&self, path: &Path, e: object_store::Error) -> Result<()> {
         if !matches!(e, object_store::Error::NotFound { .. }) {
             return Err(backend(path, e));
@@ -263,7 +263,7 @@ impl Remote {
         Ok(())
     }
 
-    /// The names of the folders right below the root.
+    /// The names of the folders directly below the root.
     pub async fn folders(&self) -> Result<Vec<String>> {
         let root = &self.root;
         self.repeat(root, 0, async || {

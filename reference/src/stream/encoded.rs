@@ -55,8 +55,8 @@ impl EncodedContext {
     /// recomputing and decoding.
     ///
     /// # Errors
-    /// [`Error::Argument`] for no more tokens than sinks or chunks no longer than them; errors of the model
-    /// and the codec.
+    /// [`Error::Argument`] unless there are more tokens than sinks and chunks are longer than the sinks;
+    /// errors of the model and the codec.
     pub fn encode(
         model: &Model,
         rope: &Rope,
@@ -99,10 +99,10 @@ impl EncodedContext {
         Self::new(context, frames, values_per_token, speeds)
     }
 
-    /// A context out of the frames of its chunks, each at all levels.
+    /// A context from the frames of its chunks, each at all levels.
     ///
     /// # Errors
-    /// [`Error::Argument`] for another number of chunks.
+    /// [`Error::Argument`] for a wrong number of chunks.
     pub fn new(
         context: Context,
         frames: Vec<Vec<Bytes>>,
@@ -116,7 +116,7 @@ impl EncodedContext {
         Ok(Self { context, frames, values_per_token, speeds })
     }
 
-    /// The same context with the speeds of another machine, and its frames as `frame` makes them.
+    /// The same context with the speeds of another machine, and with its frames mapped by `frame`.
     ///
     /// # Errors
     /// Those of `frame`.
@@ -153,13 +153,13 @@ impl EncodedContext {
         (0..levels).map(|level| self.frames.iter().map(|frames| frames[level].len()).sum()).collect()
     }
 
-    /// The encoded bytes of a chunk, to be replaced in tests and by tools.
+    /// The encoded bytes of a chunk, mutable for tests and tools.
     #[must_use]
     pub fn chunk_mut(&mut self, index: usize, level: usize) -> Option<&mut Bytes> {
         self.frames.get_mut(index)?.get_mut(level)
     }
 
-    /// Numbers in the keys and values of a token.
+    /// Elements in the keys and values of a token.
     #[must_use]
     pub const fn values_per_token(&self) -> usize {
         self.values_per_token
@@ -168,7 +168,7 @@ impl EncodedContext {
     /// The encoded bytes of a chunk.
     ///
     /// # Errors
-    /// [`Error::Stream`] for a chunk or a level that is not there.
+    /// [`Error::Stream`] for a chunk or a level that does not exist.
     pub fn frame(&self, index: usize, level: usize) -> Result<&Bytes> {
         let frame = self.frames.get(index).and_then(|frames| frames.get(level));
         frame.ok_or_else(|| Error::Stream(format!("chunk {index} is not there at level {level}")))

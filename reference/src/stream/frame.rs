@@ -73,14 +73,14 @@ impl<'a> ChunkFrame<'a> {
     /// Reads the frame of these tokens at this level.
     ///
     /// # Errors
-    /// [`Error::Codec`] for bytes that are no frame, or a larger one, for a frame of another model, with keys
-    /// of the other side of RoPE or under other planes, and for one without loss; [`Error::Stream`] for a
+    /// [`Error::Codec`] for bytes that are not a frame, a frame that is too large, of another model, with
+    /// keys from the other side of RoPE or under other planes, and a lossless one; [`Error::Stream`] for a
     /// frame of other tokens or of another level.
     pub fn parse(profile: &'a Profile, bytes: &'a [u8], tokens: &Range<usize>, level: usize) -> Result<Self> {
         Self::of(profile, Frame::parse(bytes, limit(profile, tokens))?, tokens, level)
     }
 
-    /// As [`Self::parse`], for the first bytes of a frame: at least those before its payload.
+    /// As [`Self::parse`], for a prefix of a frame that holds at least the bytes before its payload.
     ///
     /// # Errors
     /// As there.
@@ -124,7 +124,7 @@ impl<'a> ChunkFrame<'a> {
         &self.frame
     }
 
-    /// Decodes a layer. Layers may be decoded in any order, at once.
+    /// Decodes a layer. Layers may be decoded in any order, concurrently.
     ///
     /// # Errors
     /// Those of [`Profile::decode_layer_to`].
@@ -138,7 +138,7 @@ impl<'a> ChunkFrame<'a> {
     }
 }
 
-/// Most elements of a frame of these tokens.
+/// Maximum elements of a frame of these tokens.
 fn limit(profile: &Profile, tokens: &Range<usize>) -> usize {
     2 * profile.info().layers * tokens.len() * profile.info().channels()
 }

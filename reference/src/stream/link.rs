@@ -1,4 +1,4 @@
-//! Links of a bandwidth that is given: on a simulated clock, or on the real one.
+//! Links of a given bandwidth: on a simulated clock, or on the real one.
 
 use std::cell::Cell;
 use std::path::Path;
@@ -14,28 +14,28 @@ use crate::{Error, Result, files};
 /// Bytes per second of a gigabit per second.
 pub const GBPS: f64 = 1e9 / 8.0;
 
-/// Seconds that a random bandwidth lasts.
+/// Seconds between changes of a random bandwidth.
 const PERIOD: f64 = 0.25;
 
 /// Bandwidth over time.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Bandwidth {
-    /// Second from which it holds, and bytes per second; from 0 on and in ascending order. The last one
-    /// stays.
+    /// Start in seconds, and bytes per second; from 0 on and in ascending order. The last rate holds from
+    /// then on.
     Steps(Vec<(f64, f64)>),
-    /// Uniform between two rates in bytes per second, drawn anew every quarter of a second.
+    /// Uniform between two rates in bytes per second, drawn again every quarter of a second.
     Random {
         /// Lowest rate.
         low: f64,
         /// Highest rate.
         high: f64,
-        /// What the rates are drawn from.
+        /// Seed of the rates.
         seed: u64,
     },
 }
 
 impl Bandwidth {
-    /// The rate at second `t`, in bytes per second, and until when it holds.
+    /// The rate at second `t`, in bytes per second, and its end.
     fn at(&self, t: f64) -> (f64, f64) {
         match self {
             Self::Steps(steps) => {
@@ -52,7 +52,7 @@ impl Bandwidth {
         }
     }
 
-    /// The same random bandwidth from another seed; others as they are.
+    /// The same random bandwidth with another seed; other bandwidths are unchanged.
     #[must_use]
     pub fn seeded(self, seed: u64) -> Self {
         match self {
@@ -88,7 +88,7 @@ impl Bandwidth {
     }
 }
 
-/// Gbit/s as a number; `random:LOW-HIGH`; or a file with a line `SECONDS GBPS` for every change.
+/// A number of Gbit/s; `random:LOW-HIGH`; or a file with a line `SECONDS GBPS` for every change.
 impl FromStr for Bandwidth {
     type Err = Error;
 
@@ -117,11 +117,11 @@ impl FromStr for Bandwidth {
 pub trait Clock {
     /// The time.
     fn now(&self) -> f64;
-    /// Waits until then.
+    /// Waits until `then`.
     fn sleep_until(&self, then: f64);
 }
 
-/// A clock that jumps to whatever is waited for. Clones show the same time.
+/// A clock that jumps to the time waited for. Clones show the same time.
 #[derive(Clone, Debug, Default)]
 pub struct SimulatedClock(Rc<Cell<f64>>);
 
@@ -151,15 +151,15 @@ impl Clock for RealClock {
     }
 }
 
-/// Where a shaped link finds chunks.
+/// The source of a shaped link's chunks.
 pub trait Source {
     /// Bytes of a chunk at a level.
     ///
     /// # Errors
-    /// For a chunk or a level that is not there.
+    /// For a chunk or a level that does not exist.
     fn bytes(&self, chunk: ChunkId, level: usize) -> Result<u64>;
 
-    /// The chunk itself; nothing where only time is simulated.
+    /// The chunk itself; empty if only time is simulated.
     ///
     /// # Errors
     /// As [`Self::bytes`].
@@ -183,11 +183,11 @@ struct Running {
     at: f64,
 }
 
-/// Less than a byte: what rounding of times may leave.
+/// Less than a byte: the residue of rounded times.
 const ROUNDING: f64 = 0.5;
 
 impl<C: Clock, S: Source> ShapedLink<C, S> {
-    /// A link; `latency` in seconds passes between a request and its first byte.
+    /// A link with `latency` seconds between a request and its first byte.
     pub const fn new(clock: C, source: S, bandwidth: Bandwidth, latency: f64) -> Self {
         Self { clock, source, bandwidth, latency, transfer: None }
     }
@@ -217,7 +217,7 @@ impl<C: Clock, S: Source> Link for ShapedLink<C, S> {
             while running.at <= now {
                 let (rate, holds) = bandwidth.at(running.at);
                 let left = running.total - running.received;
-                // Infinite at no rate; later than `at`, whatever rounding does.
+                // Infinite at a rate of 0; later than `at`, despite rounding.
                 next = holds.min((running.at + left / rate).next_up());
                 let reached = next.min(now);
                 running.received += rate * (reached - running.at);
@@ -283,7 +283,7 @@ mod tests {
         assert!((clock.now() - (3.0 + 350.0 / 400.0)).abs() < 1e-9);
         assert_eq!(link.take().unwrap().len(), 500);
         assert!(link.take().is_err() && link.wait(10.0).is_err());
-        // At no rate only the clock goes on.
+        // At a rate of 0 only the clock advances.
         let mut link = ShapedLink::new(clock.clone(), Sevens(1), "0".parse().unwrap(), 0.0);
         link.start(CHUNK, 0).unwrap();
         assert_eq!((link.wait(1e6).unwrap(), clock.now()), (0, 1e6));

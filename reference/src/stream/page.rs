@@ -58,7 +58,7 @@ pub fn table(trace: &Trace) -> String {
     table.to_string()
 }
 
-/// One self-contained HTML page: when what was transferred, decoded and recomputed, and the table of
+/// One self-contained HTML page: a chart of transfers, decoding and recomputation over time, and the table of
 /// decisions. `notes` are lines above the chart.
 ///
 /// # Errors
@@ -82,7 +82,7 @@ pub fn html(trace: &Trace, slo: f64, notes: &[String]) -> Result<String> {
     ))
 }
 
-/// A colour for every encoding: text is grey, levels have one each; what came to nothing is pale.
+/// A colour for every encoding: text is grey, levels have one each; abandoned and failed transfers are pale.
 fn colour(event: &Event) -> RGBAColor {
     let level = event.encoding.strip_prefix("level ").and_then(|level| level.parse::<usize>().ok());
     let colour = level.map_or(COLOURS[0], |level| COLOURS[1 + level % (COLOURS.len() - 1)]);

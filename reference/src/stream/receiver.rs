@@ -1,4 +1,4 @@
-//! A receiver that adds chunks to caches on another thread than the link's.
+//! A receiver that adds chunks to caches on a thread other than the link's.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -17,7 +17,7 @@ use crate::cache::KvCache;
 use crate::forward::Decoder;
 use crate::{Error, Result};
 
-/// Most chunks that wait to be decoded. Beyond them the link waits.
+/// Maximum chunks queued for decoding. Beyond that the link waits.
 const QUEUE: usize = 2;
 
 /// A context that is loaded in chunks.
@@ -27,7 +27,7 @@ pub struct Context {
     pub tokens: Vec<u32>,
     /// Positions of the tokens of every chunk, in order.
     pub chunks: Vec<Range<usize>>,
-    /// First tokens that no frame holds. They are recomputed at any level.
+    /// First tokens, which no frame holds. They are recomputed at any level.
     pub exact: usize,
 }
 
@@ -45,33 +45,33 @@ pub struct Target<'a> {
     pub contexts: Vec<Context>,
     /// The codec's planes at every level.
     pub planes: &'a Profile,
-    /// The requests' caches. A cache ends after the first chunk that could not be added to it.
+    /// The requests' caches. A cache ends after the first chunk that could not be appended.
     pub caches: Vec<&'a mut dyn KvCache>,
     /// The decoder that recomputes chunks.
     pub decoder: &'a mut Decoder,
 }
 
-/// What chunks are added to, in the order in which they come.
+/// The destination of chunks, in order of arrival.
 pub trait Caches {
-    /// How many chunks may begin before the oldest one has ended: those on whose way the caller gains time.
+    /// Maximum chunks that may begin before the oldest one has ended, to overlap their work.
     const AHEAD: usize;
 
     /// Whether [`Self::arriving`] does anything.
     const TAKES_ARRIVING: bool = false;
 
-    /// Offers the first bytes of a chunk on its way at a level, which may begin whole, at this level or
-    /// another one, or as text.
+    /// Offers the first bytes of a chunk in flight at a level. The chunk may still begin whole, at this level
+    /// or another one, or as text.
     ///
     /// # Errors
-    /// Of caches that can take no more.
+    /// If the caches can accept no more.
     fn arriving(&mut self, _chunk: ChunkId, _level: usize, _start: Bytes) -> Result<()> {
         Ok(())
     }
 
-    /// Begins to add a chunk to its request's cache.
+    /// Starts to add a chunk to its request's cache.
     ///
     /// # Errors
-    /// Of caches that can take no more.
+    /// If the caches can accept no more.
     fn begin(&mut self, chunk: ChunkId, payload: Payload) -> Result<()>;
 
     /// Waits until the oldest chunk that has begun is in its cache. Returns the reason if its bytes could not
@@ -82,18 +82,18 @@ pub trait Caches {
     fn end(&mut self) -> Result<Option<String>>;
 }
 
-/// Hands chunks to a [`Worker`].
+/// Passes chunks to a [`Worker`].
 pub struct CacheReceiver<'a> {
     jobs: SyncSender<Job>,
     takes_arriving: bool,
     results: mpsc::Receiver<Result<Computed>>,
     costs: &'a [Vec<ChunkCost>],
     waiting: VecDeque<f64>, // expected seconds of every chunk that `finish` waits for
-    done: Arc<AtomicUsize>, // those of them that are done
+    done: Arc<AtomicUsize>, // how many of them are done
     recomputed: Arc<Recomputed>, // by the thread
 }
 
-/// What the thread gets.
+/// A job of the thread.
 enum Job {
     Begin(ChunkId, Payload),
     Arriving(ChunkId, usize, Bytes),
@@ -109,7 +109,7 @@ impl Recomputed {
         *sums = (sums.0 + measured, sums.1 + expected);
     }
 
-    /// Measured over expected; 1 where nothing is known.
+    /// Measured over expected; 1 if nothing was measured.
     fn pace(&self) -> f64 {
         let (measured, expected) = *self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let pace = measured / expected;
@@ -118,8 +118,8 @@ impl Recomputed {
 }
 
 impl<'a> CacheReceiver<'a> {
-    /// A receiver whose worker fills `target` in a thread of `scope` until the receiver is dropped. Its times
-    /// are those of `clock`; `costs` are those of the requests' chunks.
+    /// A receiver whose worker fills `target` in a thread of `scope` until the receiver is dropped. Times are
+    /// on `clock`; `costs` are those of the requests' chunks.
     ///
     /// # Errors
     /// [`Error::Argument`] unless there are as many caches as contexts.
@@ -140,7 +140,7 @@ impl<'a> CacheReceiver<'a> {
         Ok(receiver)
     }
 
-    /// A receiver and its worker for such caches, which may run on any other thread than the link's.
+    /// A receiver and its worker for these caches; the worker may run on any thread other than the link's.
     #[must_use]
     pub fn pair<C: Caches>(clock: RealClock, costs: &'a [Vec<ChunkCost>]) -> (Self, Worker<'a>) {
         let (jobs, queue) = mpsc::sync_channel(QUEUE);
@@ -172,10 +172,10 @@ struct Begun {
 }
 
 impl Worker<'_> {
-    /// Adds chunks to `caches` until the receiver is dropped, or they can take no more.
+    /// Adds chunks to `caches` until the receiver is dropped, or they can accept no more.
     pub fn run<C: Caches>(self, mut caches: C) {
         if let Err(e) = self.add_all(&mut caches) {
-            // The receiver may be gone, which then has an error of its own.
+            // The receiver may be gone; it then has an error of its own.
             let _ = self.answer.send(Err(e));
         }
     }
@@ -183,7 +183,7 @@ impl Worker<'_> {
     fn add_all<C: Caches>(&self, caches: &mut C) -> Result<()> {
         let mut begun = VecDeque::new();
         loop {
-            // With chunks on their way another one begins only if it is there already.
+            // While chunks are in flight, another one begins only if it has already arrived.
             let next = match begun.len() {
                 0 => self.queue.recv().ok(),
                 n if n <= C::AHEAD => self.queue.try_recv().ok(),
@@ -215,7 +215,7 @@ impl Worker<'_> {
     }
 }
 
-/// [`Target`], whose chunks have ended when they have begun.
+/// [`Target`], in which chunks have ended once they have begun.
 struct Added<'a> {
     target: Target<'a>,
     damaged: Option<String>, // of the last chunk
@@ -234,7 +234,7 @@ impl Caches for Added<'_> {
     }
 }
 
-/// Streams contexts into caches, which work on this thread, over a link, which works on another one: see
+/// Streams contexts into caches, which run on this thread, over a link, which runs on another one: see
 /// [`serve`].
 ///
 /// # Errors
@@ -290,7 +290,7 @@ impl<'a> Target<'a> {
     }
 }
 
-/// The rows of all layers out of the frame of these tokens at this level.
+/// The rows of all layers from the frame of these tokens at this level.
 pub(super) fn decode(
     planes: &Profile,
     bytes: &[u8],
@@ -312,7 +312,7 @@ impl Receiver for CacheReceiver<'_> {
         self.waiting.push_back(if payload.is_level() { cost.decode } else { cost.recompute });
         match self.jobs.send(Job::Begin(chunk, payload)) {
             Ok(()) => Ok(()),
-            // The thread says why before it ends.
+            // The thread reports its error before it ends.
             Err(_) => self.finish().and(Err(ended())),
         }
     }
@@ -323,7 +323,7 @@ impl Receiver for CacheReceiver<'_> {
 
     fn arriving(&mut self, chunk: ChunkId, level: usize, start: Bytes) -> Result<()> {
         match self.jobs.try_send(Job::Arriving(chunk, level, start)) {
-            // There will be more next time, or all of it.
+            // More bytes will be offered next time, or the whole chunk.
             Ok(()) | Err(TrySendError::Full(_)) => Ok(()),
             Err(TrySendError::Disconnected(_)) => self.finish().and(Err(ended())),
         }
@@ -423,7 +423,7 @@ mod tests {
         assert_eq!(trace.events.iter().position(damaged), Some(3));
     }
 
-    /// Caches that note what has arrived of a chunk before it begins.
+    /// Caches that record the arrived bytes of a chunk before it begins.
     #[derive(Default)]
     struct Noting(Vec<Vec<usize>>);
 

@@ -8,9 +8,9 @@ use crate::{Error, Result};
 /// The sizes of a model and its codec, and the speeds of a machine.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Machine {
-    /// Numbers in the keys and values of a token.
+    /// Elements in the keys and values of a token.
     pub values_per_token: usize,
-    /// Bits a value of each level, the least lossy first.
+    /// Bits per element of each level, the least lossy first.
     pub bits: Vec<f64>,
     /// Speeds of the machine.
     pub speeds: Speeds,
@@ -20,7 +20,7 @@ impl Machine {
     /// The chunks of a context.
     ///
     /// # Errors
-    /// [`Error::Argument`] for no tokens or levels, and sizes or speeds that are not above 0.
+    /// [`Error::Argument`] for no tokens or levels, and sizes or speeds that are not positive.
     pub fn chunks(&self, tokens: usize, chunk_tokens: usize) -> Result<Vec<ChunkCost>> {
         let positive = |x: f64| x.is_finite() && x > 0.0;
         let sizes = [tokens, chunk_tokens, self.values_per_token, self.bits.len()];
@@ -73,7 +73,7 @@ impl Source for Sizes<'_> {
 struct SimulatedReceiver<'a> {
     clock: SimulatedClock,
     requests: &'a [Vec<ChunkCost>],
-    free: f64, // when its work is done
+    free: f64, // when its work ends
     done: Vec<Computed>,
 }
 

@@ -5,38 +5,38 @@ use std::ops::Range;
 use super::ChunkCost;
 use crate::{Error, Result};
 
-/// Values that an H100 decodes in a second with a transform, all layers at once (`benches/results/gpu.md`):
-/// what simulated streams count with.
+/// Elements that an H100 decodes per second with a transform, all layers at once (`benches/results/gpu.md`):
+/// the rate assumed by simulated streams.
 pub const GPU_DECODE_RATE: f64 = 238e9;
 
-/// Seconds to compute keys and values of the first `n` tokens: `linear * n + quadratic * n^2`, of the
-/// products with weights and of attention.
+/// Seconds to compute keys and values of the first `n` tokens: `linear * n + quadratic * n^2`, for the
+/// products with weights and for attention.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct PrefillTime {
-    /// Seconds a token.
+    /// Seconds per token.
     pub linear: f64,
-    /// Seconds a pair of tokens.
+    /// Seconds per pair of tokens.
     pub quadratic: f64,
 }
 
 impl PrefillTime {
-    /// Fits measured (tokens, seconds): least squares of the relative error, no part below 0.
+    /// Fits measured (tokens, seconds): least squares of the relative error, with no negative coefficient.
     ///
     /// # Errors
-    /// [`Error::Argument`] for no points, and for tokens or seconds that are not above 0.
+    /// [`Error::Argument`] for no points, and for tokens or seconds that are not positive.
     pub fn fit(points: &[(f64, f64)]) -> Result<Self> {
         let positive = |x: f64| x.is_finite() && x > 0.0;
         if points.is_empty() || !points.iter().all(|&(n, t)| positive(n) && positive(t)) {
             return Err(Error::argument("times of prefill need tokens and seconds above 0"));
         }
-        // Rows (n / t, n^2 / t) times (linear, quadratic) are to be 1.
+        // Least squares of rows (n / t, n^2 / t) times (linear, quadratic) = 1.
         let rows = || points.iter().map(|&(n, t)| (n / t, n * n / t));
         let sum = |f: fn((f64, f64)) -> f64| rows().map(f).sum::<f64>();
         let (aa, ab, bb) = (sum(|(a, _)| a * a), sum(|(a, b)| a * b), sum(|(_, b)| b * b));
         let (a, b) = (sum(|(a, _)| a), sum(|(_, b)| b));
         let determinant = aa * bb - ab * ab;
         let (linear, quadratic) = ((a * bb - b * ab) / determinant, (b * aa - a * ab) / determinant);
-        // One point, or points on a line, determine one part only.
+        // One point, or points on a line, determine only one coefficient.
         Ok(if determinant <= 1e-12 * aa * bb || quadratic < 0.0 {
             Self { linear: a / aa, quadratic: 0.0 }
         } else if linear < 0.0 {
@@ -64,7 +64,7 @@ pub struct Speeds {
 }
 
 impl Speeds {
-    /// Chunks that take no time: for streams whose encodings are given.
+    /// Chunks that take no time, for streams with given encodings.
     pub const UNKNOWN: Self =
         Self { prefill: PrefillTime { linear: 0.0, quadratic: 0.0 }, decode_rate: f64::INFINITY };
 

@@ -1,20 +1,20 @@
-//! What happened in a stream, and why.
+//! The events of a stream, with the reasons for its decisions.
 
 use codec_core::{Decision, Encoding, Reason, Throughput};
 use serde::Serialize;
 
 use super::{ChunkCost, ChunkId, Computed};
 
-/// A stream from the requests to their caches. Times are seconds since the requests.
+/// A stream from the requests to their full caches. Times are seconds since the requests.
 #[derive(Clone, Debug, Serialize)]
 pub struct Trace {
     /// For each request: when its cache held the whole context.
     pub loaded: Vec<f64>,
-    /// When the last byte arrived; 0 where nothing was transferred.
+    /// When the last byte arrived; 0 if nothing was transferred.
     pub transferred: f64,
     /// Seconds of decoding and recomputation.
     pub computing: f64,
-    /// Bytes that arrived, of abandoned transfers too.
+    /// Bytes that arrived, including those of abandoned transfers.
     pub bytes: u64,
     /// Every decision with its outcome, in order.
     pub events: Vec<Event>,
@@ -57,7 +57,7 @@ pub enum Outcome {
     Loaded,
     /// Keys and values were recomputed from the tokens.
     Recomputed,
-    /// Another encoding became better while it was transferred.
+    /// Another encoding became better during the transfer.
     Abandoned,
     /// The link failed.
     Failed(String),
@@ -76,9 +76,9 @@ pub struct Event {
     pub tokens: usize,
     /// `text`, or `level N`.
     pub encoding: String,
-    /// Why.
+    /// The reason.
     pub reason: &'static str,
-    /// Bytes per second that the decision assumed, if it knew any.
+    /// Bytes per second that the decision assumed, if known.
     pub throughput: Option<f64>,
     /// Seconds that the chosen plan was expected to take for all remaining chunks.
     pub expected: Option<f64>,
@@ -88,9 +88,9 @@ pub struct Event {
     pub text_delay: Option<f64>,
     /// Seconds for all remaining chunks at each level.
     pub level_delays: Vec<f64>,
-    /// When it was asked for.
+    /// When it was requested.
     pub requested: f64,
-    /// When its last byte arrived, or when the transfer ended otherwise.
+    /// When its last byte arrived, or when the transfer ended for another reason.
     pub arrived: f64,
     /// Bytes that arrived.
     pub bytes: u64,
@@ -138,7 +138,7 @@ impl Event {
         }
     }
 
-    /// Whether it led to this chunk's keys and values, which are not computed yet.
+    /// Whether it is the source of this chunk's keys and values, which are not computed yet.
     pub(super) fn is_of(&self, chunk: ChunkId) -> bool {
         let led = matches!(self.outcome, Outcome::Loaded | Outcome::Recomputed) && self.computed_at.is_none();
         led && (self.request, self.chunk) == (chunk.request, chunk.index)

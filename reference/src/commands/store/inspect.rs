@@ -12,7 +12,7 @@ use serde::Serialize;
 use super::super::{Files, JsonArgs, Stdout, count};
 use super::transfer_bar;
 
-/// Which store.
+/// The store.
 #[derive(Args)]
 struct UrlArgs {
     /// A folder, or s3://BUCKET/PATH with the settings of the environment (AWS_ACCESS_KEY_ID and others)
@@ -85,7 +85,7 @@ const COLUMNS: [&str; 9] = [
     "model, levels, grid",
 ];
 
-/// Prints a line for each space, then what is damaged.
+/// Prints a line for each space, then the damage.
 fn print(reports: &[SpaceReport], out: &mut Stdout) {
     if reports.is_empty() {
         out.print("nothing is stored there\n");
@@ -176,7 +176,7 @@ impl Verify {
         json.write_json(&reports)?;
         let profiles = store.damaged_profiles()?;
         for id in &profiles {
-            // The caches of another profile have other names: removing it would not mend anything.
+            // The caches of another profile have other names, so removing it would not repair anything.
             out.print(format_args!(
                 "profile {id} is damaged: caches that were stored with it are not found\n"
             ));
