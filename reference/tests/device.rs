@@ -1,4 +1,4 @@
-//! The model on a GPU computes what the model on the CPU does. Without a GPU these tests are skipped, which
+//! The model on a GPU computes the same as on the CPU. Without a GPU these tests are skipped, which
 //! `GPU_TESTS=require` turns into a failure; the kernels compile wherever NVRTC is installed.
 
 #![cfg(feature = "cuda")]
@@ -144,7 +144,7 @@ fn prompts_have_the_logits_of_the_cpu() {
     }
 }
 
-/// Prompts, steps, and prompts over a cache that is filled: the logits after each part, and of each step.
+/// Prompts, steps, and prompts over a filled cache: the logits after each part, and of each step.
 fn in_parts(
     tokens: &[u32],
     mut prompt: impl FnMut(&[u32], usize) -> Vec<f32>,

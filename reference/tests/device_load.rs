@@ -1,4 +1,4 @@
-//! A stored context that is loaded on a GPU is the one that the CPU loads from the same frames. Without a GPU
+//! A stored context loaded on a GPU equals the one that the CPU loads from the same frames. Without a GPU
 //! these tests are skipped, which `GPU_TESTS=require` turns into a failure.
 
 #![cfg(feature = "cuda")]
@@ -25,7 +25,7 @@ use kv_reference::stream::{Bytes, Choice, Options, Outcome, Trace};
 use kv_reference::{Error, Profile, forward};
 use support::{decoder, divergence, gpu, model, teacher_forced};
 
-/// A model, a prompt at three levels in chunks of 150 tokens, and what follows it.
+/// A model, a prompt at three levels in chunks of 150 tokens, and its continuation.
 struct Setup {
     model: Arc<Model>,
     rope: Arc<Rope>,
@@ -36,8 +36,8 @@ struct Setup {
     context: Arc<EncodedContext>,
 }
 
-/// One GPU for all tests, which take turns: its kernels compile once, and nobody captures a graph while
-/// another test frees what the device uses.
+/// One GPU for all tests, which take turns: its kernels compile once, and no test captures a graph while
+/// another frees memory in use by the device.
 static GPU: LazyLock<Option<Mutex<Arc<Gpu>>>> = LazyLock::new(|| gpu("loads").map(Mutex::new));
 
 fn gpu_in_turn() -> Option<MutexGuard<'static, Arc<Gpu>>> {
@@ -46,7 +46,7 @@ fn gpu_in_turn() -> Option<MutexGuard<'static, Arc<Gpu>>> {
 
 const DENSE: &str = "dense:dtype=f16";
 
-/// Caches that take frames, each with one on the CPU of the same logits.
+/// Caches that take frames, each with one on the CPU that has the same logits.
 const CACHES: [(&str, &str); 8] = [
     (DENSE, DENSE),
     ("dense:dtype=bf16", DENSE),
@@ -66,7 +66,7 @@ static SETUP: LazyLock<Setup> = LazyLock::new(|| {
     let (calibration, tokens) = tokens.split_at(2048);
     let (prompt, rest) = (tokens[..PROMPT].to_vec(), tokens[PROMPT..][..100].to_vec());
     let rope = Arc::new(Rope::new(&model.config, 2048));
-    // With and without a transform, and with the prediction by the token before.
+    // With and without a transform, and with prediction from the previous token.
     let methods = "cachegen:bits=3,cachegen:mode=channels:k=0.3:v=0.3,cachegen:bits=2:predictor=previous";
     let methods = Method::parse_list(methods).unwrap();
     let profile = calibrated(&model, &rope, calibration, &methods).unwrap();
@@ -89,7 +89,7 @@ impl Setup {
         serve_into(&mut link, caches, clock, &[context.costs()], &options).unwrap()
     }
 
-    /// The logits that follow the prompt, loaded on the CPU.
+    /// The logits after the prompt, loaded on the CPU.
     fn on_cpu(&self, method: &str, context: &Arc<EncodedContext>, given: &[Encoding]) -> Vec<Vec<f32>> {
         let method: Method = method.parse().unwrap();
         let Prepared { mut cache, .. } = method.prepare(&self.model, &self.rope, &self.profile).unwrap();
@@ -109,7 +109,7 @@ impl Setup {
         decoder(gpu, &self.model, method, &self.profile, 1, CAPACITY)
     }
 
-    /// The logits that follow the prompt, loaded on the device, and the trace.
+    /// The logits after the prompt, loaded on the device, and the trace.
     fn on_device(
         &self,
         gpu: &Arc<Gpu>,
@@ -158,7 +158,7 @@ fn loaded_contexts_are_those_of_the_cpu() {
     }
 }
 
-/// Sequences of a batch load beside each other, each what it would load alone.
+/// Sequences of a batch load concurrently, each with the result of loading it alone.
 #[test]
 fn sequences_of_a_batch_load_their_own_contexts() {
     let Some(gpu) = gpu_in_turn() else { return };
@@ -198,7 +198,7 @@ fn sequences_of_a_batch_load_their_own_contexts() {
         }
         let next = Chunk { sequence: 1, position: 170, count: 150 };
         let refused = both.begin_load(&mut loader, next, 0, SETUP.frame(1, 0)).unwrap_err();
-        // Not a frame of these tokens; a cache with tokens that it has not stored yet does not look at it.
+        // Not a frame of these tokens; a cache whose earlier tokens are not stored yet does not look at it.
         assert!(matches!((method, refused), ("million", Error::Argument(_)) | (_, Error::Stream(_))));
         for ((logits, expected), next) in logits.iter().zip(&expected).zip([300, 150]) {
             let kl = divergence(logits, expected, &SETUP.prompt[next..][..21]).kl();
@@ -207,8 +207,8 @@ fn sequences_of_a_batch_load_their_own_contexts() {
     }
 }
 
-/// A cache that takes frames when they end is not given those of a sequence that has been emptied since, or
-/// gone on.
+/// A cache that takes frames when they end is not given those of a sequence that was emptied, or has
+/// advanced, since.
 #[test]
 fn frames_of_another_sequence_are_not_taken() {
     let Some(gpu) = gpu_in_turn() else { return };
@@ -278,7 +278,7 @@ fn bad_frames_are_refused_and_change_nothing() {
             assert!(matches!(refused(tokens.clone(), 1, frame.clone()), Error::Stream(_)));
             assert!(matches!(refused(tokens.clone(), 9, frame.clone()), Error::Stream(_)));
             assert!(matches!(refused(tokens.clone(), 0, SETUP.frame(0, 0)), Error::Stream(_)));
-            // Cut anywhere, or with any byte of its header and index changed.
+            // Truncated anywhere, or with any byte of its header and index changed.
             for at in (0..frame.len()).step_by(frame.len() / 23) {
                 assert!(matches!(refused(tokens.clone(), 0, frame.slice(..at)), Error::Codec(_)));
             }
@@ -342,7 +342,7 @@ fn wrong_checksums_and_malformed_tiles_are_found_at_the_end() {
     }
 }
 
-/// A frame begins while it arrives, in pieces of any size, and another one may take its place.
+/// A frame begins while it arrives, in pieces of any size, and another one may replace it.
 #[test]
 fn frames_begin_while_they_arrive() {
     let Some(gpu) = gpu_in_turn() else { return };
@@ -451,7 +451,7 @@ fn page_locked_bytes_are_the_bytes() {
     assert_eq!(run(locked), run(frame));
 }
 
-/// A prompt over a store has the logits of the CPU, from the stored prefix, from text in between, and with
+/// A prompt over a store has the logits of the CPU: from the stored prefix, from text in between, and with
 /// nothing stored.
 #[cfg(feature = "store")]
 #[test]

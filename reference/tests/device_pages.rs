@@ -109,7 +109,7 @@ fn a_pool_that_is_full_refuses_and_loses_nothing() {
         let cosine = support::cosine(own, expected);
         assert!(cosine > 0.9999, "step {i} after the neighbour's end: cosine {cosine}");
     }
-    // Its pages serve again.
+    // Its pages are reused.
     decoder.prefill(&[run[..1].to_vec(), run[..1].to_vec()], 32).unwrap_err();
     decoder.clear().unwrap();
     decoder.prefill(&prompts(33), 32).unwrap();
@@ -119,8 +119,8 @@ fn a_pool_that_is_full_refuses_and_loses_nothing() {
 fn sequences_that_have_ended_take_no_more_pages() {
     let Some(gpu) = gpu("ended sequences") else { return };
     let (model, tokens) = model();
-    // The second sequence ends with whatever it picks first: the first one gets the page that the host would
-    // have given to both.
+    // The second sequence ends with its first pick, whatever it is: the first one gets the page that the host
+    // would have given to both.
     let mut model = (*model).clone();
     let prompts = vec![tokens[3000..3003].to_vec(), tokens[4000..4007].to_vec()];
     let first = {
@@ -140,7 +140,7 @@ fn sequences_that_have_ended_take_no_more_pages() {
     let steps = (0..256).take_while(|_| decoder.step().is_ok()).count();
     let picked = decoder.picked().unwrap();
     assert_eq!(picked[1], first[1]);
-    // Unless the first one has ended, too, it has the other two pages.
+    // Unless the first one has also ended, it has the other two pages.
     if picked[0].last() == Some(&first[1][0]) {
         assert_eq!(steps, 256, "sequences that stand still fill nothing");
     } else {

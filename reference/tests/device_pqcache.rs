@@ -1,4 +1,4 @@
-//! PQCache on a GPU, with exact rows in host memory, computes what it does on the CPU. Without a GPU these
+//! PQCache on a GPU, with exact rows in host memory, computes the same as on the CPU. Without a GPU these
 //! tests are skipped, which `GPU_TESTS=require` turns into a failure.
 
 #![cfg(feature = "cuda")]
@@ -63,7 +63,7 @@ fn codebooks_are_trained_on_the_prompt() {
     }
 }
 
-/// The device's own times are measured once, and anew where the file is damaged or another's.
+/// The device's own times are measured once, and again if the file is damaged or of another device.
 #[test]
 fn iterations_follow_from_the_times_of_the_device() {
     let Some(gpu) = gpu("clustering profile") else { return };
@@ -93,7 +93,7 @@ fn iterations_follow_from_the_times_of_the_device() {
     decoder.step().unwrap();
 }
 
-/// What `kv cost` measures on a device is in the file that `iterations=FILE` reads there.
+/// The measurements of `kv cost` on a device are in the file that `iterations=FILE` reads there.
 #[test]
 fn measured_times_are_those_that_iterations_follow() {
     let Some(gpu) = gpu("clustering cost") else { return };
@@ -156,7 +156,8 @@ fn rows_that_stay_are_those_that_would_be_fetched() {
     assert!(reused == fetched, "other logits");
 }
 
-/// Rows that miss, over all layers and heads, are as many as in the CPU's cache of blocks of one token.
+/// The number of missed rows, over all layers and heads, equals that of the CPU's cache with blocks of one
+/// token.
 #[test]
 fn rows_stay_that_have_been_chosen_last() {
     let Some(gpu) = gpu("rows chosen last") else { return };
@@ -186,12 +187,12 @@ fn rows_stay_that_have_been_chosen_last() {
         println!("{held} rows stay: {fetched} fetched, {expected} on the CPU");
         assert!((fetched as f64 / expected as f64 - 1.0).abs() < 0.05, "{held}: {fetched} and {expected}");
         assert!(held == 64 || fetched < last_step.1, "{held}: {fetched} of {}", last_step.1);
-        // Attention takes rows in the order of their tokens, wherever they come from.
+        // Attention takes rows in the order of their tokens, whatever their source.
         assert!(logits == last_step.0, "{held}: other logits");
     }
 }
 
-/// Sequences whose tokens are looked up in several spans, with more slots than threads take at once.
+/// Sequences whose tokens are looked up in several spans, with more slots than threads process at once.
 #[test]
 fn rows_of_long_sequences_stay() {
     let Some(gpu) = gpu("rows of long sequences") else { return };
@@ -233,7 +234,7 @@ fn prompts_in_chunks_fill_the_cache_as_whole_ones_do() {
 fn a_batch_of_different_lengths_generates_what_each_sequence_does() {
     let Some(gpu) = gpu("pqcache batches") else { return };
     let (model, tokens) = model();
-    // Where few tokens are chosen, others may be.
+    // If few tokens are chosen, the choice may differ.
     for (spec, same) in [
         ("pqcache:tokens=32:codebooks=profile:exact=bf16", 8),
         ("pqcache:tokens=4096:codebooks=profile:exact=bf16", 40),

@@ -1,4 +1,4 @@
-//! Sequences that take the places of others while the batch goes on compute what they do on the CPU. Without
+//! Sequences that take the slots of others while the batch continues compute the same as on the CPU. Without
 //! a GPU these tests are skipped, which `GPU_TESTS=require` turns into a failure.
 
 #![cfg(feature = "cuda")]
@@ -59,7 +59,7 @@ fn refilled_batches_have_the_logits_of_the_cpu() {
         steps(&mut decoder, &goes_on[300..400], &ends[200..]);
         decoder.end(1).unwrap();
         steps(&mut decoder, &goes_on[400..500], &[0; 100]);
-        // Behind steps of the whole batch, in two parts.
+        // After steps of the whole batch, in two parts.
         decoder.prefill_one(1, &comes[..200], 150).unwrap();
         decoder.prefill_one(1, &comes[200..300], 150).unwrap();
         steps(&mut decoder, &goes_on[500..699], &comes[300..499]);
@@ -95,7 +95,7 @@ fn prompts_for_one_place_are_refused_by_name() {
     assert_eq!(decoder.logits().unwrap(), before);
 }
 
-/// A batch runs for longer than a sequence has room for, as long as sequences end.
+/// A batch runs for longer than a sequence's capacity, as long as sequences end.
 #[test]
 fn a_batch_outlives_its_sequences() {
     let Some(gpu) = gpu("long batches") else { return };
@@ -111,7 +111,7 @@ fn a_batch_outlives_its_sequences() {
     assert!(matches!(error, Error::Argument(_)), "{error}");
 }
 
-/// A batch that is fed from a queue generates what the prompts do in batches of their own.
+/// A batch fed from a queue generates the same as the prompts in batches of their own.
 #[test]
 fn more_prompts_than_places_take_turns() {
     let Some(gpu) = gpu("queued prompts") else { return };
@@ -132,7 +132,7 @@ fn more_prompts_than_places_take_turns() {
             Ok(alone.len() < queued.len())
         };
         kv_reference::device::serve(&mut new(1), std::slice::from_ref(prompt), 64, push).unwrap();
-        // Attention of a batch adds in another order: a near tie may be another token.
+        // Attention of a batch sums in another order: a near tie may give another token.
         let same = queued.iter().zip(&alone).take_while(|(a, b)| a == b).count();
         println!("prompt {i}: {same} of {} tokens alike", alone.len());
         assert!(same >= alone.len().min(8), "prompt {i}: {queued:?} and {alone:?}");

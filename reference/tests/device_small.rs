@@ -1,5 +1,5 @@
 //! Every cache on a GPU with a model of two layers: prompts in chunks, steps past the ring, prompts again,
-//! for the whole batch and for one of its places. Short enough for `compute-sanitizer` (`.ci/gpu`). Without a
+//! for the whole batch and for one of its slots. Short enough for `compute-sanitizer` (`.ci/gpu`). Without a
 //! GPU it is skipped, which `GPU_TESTS=require` turns into a failure.
 
 #![cfg(feature = "cuda")]
@@ -135,11 +135,11 @@ fn every_cache_runs_twice_alike() {
     }
 }
 
-/// A place of a batch that has been freed is filled again while the others go on.
+/// A freed slot of a batch is refilled while the other sequences continue.
 #[test]
 fn every_cache_refills_a_place() {
     const LENGTHS: [usize; 3] = [41, 30, 19]; // of the first prompts
-    const STEPS: [usize; 2] = [25, 5]; // before the second sequence ends, and before its place is filled
+    const STEPS: [usize; 2] = [25, 5]; // before the second sequence ends, and before its slot is refilled
     const NEXT: usize = 33; // tokens of the prompt that fills it
     let Some(gpu) = gpu("small models, refilled") else { return };
     let model = model(64);
@@ -179,13 +179,13 @@ fn every_cache_refills_a_place() {
         };
         let first = refilled(50);
         assert!(first.iter().flatten().flatten().all(|x| x.is_finite()), "{spec}");
-        // The others do not depend on what the place is filled with.
+        // The others do not depend on the new prompt of the slot.
         let other = refilled(51);
         for (i, (a, b)) in first.iter().zip(&other).enumerate() {
             assert!((0..batch).all(|s| (a[s] == b[s]) == (s != 1)), "{spec}: step {i}");
         }
-        // The place does not depend on what was there: it has the logits of a batch of these lengths that has
-        // never had another sequence.
+        // The slot does not depend on its earlier sequence: it has the logits of a batch of these lengths
+        // that never had another sequence.
         let mut fresh = new();
         let all = STEPS[0] + STEPS[1];
         let prompts = (0..batch).map(|s| match s {

@@ -1,5 +1,5 @@
-//! Prompts over a store: what is loaded gives what is computed, contexts share chunks, and damage costs time,
-//! not answers.
+//! Prompts over a store: loaded caches give the same as computed ones, contexts share chunks, and damage
+//! costs time, not answers.
 
 #![allow(clippy::unwrap_used, clippy::panic)] // helpers of tests, too
 
@@ -40,7 +40,7 @@ struct Setup {
     space: Space,
 }
 
-/// The shipped model; a level that loses next to nothing, and one that loses more.
+/// The shipped model; a nearly lossless level, and a lossier one.
 static SETUP: LazyLock<Setup> = LazyLock::new(|| {
     let assets = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets");
     let model = Arc::new(Model::load(&assets.join("tiny-llama-12m")).unwrap());
@@ -131,7 +131,7 @@ fn loaded_prompts_continue_as_computed_ones() {
         let (coarse, _) = SETUP.generate(&store, prompt, false, &LEVEL[1]);
         assert!(bytes(&coarse) < bytes(&fine) / 2, "{name}");
         assert!(kl(&computed, &coarse) < 0.1, "{name}: {}", kl(&computed, &coarse));
-        // Text in the place of any chunk is computed over what was loaded; of all chunks it is exact.
+        // Text in place of any chunk is computed over the loaded chunks; for all chunks it is exact.
         let mixed = [Encoding::Level(0), Encoding::Text];
         let (mixed, same) = SETUP.generate(&store, prompt, false, &mixed);
         assert!(kl(&computed, &mixed) < 1e-4 && tokens == same, "{name}: {}", kl(&computed, &mixed));
@@ -147,12 +147,12 @@ fn contexts_share_chunks_and_the_longest_prefix_is_found() {
     let tokens = &SETUP.tokens;
     assert_eq!(SETUP.put(&store, &tokens[..180]), 3);
     assert_eq!(SETUP.put(&store, &tokens[..180]), 0);
-    // A tail is not a part of a longer one.
+    // A tail is not part of a longer one.
     assert_eq!(SETUP.put(&store, &tokens[..200]), 1);
     assert_eq!(SETUP.put(&store, &tokens[..220]), 1);
     let mut branch = tokens[..120].to_vec();
     branch.extend(&tokens[300..345]);
-    // Two chunks are there; the tail of 40 tokens is new.
+    // Two chunks exist; the tail of 40 tokens is new.
     assert_eq!(SETUP.put(&store, &branch), 1);
     let loaded = |prompt: &[u32]| SETUP.generate(&store, prompt, false, &LEVEL[0]).0.prefix;
     assert_eq!(loaded(&tokens[..190]), 180);
@@ -176,7 +176,7 @@ fn what_is_new_is_kept_when_asked() {
     // The tail of 40 ends the prompt, whose last token is computed.
     assert_eq!((again.prefix, again.stored), (60, 0));
     assert!(kl(&first, &again) < 1e-4 && continued == same);
-    // A longer prompt does not make a chunk of a tail that has been loaded.
+    // A longer prompt does not make a chunk from a loaded tail.
     let (longer, _) = SETUP.generate(&store, &tokens[..150], true, &LEVEL[1]);
     assert_eq!((longer.prefix, longer.stored), (60, 2));
     assert_eq!(SETUP.generate(&store, &tokens[..150], false, &LEVEL[0]).0.prefix, 140);
@@ -202,8 +202,8 @@ fn damage_costs_time_and_is_mended() {
     assert!(kl(&whole, &mended) < 1e-4 && tokens == same);
 }
 
-/// Storing a context again repairs what is wrong with its frames: what is lost or cut in any case, wrong bits
-/// when the frames are read.
+/// Storing a context again repairs its frames: lost or truncated ones in any case, wrong bits if the frames
+/// are read.
 #[test]
 fn what_is_stored_again_is_repaired() {
     let folder = tempfile::tempdir().unwrap();
@@ -224,7 +224,7 @@ fn what_is_stored_again_is_repaired() {
     flip(&frames(folder.path(), prompt, 1));
     assert_eq!(SETUP.repair(&store, prompt, Check::Length), calculated(0, 0));
     assert_eq!(SETUP.repair(&store, prompt, Check::Digests), calculated(0, 1));
-    // What is lost and what is new, at once; the second writer has nothing to do.
+    // Lost and new chunks at once; the second writer has nothing to do.
     wrong();
     assert_eq!(SETUP.repair(&store, &SETUP.tokens[..250], Check::Digests), calculated(1, 2));
     assert_eq!(SETUP.repair(&store, &SETUP.tokens[..250], Check::Digests), calculated(0, 0));
@@ -250,7 +250,7 @@ fn flip(path: &Path) {
     std::fs::write(path, object).unwrap();
 }
 
-/// Calibration differs between machines in the last bits: the first profile is everybody's.
+/// Calibration differs between machines in the last bits: the first profile is shared by all.
 #[test]
 fn the_first_profile_is_everybodys() {
     let folder = tempfile::tempdir().unwrap();
@@ -307,7 +307,7 @@ fn files_of_killed_writers_are_swept() {
     assert_eq!(sweep_unfinished("memory:///", std::time::Duration::ZERO).unwrap(), 0);
 }
 
-/// Without a model: rows out of the store, each level chosen by the rate of the transfers before.
+/// Without a model: rows from the store, each level chosen by the rate of the previous transfers.
 #[test]
 fn chunks_are_loaded_and_decoded_as_rows() {
     let store = memory();
@@ -424,8 +424,8 @@ fn the_command_line_stores_and_loads() {
     refused("a deleted text", &get, "holds no beginning of this text");
 }
 
-/// A server that answers every request alike, for as long as the process runs: with this code, or with no body.
-/// Returns its port.
+/// A server that gives every request the same answer, for as long as the process runs: with this code, or
+/// with no body. Returns its port.
 fn server(status: &'static str, code: Option<&'static str>) -> u16 {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();
@@ -467,7 +467,7 @@ fn what_a_server_says_is_one_line() {
     }
 }
 
-/// A bucket that is not there is not an empty store, also where the server does not say what is missing.
+/// A missing bucket is not an empty store, even if the server does not say what is missing.
 #[test]
 fn a_missing_bucket_is_one_line_that_names_it() {
     for code in [Some("NoSuchBucket"), None] {

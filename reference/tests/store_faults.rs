@@ -1,5 +1,5 @@
-//! The store of caches over an object store that fails, by seeded schedules: nothing wrong is returned,
-//! nothing that was acknowledged is lost, nothing waits longer than its limits.
+//! The store of caches over an object store that fails, by seeded schedules: no wrong data is returned, no
+//! acknowledged write is lost, and no call exceeds its time limits.
 
 #![allow(clippy::unwrap_used, clippy::panic)] // helpers of tests, too
 
@@ -30,7 +30,7 @@ const OPTIONS: Options = Options {
     most_backoff: Duration::from_secs(1),
     parallel: 4,
 };
-/// Longer than all attempts of a request with their waits.
+/// Longer than all attempts of a request with their backoff.
 const REQUEST: Duration = Duration::from_secs(4 * 2 + 3);
 
 fn profile() -> Profile {
@@ -40,7 +40,7 @@ fn profile() -> Profile {
     Profile::new(info, vec![plane; 2 * LEVELS]).unwrap()
 }
 
-/// What has been offered for each chunk, and what of it was acknowledged.
+/// The objects offered for each chunk, and which of them were acknowledged.
 #[derive(Default)]
 struct Truth {
     objects: HashMap<ChunkId, Vec<Vec<u8>>>,
@@ -64,7 +64,7 @@ impl World {
         Self { profile, space, faulty, store, truth: std::sync::Mutex::default() }
     }
 
-    /// Stores a context as one writer would, up to the first error. No two writers have the same rows.
+    /// Stores a context as one writer would, up to the first error. Every writer has different rows.
     async fn write(&self, writer: u64, tokens: &[u32]) {
         let mut random = Random(writer);
         let rows = |random: &mut Random| (0..tokens.len() * 8).map(|_| random.unit() * 4.0 - 2.0).collect();
@@ -82,8 +82,7 @@ impl World {
         }
     }
 
-    /// Loads what is found of a context, and checks every frame; returns the tokens that were found and
-    /// loaded.
+    /// Loads the stored prefix of a context, and checks every frame; returns the number of tokens loaded.
     async fn read(&self, tokens: &[u32], level: usize) -> Result<usize, Error> {
         let found = self.store.find(&self.space, tokens).await?;
         let keys: Vec<_> = self.space.chunks(tokens);
@@ -127,7 +126,7 @@ fn contexts(random: &mut Random) -> Vec<Vec<u32>> {
     contexts
 }
 
-/// Writers, of whom some die, and readers at once, while the store fails; then readers while it does not.
+/// Concurrent writers, some of which die, and readers, while the store fails; then readers while it does not.
 async fn schedule(seed: u64) {
     let mut random = Random(seed);
     let faults = Faults::draw(&mut random);
@@ -143,7 +142,7 @@ async fn schedule(seed: u64) {
                 _ => Duration::from_secs(1_000_000),
             };
             tasks.push(Box::pin(async move {
-                // Dying is being dropped at any moment.
+                // Dying means being dropped at any moment.
                 let _ = timeout(life, world.write(name, tokens)).await;
             }));
         }
@@ -172,7 +171,7 @@ async fn schedule(seed: u64) {
         };
         let read = world.read(tokens, 0).await;
         assert!(read.as_ref().is_ok_and(|&n| n >= stored), "{stored} tokens were acknowledged: {read:?}");
-        // A second writer completes what dead ones have left.
+        // A second writer completes the chunks of dead ones.
         world.write(seed, tokens).await;
         let end = keys.last().map_or(0, |key| key.tokens.end);
         assert_eq!(world.read(tokens, 1).await.unwrap(), end);
@@ -203,8 +202,8 @@ fn many_random_schedules() {
     run(300..10_300);
 }
 
-/// Every object in turn is cut, damaged, exchanged for each other one, or lost: a reader gets an error or a
-/// shorter prefix.
+/// Every object in turn is truncated, damaged, swapped with each other one, or lost: a reader gets an error
+/// or a shorter prefix.
 #[tokio::test(start_paused = true)]
 async fn objects_that_are_not_what_was_written() {
     let world = World::new(1, Faults::default());
@@ -246,7 +245,7 @@ async fn objects_that_are_not_what_was_written() {
     }
 }
 
-/// Whatever byte of whatever object changes, listing and verifying find it.
+/// Any changed byte of any object is found by listing and verifying.
 #[tokio::test(start_paused = true)]
 async fn every_changed_byte_is_found() {
     let world = World::new(1, Faults::default());
@@ -287,7 +286,7 @@ async fn damaged_chunks_can_be_replaced() {
     assert_eq!(world.read(&tokens, 0).await.unwrap(), 0);
     world.write(2, &tokens).await;
     assert_eq!(world.read(&tokens, 0).await.unwrap(), 20);
-    // Frames that cannot be read are known only to their reader.
+    // Damaged frames are known only to their reader.
     for (path, _) in world.faulty.objects().await {
         if path.to_string().contains("/data/") {
             world.faulty.set(&path, Some(vec![])).await;
@@ -303,7 +302,8 @@ async fn damaged_chunks_can_be_replaced() {
     assert_eq!(world.read(&tokens, 0).await.unwrap(), 20);
 }
 
-/// A store that never answers is given up after the attempts' time, and one that is full refuses writes only.
+/// A store that never answers is given up after the time of all attempts, and one that is full rejects only
+/// writes.
 #[tokio::test(start_paused = true)]
 async fn limits_hold() {
     let tokens: Vec<u32> = (0..20).collect();

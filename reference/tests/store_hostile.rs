@@ -1,5 +1,5 @@
-//! Manifests and objects that are not what was written, through the whole of a store: errors of one line, and
-//! no memory beyond a limit. `fuzz/fuzz_targets/store_objects.rs` is the same with a fuzzer's changes.
+//! Manifests and objects that differ from those written, through all layers of a store: one-line errors, and
+//! no memory beyond a limit. `fuzz/fuzz_targets/store_objects.rs` does the same with a fuzzer's changes.
 
 #![allow(clippy::unwrap_used, unsafe_code)] // helpers of tests, and an allocator that counts
 
@@ -12,7 +12,7 @@ use std::cell::Cell;
 
 use support::hostile::{Change, Forged, Written};
 
-/// The system's allocator, which keeps the largest request of a thread.
+/// The system's allocator, recording the largest request of a thread.
 struct Watching;
 
 thread_local! {
@@ -36,7 +36,7 @@ unsafe impl GlobalAlloc for Watching {
 #[global_allocator]
 static ALLOCATOR: Watching = Watching;
 
-/// Most bytes of one allocation. The objects have a few thousand; manifests may claim 2^64.
+/// Maximum bytes of one allocation. The objects have a few thousand; manifests may claim 2^64.
 const LIMIT: usize = 1 << 20;
 
 /// SplitMix64.
@@ -50,7 +50,7 @@ impl Random {
         x ^ (x >> 31)
     }
 
-    /// A number that is as often small, or near a power of two, as any.
+    /// A value that is equally often small, near a power of two, or arbitrary.
     fn value(&mut self) -> u64 {
         let value = self.next();
         match value % 3 {

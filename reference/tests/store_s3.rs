@@ -1,4 +1,4 @@
-//! The store of caches on a real S3 server, which is killed and started again.
+//! The store of caches on a real S3 server, which is killed and restarted.
 
 #![allow(clippy::unwrap_used, clippy::panic)] // helpers of tests, too
 
@@ -150,7 +150,7 @@ fn a_missing_bucket_is_not_an_empty_store() {
     assert!(empty.status.success() && empty.stdout == b"nothing is stored there\n", "{empty:?}");
 }
 
-/// A server that dies before the third transfer: what is missing is recomputed over what has arrived.
+/// A server that dies before the third transfer: the missing chunks are recomputed over the loaded ones.
 #[test]
 fn a_stream_goes_on_as_text_when_its_server_dies() {
     let Some(weed) = weed() else { return };
@@ -191,7 +191,7 @@ fn a_stream_goes_on_as_text_when_its_server_dies() {
     assert!(fine.prefix == 320 && trace.bytes > 0 && kl(&fine) < 1e-3, "{}", kl(&fine));
     assert!(trace.events.iter().all(|event| event.outcome == Outcome::Loaded));
 
-    // An adaptive stream without a deadline. What it chooses depends on the machine.
+    // An adaptive stream without a deadline. Its choices depend on the machine.
     let sample = EncodedContext::encode(&model, &rope, &profile, &prompt[..256], 256).unwrap();
     let policy = StreamPolicy { slo: 0.0, first_level: 1, prior: None, plans: Plans::TextFirst };
     let mut adaptive = FillOptions { speeds: sample.speeds(), ..given(vec![]) };
@@ -269,7 +269,7 @@ impl Link for Dying<'_> {
     }
 }
 
-/// The server keeps the first of several conditional writes, which is what a manifest is written with.
+/// The server keeps the first of several conditional writes; manifests rely on them.
 #[test]
 fn one_of_many_writers_is_first() {
     let Some(weed) = weed() else { return };
@@ -297,15 +297,15 @@ fn one_of_many_writers_is_first() {
     });
 }
 
-/// Seconds of [`many_clients`]: of the variable KV_LOAD_SECONDS, at most an hour; half a minute without it.
+/// Seconds of [`many_clients`]: from the variable KV_LOAD_SECONDS, at most an hour; by default half a minute.
 fn load_seconds() -> u64 {
     let Ok(seconds) = std::env::var("KV_LOAD_SECONDS") else { return 30 };
     let seconds = seconds.parse().ok().filter(|seconds| (1..=3600).contains(seconds));
     seconds.unwrap_or_else(|| panic!("KV_LOAD_SECONDS is 1 to 3600"))
 }
 
-/// 64 clients put, get and delete contexts that begin alike, without an error or a wrong byte; then the rate
-/// of reading chunks next to that of reading whole objects of the same size.
+/// 64 clients put, get and delete contexts with shared prefixes, without an error or a wrong byte; then the
+/// rate of reading chunks, compared with reading whole objects of the same size.
 #[test]
 #[ignore = "long: 64 clients for half a minute, or KV_LOAD_SECONDS"]
 fn many_clients() {
@@ -321,7 +321,7 @@ fn many_clients() {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
     let limit = Duration::from_secs(load_seconds());
     runtime.block_on(async {
-        // A tail of 100 tokens after 500 that all contexts have.
+        // A tail of 100 tokens after 500 that all contexts share.
         let base = context.tokens[..600].to_vec();
         let tokens = move |client: u32, round: u32| {
             let mut tokens = base.clone();
@@ -350,7 +350,7 @@ fn many_clients() {
                     }
                     assert_eq!(read(&caches, &context, &tokens, &objects).await, 600);
                     kept.push_back(tokens);
-                    // Every second one at once, the others when there are too many.
+                    // Every second one at once, the others once there are too many.
                     let old = match round % 2 {
                         0 => kept.pop_back(),
                         _ if kept.len() > KEPT => kept.pop_front(),
@@ -366,7 +366,7 @@ fn many_clients() {
             })
         });
         let clients: Vec<_> = clients.collect();
-        // The server keeps the place of deleted objects until it is told to give it back.
+        // The server keeps the space of deleted objects until a vacuum frees it.
         let vacuum = tokio::task::spawn_blocking(move || {
             while start.elapsed() < limit {
                 std::thread::sleep(Duration::from_secs(10).min(limit));

@@ -1,5 +1,5 @@
 //! Streams on the simulated clock and over a shaped link into real caches: the choice of encodings, faults of
-//! the link and of the bytes, and the quality of what is loaded.
+//! the link and of the bytes, and the quality of the loaded caches.
 
 #![allow(clippy::unwrap_used, clippy::panic)] // helpers of tests, too
 
@@ -171,7 +171,7 @@ fn a_stall_ends_in_an_error_or_in_text() {
         );
         assert!(trace.seconds() < 0.3 + 1.1 + 1.3, "{}", trace.seconds());
         let strict = simulate(&contexts, dead.clone(), 0.01, &Options { fall_back: false, ..options });
-        // An adaptive stream may have left the link by itself.
+        // An adaptive stream may have left the link on its own.
         assert!(
             strict.as_ref().is_ok_and(|trace| trace.seconds() < 2.0)
                 || matches!(strict, Err(Error::Stream(_)))
@@ -202,7 +202,7 @@ fn wrong_arguments_are_errors() {
     assert!(matches!(simulate(&contexts, gbps(1.0), 0.0, &adaptive(1.0, 9, None)), Err(Error::Codec(_))));
 }
 
-/// A model, a prompt at three levels in chunks of 200 tokens, and what follows it.
+/// A model, a prompt at three levels in chunks of 200 tokens, and its continuation.
 struct Setup {
     model: Arc<Model>,
     rope: Arc<Rope>,
@@ -291,7 +291,7 @@ fn every_level_a_mix_and_text_in_the_middle_are_loaded() {
     assert!(exact < 1e-9, "{exact}");
 }
 
-/// A chunk of text attends to the chunks before it as they were loaded, and is itself exact.
+/// A chunk of text attends to the earlier chunks as loaded, and is itself exact.
 #[test]
 fn text_on_top_of_loaded_chunks_is_a_prefill_over_them() {
     let first = [Encoding::Level(2), Encoding::Level(1), TEXT];
@@ -342,7 +342,7 @@ fn damaged_and_swapped_chunks_are_recomputed() {
     assert!(SETUP.kl(caches[0].as_mut()) <= SETUP.loaded(&[Encoding::Level(0)]));
 }
 
-/// A link that breaks at a transfer, in one of the ways there are.
+/// A link that breaks during a transfer, in one of several ways.
 struct Breaks {
     inner: ShapedLink<RealClock, Memory>,
     transfers: usize,

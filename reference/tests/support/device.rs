@@ -13,7 +13,7 @@ use kv_reference::method::{Method, Prepared};
 use kv_reference::model::{Model, Rope};
 use kv_reference::{Profile, forward};
 
-/// Says that a test did not run.
+/// Reports that a test did not run.
 pub fn skip(what: &str, error: &dyn std::fmt::Display) {
     assert!(std::env::var("GPU_TESTS").as_deref() != Ok("require"), "{what}: {error}");
     // Not println!, which the test harness would swallow.
@@ -33,7 +33,7 @@ pub fn model() -> (Arc<Model>, Vec<u32>) {
     (Arc::new(model), tokens)
 }
 
-/// Codebooks for methods, of the first tokens of the shipped text.
+/// Codebooks for methods, trained on the first tokens of the shipped text.
 pub fn profile(model: &Arc<Model>, calibration: &[u32], specs: &[&str]) -> Profile {
     let rope = Rope::new(&model.config, calibration.len());
     let methods: Vec<Method> = specs.iter().map(|spec| spec.parse().unwrap()).collect();
@@ -73,7 +73,7 @@ pub fn decoder(
     Decoder::new(gpu.clone(), weights, cache, batch).unwrap()
 }
 
-/// Logits of every position of one sequence that is fed token by token.
+/// Logits of every position of one sequence, fed token by token.
 pub fn teacher_forced(decoder: &mut Decoder, tokens: &[u32]) -> Vec<Vec<f32>> {
     let step = |&token| {
         decoder.feed(&[token]).unwrap();
@@ -83,7 +83,7 @@ pub fn teacher_forced(decoder: &mut Decoder, tokens: &[u32]) -> Vec<Vec<f32>> {
     tokens.iter().map(step).collect()
 }
 
-/// The method diverges from the dense cache by as much as on the CPU, and hardly from itself there.
+/// The method diverges from the dense cache as on the CPU, and hardly from its CPU version.
 pub fn diverges_as_on_the_cpu(gpu: &Arc<Gpu>, spec: &str) {
     let (model, tokens) = model();
     let (calibration, rest) = tokens.split_at(2048);
@@ -120,8 +120,8 @@ pub fn equals_dense(gpu: &Arc<Gpu>, spec: &str, cosine_at_least: f64) {
     assert!(worst >= cosine_at_least && top1 >= 0.98, "{spec}: cosine {worst}, top-1 {top1}");
 }
 
-/// A batch generates what its launches do one by one, the same each time, and up to `same` tokens what each
-/// sequence does alone: attention of a batch adds in another order.
+/// A batch generates the same as its launches one by one, every time, and up to `same` tokens the same as
+/// each sequence alone: attention of a batch sums in another order.
 pub fn batches_generate_what_sequences_do(
     gpu: &Arc<Gpu>,
     model: &Arc<Model>,
@@ -151,7 +151,7 @@ pub fn batches_generate_what_sequences_do(
     }
 }
 
-/// Steps after prompts of two lengths have the same logits whether the prompts ran whole or in chunks.
+/// Steps after prompts of two lengths have the same logits, whether the prompts ran whole or in chunks.
 pub fn prompts_in_chunks_are_whole_prompts(gpu: &Arc<Gpu>, spec: &str) {
     let (model, tokens) = model();
     let profile = profile(&model, &tokens[..2048], &[spec]);

@@ -1,4 +1,4 @@
-//! An object store in memory that fails by a seeded schedule.
+//! An in-memory object store that fails by a seeded schedule.
 
 use std::fmt;
 use std::sync::Mutex;
@@ -35,20 +35,20 @@ impl Random {
     }
 }
 
-/// How often each fault happens, 0 to 1.
+/// The rate of each fault, 0 to 1.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Faults {
     /// An answer that says "503".
     pub unavailable: f32,
-    /// A request that is done and answered with "503".
+    /// A request that is executed and answered with "503".
     pub lost: f32,
     /// No answer.
     pub hang: f32,
     /// An answer after up to 5 s.
     pub slow: f32,
-    /// A write that is refused.
+    /// A write that is rejected.
     pub full: f32,
-    /// A body that ends early.
+    /// A truncated body.
     pub cut: f32,
     /// A body with a wrong bit.
     pub corrupt: f32,
@@ -61,7 +61,7 @@ pub struct Faults {
 }
 
 impl Faults {
-    /// Some faults, each at a rate of its own.
+    /// Some faults, each at its own rate.
     pub fn draw(random: &mut Random) -> Self {
         let mut rate = || if random.below(2) == 0 { 0.0 } else { random.unit() * 0.3 };
         Self {
@@ -83,7 +83,7 @@ impl Faults {
 struct State {
     random: Random,
     faults: Faults,
-    before: Vec<(Path, Option<Bytes>)>, // what each write has replaced
+    before: Vec<(Path, Option<Bytes>)>, // the object replaced by each write
 }
 
 #[derive(Debug)]
@@ -113,7 +113,7 @@ impl Faulty {
         self.change(Faults::default());
     }
 
-    /// All objects, as they are.
+    /// All objects, without faults.
     pub async fn objects(&self) -> Vec<(Path, Vec<u8>)> {
         let listed: Vec<ObjectMeta> = self.inner.list(None).try_collect().await.unwrap();
         let mut objects = vec![];
@@ -168,7 +168,7 @@ impl Faulty {
         self.state.lock().unwrap().before.push((path.clone(), now));
     }
 
-    /// The object that an answer is made from: the one that was asked for, or a wrong one.
+    /// The object that an answer is made from: the requested one, or a wrong one.
     async fn object(&self, path: &Path) -> Option<Bytes> {
         if self.happens(|faults| faults.stale) {
             let state = self.state.lock().unwrap();
@@ -216,7 +216,7 @@ impl ObjectStore for Faulty {
         let Some(bytes) = bytes else {
             return Err(Error::NotFound { path: path.to_string(), source: "not there".into() });
         };
-        // Through a store of its own, so that ranges are as any store has them.
+        // Through a separate store, so that ranges behave as in any store.
         let answer = InMemory::new();
         answer.put(path, bytes.into()).await?;
         let mut result = answer.get_opts(path, options).await?;

@@ -1,4 +1,4 @@
-//! A store whose objects are not what was written. The tests and the fuzz target `store_objects` share it.
+//! A store whose objects differ from those written. Shared by the tests and the fuzz target `store_objects`.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -18,31 +18,31 @@ const FIXED: usize = 108;
 const LEVEL: usize = 16;
 const DIGEST: usize = 32;
 
-/// A change of one object. Its numbers count modulo what there is.
+/// A change of one object. Its numbers are taken modulo their ranges.
 #[derive(Clone, Copy, Debug)]
 pub struct Change {
-    /// What is done: see [`Written::changed`].
+    /// The kind of change: see [`Written::changed`].
     pub kind: u8,
-    /// To which object.
+    /// The object.
     pub object: u8,
-    /// Where.
+    /// The position.
     pub at: u16,
-    /// With what.
+    /// The new value.
     pub value: u64,
 }
 
-/// Which digests are computed again after the changes, as somebody who may write to the store can do.
+/// The digests that are recomputed after the changes, as anybody with write access to the store can do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Forged {
     /// None.
     Nothing,
-    /// Those that manifests and profiles have of themselves.
+    /// Those of manifests and profiles over themselves.
     Objects,
-    /// Those that manifests have of frames, too.
+    /// Also those of frames in manifests.
     Frames,
 }
 
-/// What a store holds: the chunks of two contexts, and a profile.
+/// The contents of a store: the chunks of two contexts, and a profile.
 pub struct Written {
     profile: Profile,
     id: ProfileId,
@@ -86,7 +86,7 @@ impl Written {
         Self { profile, id, space, contexts, chunks, objects }
     }
 
-    /// The objects after these changes. `bytes` is what a change may put in.
+    /// The objects after these changes. `bytes` are inserted by some changes.
     pub fn changed(&self, changes: &[Change], bytes: &[u8], forged: Forged) -> Vec<(Path, Vec<u8>)> {
         let mut objects = self.objects.clone();
         for &Change { kind, object, at, value } in changes {
@@ -127,7 +127,7 @@ impl Written {
         objects
     }
 
-    /// Gives manifests the digests of the frames that lie where they say.
+    /// Updates the digests of frames in manifests to match the bytes at their offsets.
     fn name_frames(&self, objects: &mut [(Path, Vec<u8>)]) {
         let old = objects.to_vec();
         for (path, manifest) in objects {
@@ -158,8 +158,8 @@ impl Written {
         }
     }
 
-    /// Finds, loads, decodes, lists, verifies and deletes over these objects. Without forged digests what is
-    /// returned is what was written; errors are damage, of one short line, in any case.
+    /// Finds, loads, decodes, lists, verifies and deletes over these objects. Without forged digests,
+    /// returned data is what was written; every error is damage, described in one short line.
     pub async fn check(&self, objects: &[(Path, Vec<u8>)], forged: Forged) {
         let memory = Arc::new(InMemory::new());
         for (path, object) in objects {
@@ -219,13 +219,13 @@ impl Written {
     }
 }
 
-/// Checks for damage that one short line names.
+/// Checks that the error is damage, described in one short line.
 fn is_damage(e: &Error) {
     assert!(e.is_damage(), "{e:?}");
     is_short(e);
 }
 
-/// Checks for one short line.
+/// Checks that the error is one short line.
 fn is_short(e: &dyn std::fmt::Display) {
     let line = e.to_string();
     assert!(line.lines().count() == 1 && line.len() < 400, "{line}");

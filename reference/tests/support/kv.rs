@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
-/// Much longer than any run here takes, on a busy machine too.
+/// Much longer than any run takes, even on a busy machine.
 const LONGEST: Duration = Duration::from_secs(300);
 
 pub fn kv(args: &[&str]) -> Command {
@@ -15,7 +15,7 @@ pub fn kv(args: &[&str]) -> Command {
     command
 }
 
-/// Waits for a process, which is ended when it takes too long.
+/// Waits for a process, which is killed if it takes too long.
 pub fn finished(case: &str, mut child: Child) -> Output {
     let start = Instant::now();
     while child.try_wait().unwrap().is_none() {
@@ -42,8 +42,8 @@ pub fn one_line(case: &str, output: &Output, code: i32, what: &str) {
     assert!(stderr.len() < 5000, "{case}: a line of {} bytes", stderr.len());
 }
 
-/// Runs `kv` and checks that it refuses its arguments with a whole message: what is wrong, which says all of
-/// `what`, and where to read more.
+/// Runs `kv` and checks that it rejects its arguments with a complete message: the reason, which contains all
+/// of `what`, and where to read more.
 pub fn usage_refused(case: &str, args: &[&str], what: &[&str]) {
     let output = run(case, kv(args));
     let stderr = String::from_utf8_lossy(&output.stderr);
@@ -55,13 +55,12 @@ pub fn usage_refused(case: &str, args: &[&str], what: &[&str]) {
     assert!(stderr.len() < 5000, "{case}: a message of {} bytes", stderr.len());
 }
 
-/// Runs `kv` and checks that it refuses with one line that says `what`.
+/// Runs `kv` and checks that it rejects its input with one line that contains `what`.
 pub fn refused(case: &str, args: &[&str], what: &str) {
     one_line(case, &run(case, kv(args)), 2, what);
 }
 
-/// The same with at most `mib` MiB of address space. An allocation that fails would end the process with
-/// SIGABRT.
+/// The same with at most `mib` MiB of address space. A failed allocation would end the process with SIGABRT.
 #[cfg(unix)]
 pub fn refused_within(case: &str, mib: usize, args: &[&str], what: &str) {
     let mut command = Command::new("sh");
@@ -74,7 +73,7 @@ pub fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/parity/fixtures").join(name)
 }
 
-/// A copy of a fixture folder to spoil.
+/// A copy of a fixture folder, to be modified.
 pub fn copy(name: &str) -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     for entry in fixture(name).read_dir().unwrap() {

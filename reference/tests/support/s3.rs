@@ -1,4 +1,4 @@
-//! The command over S3 servers.
+//! The command with S3 servers.
 
 use std::process::Command;
 
@@ -12,8 +12,8 @@ pub fn s3(args: &[&str], endpoint: &str) -> Command {
     command
 }
 
-/// Checks that every command says in one line that the server has no such bucket: `answer` is what the server
-/// says.
+/// Checks that every command reports in one line that the server has no such bucket: `answer` is the server's
+/// text.
 pub fn bucket_is_missing(endpoint: &str, bucket: &str, answer: &str) {
     let url = format!("s3://{bucket}/eu");
     let what = format!("GET {endpoint}/{bucket}: {answer}");

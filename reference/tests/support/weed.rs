@@ -13,8 +13,7 @@ use object_store::{ObjectStore, RetryConfig};
 
 pub const BUCKET: &str = "caches";
 
-/// The binary `weed`: that of the variable WEED, or on the path. Without one the test prints that it is
-/// skipped.
+/// The binary `weed`, from the variable WEED or the path. Without it the test prints that it is skipped.
 pub fn weed() -> Option<PathBuf> {
     let named = std::env::var_os("WEED").map(PathBuf::from);
     let path = std::env::var_os("PATH").unwrap_or_default();
@@ -25,7 +24,7 @@ pub fn weed() -> Option<PathBuf> {
     weed
 }
 
-/// A server with its data in a folder. It is ended with the value.
+/// A server with its data in a folder. It is killed on drop.
 pub struct Server {
     process: Child,
     port: u16,
@@ -38,7 +37,7 @@ impl Server {
         let config = folder.join("s3.json");
         let identity = |name: &str, keys: &str| format!(r#"{{"name":"{name}"{keys},"actions":["Admin"]}}"#);
         let keys = r#","credentials":[{"accessKey":"test","secretKey":"test"}]"#;
-        // Whoever has no key may make the bucket.
+        // Requests without a key may create the bucket.
         let identities = format!("{},{}", identity("t", keys), identity("anonymous", ""));
         fs::write(&config, format!(r#"{{"identities":[{identities}]}}"#)).unwrap();
         let data = folder.join("data");
@@ -46,11 +45,11 @@ impl Server {
         let [master, volume, filer, s3] = ports();
         let mut command = Command::new(weed);
         command.args(["server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-s3", "-master.telemetry=false"]);
-        // Volumes grow with what is written. Deleted objects keep their place, and a full server refuses writes.
+        // Volumes grow with writes. Deleted objects keep their space, and a full server rejects writes.
         command.args(["-volume.max=64", "-master.volumeSizeLimitMB=256"]);
-        // By default it takes no write where less than 1 % of the disk is free: that is gigabytes of a large one.
+        // By default it rejects writes if less than 1 % of the disk is free: gigabytes of a large one.
         command.arg("-volume.minFreeSpace=16MiB");
-        // Catalogs of tables at fixed ports: two servers would not start.
+        // Table catalogs at fixed ports: two servers could not start.
         command.args(["-s3.port.iceberg=0", "-s3.port.lance=0"]);
         command.arg(format!("-dir={}", data.display()));
         command.arg(format!("-s3.config={}", config.display()));
@@ -82,7 +81,7 @@ impl Server {
         answer.lines().next().map(str::to_owned)
     }
 
-    /// Makes the server give back the place of deleted objects.
+    /// Makes the server free the space of deleted objects.
     pub fn vacuum(&self) {
         let Ok(mut stream) = TcpStream::connect(("127.0.0.1", self.master)) else { return };
         let request = "GET /vol/vacuum?garbageThreshold=0.2 HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close";
@@ -106,7 +105,7 @@ impl Server {
         Arc::new(builder.with_bucket_name(BUCKET).build().unwrap())
     }
 
-    /// Ends the process at once, as a crash does.
+    /// Kills the process, as in a crash.
     pub fn kill(mut self) {
         self.process.kill().unwrap();
         self.process.wait().unwrap();
@@ -120,8 +119,8 @@ impl Drop for Server {
     }
 }
 
-/// Ports that are free, and so are those 10,000 above them, at which SeaweedFS has its other protocol. Both are
-/// below those that systems give to connections. No two tests of a process get the same.
+/// Free ports, with free ones 10,000 above, where SeaweedFS serves its other protocol. Both are below the
+/// ephemeral range of systems. No two tests of a process get the same.
 fn ports() -> [u16; 4] {
     static NEXT: Mutex<u16> = Mutex::new(0);
     let mut next = NEXT.lock().unwrap();
