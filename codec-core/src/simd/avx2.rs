@@ -14,8 +14,8 @@ features!(Avx2: "avx2" "fma" "bmi1" "bmi2" "popcnt" "lzcnt");
 /// An expression of intrinsics, which the token `Avx2` makes safe.
 macro_rules! op {
     ($e:expr) => {{
-        // SAFETY: a value of `Avx2` exists only where the CPU has the features; pointers are into slices
-        // whose length has been checked, or arrays.
+        // SAFETY: a value of `Avx2` exists only if the CPU has the features; pointers are into slices whose
+        // length has been checked, or arrays.
         unsafe { $e }
     }};
 }

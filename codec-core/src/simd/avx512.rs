@@ -13,8 +13,8 @@ features!(Avx512: "avx512f" "avx512bw" "avx512dq" "avx512vl" "avx2" "fma" "bmi1"
 /// An expression of intrinsics, which the token `Avx512` makes safe.
 macro_rules! op {
     ($e:expr) => {{
-        // SAFETY: a value of `Avx512` exists only where the CPU has the features; pointers are into slices
-        // whose length has been checked, or arrays.
+        // SAFETY: a value of `Avx512` exists only if the CPU has the features; pointers are into slices whose
+        // length has been checked, or arrays.
         unsafe { $e }
     }};
 }

@@ -22,8 +22,8 @@ pub(crate) fn run<K: Kernel>(kernel: K) -> K::Output {
 /// An expression of intrinsics, which the token `Neon` makes safe.
 macro_rules! op {
     ($e:expr) => {{
-        // SAFETY: a value of `Neon` exists only where the CPU has the features; pointers are into slices
-        // whose length has been checked, or arrays.
+        // SAFETY: a value of `Neon` exists only if the CPU has the features; pointers are into slices whose
+        // length has been checked, or arrays.
         unsafe { $e }
     }};
 }
