@@ -48,7 +48,7 @@ pub enum Store {
     Ls(Ls),
     /// Read all that a store holds and compare it with its digests
     Verify(Verify),
-    /// Delete the caches of a model and profile, or what dead writers have left
+    /// Delete the caches of a model and profile, or the orphans of dead writers
     Rm(Rm),
 }
 
@@ -70,7 +70,7 @@ struct LevelArgs {
     /// Levels of every chunk, the least lossy first: cachegen methods
     #[arg(long, value_name = "LIST", default_value = LEVELS)]
     kv_levels: String,
-    /// Tokens of a chunk, and what the length of the last one is a multiple of
+    /// Tokens of a chunk, and the granule of the last one's length
     #[arg(long, value_name = "CHUNK/TAIL", default_value = "1500/100")]
     kv_grid: GridArg,
 }
@@ -133,10 +133,10 @@ pub struct KvArgs {
     /// 0,text,2; `adaptive`: as fast and as lossless as the link and --kv-slo allow
     #[arg(long, value_name = "LIST", default_value = "0", requires = "kv")]
     kv_encoding: String,
-    /// Seconds in which an adaptive prefix is to be loaded; 0 as soon as possible
+    /// Deadline of an adaptive prefix in seconds; 0 for as soon as possible
     #[arg(long, value_name = "SECONDS", default_value_t = 0.0, requires = "kv")]
     kv_slo: f64,
-    /// Store what was not there
+    /// Store the missing chunks
     #[arg(long, requires = "kv")]
     kv_keep: bool,
     #[command(flatten)]
