@@ -121,7 +121,7 @@ pub trait Receiver {
     /// Waits for all its work, and returns the chunks done since the last call, in order.
     ///
     /// # Errors
-    /// Of a recomputation; those of the receiver.
+    /// Those of a recomputation and of the receiver.
     fn finish(&mut self) -> Result<Vec<Computed>>;
 }
 

@@ -271,7 +271,7 @@ fn bad_prompts_are_refused_and_change_nothing() {
 fn a_batch_of_different_lengths_generates_what_each_sequence_does() {
     let Some(gpu) = gpu("batches") else { return };
     let (model, tokens) = model();
-    // The other order of sums in a batch has turned the 23rd token of zack; cachegen quantizes what it turns.
+    // A batch sums in another order, which changes zack's 23rd token; cachegen quantizes the difference.
     for (method, same) in [
         ("dense:dtype=bf16", 40),
         ("int4:exact=bf16", 40),

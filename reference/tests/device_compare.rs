@@ -1,4 +1,4 @@
-//! `kv compare` on a GPU has the rows that it has on the CPU. Without a GPU these tests are skipped, which
+//! `kv compare` on a GPU gives the same rows as on the CPU. Without a GPU these tests are skipped, which
 //! `GPU_TESTS=require` turns into a failure.
 
 #![cfg(feature = "cuda")]
@@ -38,15 +38,16 @@ fn rows_are_those_of_the_cpu() {
                    cachegen:mode=channels:k=0.25:v=0.25:models=context,\
                    cachegen:mode=common:k=0.2:v=0.2:predictor=previous:batch=1,\
                    pqklt,pqklt:exact=bf16:window=32:sinks=2";
-    // Bins of a deviation would be too coarse: so few tokens have a KL of .0045 at .96 of it and of .0142 at
-    // 1.04, on the CPU alone. In bf16 the device rounds keys when it takes them back before RoPE and rotates
-    // them again: with bins of a quarter that is .00072 for the CPU's .00040.
+    // Bins of a deviation would be too coarse: over so few tokens, the CPU alone has a KL of .0045 at .96 of
+    // it and of .0142 at 1.04. In bf16 the device rounds keys when it undoes their RoPE, and rotates them
+    // again: with bins of a quarter, KL is .00072, and .00040 on the CPU.
     let there = rows_agree(methods, SIZES, gpu);
     assert_eq!(there[0].kl, 0.0, "dense is its own reference");
 }
 
-/// Rounding of scores moves single rows across the threshold, so that a step is further from the CPU's than in
-/// other methods, and the mean takes more steps: over 96 of them KL is up to 11 % off, over 600 less than 1.
+/// Rounding of scores moves single rows across the threshold, so that a step deviates more from the CPU's
+/// than in other methods, and the mean needs more steps: over 96 of them KL is up to 11 % off, over 600 less
+/// than 1.
 #[test]
 fn rows_of_hybrid_are_those_of_the_cpu() {
     let Some(gpu) = gpu("compare hybrid") else { return };
@@ -54,7 +55,7 @@ fn rows_of_hybrid_are_those_of_the_cpu() {
     rows_agree(methods, Sizes { decode: 400, ..SIZES }, gpu);
 }
 
-/// Each method has the same row on both, but for rounding. Returns the GPU's.
+/// Each method has the same row on both, up to rounding. Returns the GPU's rows.
 fn rows_agree(methods: &str, sizes: Sizes, gpu: Arc<Gpu>) -> Vec<Row> {
     let on = OnGpu { gpu, chunk: sizes.context, others_on_cpu: false };
     let on_cpu = methods.replace(":rows-on=device", ""); // has no effect there
@@ -81,11 +82,11 @@ fn rows_agree(methods: &str, sizes: Sizes, gpu: Arc<Gpu>) -> Vec<Row> {
         assert!((gpu.kl - cpu.kl).abs() <= (0.1 * cpu.kl).max(2e-4), "{name}: KL {} and {}", gpu.kl, cpu.kl);
         assert!((gpu.perplexity / cpu.perplexity - 1.0).abs() < 0.01, "{name}: perplexity");
         assert!((gpu.top1 - cpu.top1).abs() < 0.04, "{name}: top-1");
-        // Codes on the device lie in tiles of 32 tokens, and a norm there has 16 bits for the CPU's 8.
+        // Codes on the device are in tiles of 32 tokens, and norms there have 16 bits, not the CPU's 8.
         let norms = if gpu.name == "pqklt" { 8.0 / HEAD_DIM } else { 0.0 };
         let bits = 0.96 * cpu.bits_per_value..1.04 * cpu.bits_per_value + norms;
         assert!(bits.contains(&gpu.bits_per_value), "{name}: bits");
-        // Of a fixed share, the rows that stay on the device are not fetched again.
+        // With a fixed share, rows resident on the device are not fetched again.
         let (rows, expected) = (gpu.fetched.rows, cpu.fetched.rows);
         let least = if gpu.setting.contains("rows=auto") { 0.9 * expected - 1.0 } else { 0.0 };
         let range = least..=1.1 * expected + 1.0;

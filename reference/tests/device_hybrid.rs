@@ -1,5 +1,5 @@
-//! Hybrid attention on a GPU, with exact rows in memory of the host or the device, computes what it does on
-//! the CPU. Without a GPU these tests are skipped, which `GPU_TESTS=require` turns into a failure.
+//! Hybrid attention on a GPU, with exact rows in host or device memory, computes the same as on the CPU.
+//! Without a GPU these tests are skipped, which `GPU_TESTS=require` turns into a failure.
 
 #![cfg(feature = "cuda")]
 #![allow(clippy::unwrap_used)]

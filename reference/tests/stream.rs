@@ -110,7 +110,7 @@ fn requests_of_a_batch_are_complete_one_after_the_other() {
     assert!(trace.loaded.is_sorted() && trace.loaded[0] < trace.loaded[2]);
 }
 
-/// Eight requests, each with a second, over bandwidths of which a tenth is too low for all of them.
+/// Eight requests with a second for each, over bandwidths of which a tenth is too low for all of them.
 #[test]
 fn an_eighth_of_the_requests_is_late() {
     let contexts = vec![machine().chunks(8192, 1500).unwrap(); 8];

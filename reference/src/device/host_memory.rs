@@ -48,7 +48,7 @@ impl<T: Copy> HostBuffer<T> {
         let context = gpu.device.context().clone();
         context.bind_to_thread().map_err(|e| driver("use device on this thread", e))?;
         let flags = sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP;
-        // SAFETY: the context is current; a buffer has at least one byte, since the driver refuses none.
+        // SAFETY: the context is current; a buffer has at least one byte, since the driver rejects none.
         let address = unsafe { result::malloc_host(bytes.max(1), flags) };
         let address = address.map_err(|e| refused(bytes, e))?;
         Ok(Self { address, len, kind: Kind::PageLocked, context, elements: PhantomData })

@@ -34,7 +34,7 @@ impl<T: Copy> Buffer<T> {
         context.bind_to_thread().map_err(|e| driver("use device on this thread", e))?;
         let ledger = gpu.ledger.clone();
         let purpose = ledger.add(bytes)?;
-        // SAFETY: the context is current; a buffer has at least one byte, since the driver refuses none.
+        // SAFETY: the context is current; a buffer has at least one byte, since the driver rejects none.
         let address = unsafe { result::malloc_sync(bytes.max(1)) }.map_err(|e| {
             ledger.subtract(bytes, purpose);
             match e.0 {
@@ -145,7 +145,7 @@ impl<T> Drop for Buffer<T> {
     fn drop(&mut self) {
         if self.context.bind_to_thread().is_ok() {
             // SAFETY: allocated once and freed once; the driver waits for the work that uses it. A failure
-            // here has been reported by whatever caused it.
+            // here has been reported by the call that caused it.
             let _ = unsafe { result::free_sync(self.pointer.address()) };
         }
         self.ledger.subtract(self.len * size_of::<T>(), self.purpose);

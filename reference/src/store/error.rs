@@ -16,7 +16,7 @@ pub enum Error {
         /// What is wrong with it.
         what: String,
     },
-    /// The store refused a request, or the last of the attempts failed.
+    /// The store rejected a request, or the last of the attempts failed.
     #[error("{}", backend_text::line(path, source))]
     Backend {
         /// The object.

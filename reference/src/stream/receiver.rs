@@ -78,7 +78,7 @@ pub trait Caches {
     /// be decoded and it was recomputed.
     ///
     /// # Errors
-    /// Of a recomputation.
+    /// Those of a recomputation.
     fn end(&mut self) -> Result<Option<String>>;
 }
 

@@ -314,7 +314,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend(const AttendArgumen
     }
 
     float* to = a.partials + (own * parts + part) * GROUP * PARTIAL;
-    if constexpr (VALUE_PARTS > 1) { // adds what the parts of the tokens have
+    if constexpr (VALUE_PARTS > 1) { // sums over the parts of the tokens
 #pragma unroll
         for (u32 g = 0; g < GROUP; g++)
             if (value_part == 1) pass.queries[g][channel] = out[g];
