@@ -23,8 +23,8 @@ use crate::{Error, Result, Sampling};
 use picks::Picks;
 use prompt::Prompts;
 
-/// Default chunk size of a prompt, in tokens. Weights are unpacked for every chunk, so smaller chunks take
-/// longer per token, and larger ones take more memory.
+/// Default chunk size of a prompt, in tokens. Weights are unpacked once per segment of up to eight chunks and
+/// products of few rows are slower, so smaller chunks take longer per token; larger ones take more memory.
 pub const CHUNK: usize = 8192;
 
 /// Runs steps of a batch of sequences over a cache: the model on the device, one graph per step.
