@@ -2,12 +2,12 @@
 // values) in one launch, written into the tiles that pq_attend reads.
 //
 // CPU twin: pq_core::encode_into, with the sums of pq_encode.cu, so that both kernels choose the same centroids.
-// Compile-time shape: for the sides FIRST and SECOND (the latter optional): _KEYS (0 or 1), _M subspaces of
-// _DSUB components, _NBITS; ELEMENT 0 (f32), 1 (f16) or 2 (bf16); PAGED or not, and then
-// HALF_TILES or not: then a "tile" is one of 16 tokens.
-// Launch: grid (stored codes of a vector / WARPS times groups of vectors, head, side), THREADS threads. A warp has one
-// stored code of up to 32 vectors: its lanes hold the centroids in registers, and vectors are broadcast one at a time.
-// Every warp writes only the bits of its own codes, so the split over subspaces needs no reduction.
+// Compile-time shape: for the sides FIRST and SECOND (the latter optional): _KEYS (0 or 1), _M subspaces of _DSUB
+// components, _NBITS; ELEMENT 0 (f32), 1 (f16) or 2 (bf16); PAGED or not, and then HALF_TILES or not: with it, a
+// "tile" has 16 tokens.
+// Launch: grid (stored codes of a vector / WARPS times groups of vectors, head, side), THREADS threads. A warp computes
+// one stored code of up to 32 vectors: its lanes hold the centroids in registers, and vectors are broadcast one at a
+// time. Every warp writes only the bits of its own codes, so the split over subspaces needs no reduction.
 // Floor: the launch and a chain of three loads (counts, then vectors, then the write). For many vectors, per vector and
 // subspace: KSUB * (DSUB + 3) / 32 operations of a warp and the two reductions.
 #include "element.cuh"
@@ -82,7 +82,7 @@ struct Centroids {
                 for (int d = 0; d < DSUB; d++) distance -= of_owner[d] * y[k][d];
                 if (distance < smallest) smallest = distance, index = lane + k * LANES;
             }
-            // An order of unsigned integers that is that of floats; -0 becomes +0 first.
+            // Maps floats to unsigned integers of the same order; -0 becomes +0 first.
             const u32 bits = __float_as_uint(smallest + 0.f), ordered = bits ^ ((int)bits >> 31 | 0x80000000u);
             const u32 least = __reduce_min_sync(FULL, ordered);
             const u32 winner = __reduce_min_sync(FULL, ordered == least ? index : FULL);
@@ -101,7 +101,7 @@ struct Quantizer {
     static constexpr int WIDTH = BITS == 6 ? LANE_WORDS / 3 : LANE_WORDS < 4 ? LANE_WORDS : 4;
     static_assert(CODES % WARPS == 0, "a block has one code for each of its warps");
 
-    // Writes stored code `code` of a token of a tile: the places of CodeLayout.
+    // Writes stored code `code` of a token of a tile: the positions of CodeLayout.
     static __device__ __forceinline__ void store(u8* tile, u32 token, int code, u32 value) {
         constexpr int PARTS = CODES < 64 ? 1 : 2;
         const int part = code / 32;
@@ -147,7 +147,7 @@ __device__ __forceinline__ void append(const Arguments& a, const Side& side) {
         const u64 subspace = (u64)head * Q::CODES * Q::JOINED + code * Q::JOINED + j;
         centroids[j].load(side.centroids + subspace * Q::KSUB * Q::DSUB);
     }
-    pdl_wait(); // the previous kernel may write everything but the centroids
+    pdl_wait(); // the previous kernel may write anything but the centroids
     pdl_trigger();
     const bool is_new = lane < a.group && sequence < a.batch && i < a.counts[sequence];
     const u32 active = __ballot_sync(FULL, is_new);

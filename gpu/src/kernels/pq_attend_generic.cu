@@ -1,5 +1,5 @@
 // Decode attention on product-quantized keys and values of any shape, with lookup tables in global memory, on codes in
-// the layout of pq-core. It supports the shapes that pq_attend does not, above all codes of more than 8 bits, whose
+// the layout of pq-core. It supports the shapes that pq_attend does not, in particular codes of more than 8 bits, whose
 // tables do not fit shared memory. It is not a fast kernel.
 //
 // CPU twin: pq_core::attend_into, with its scales and bias. Compile-time shape: DIM, GROUP, KEY_M, KEY_BITS, VALUE_M,

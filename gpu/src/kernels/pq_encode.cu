@@ -2,10 +2,10 @@
 //
 // CPU twin: pq_core::encode_into. Compile-time shape: HEAD_DIM; M subspaces of DSUB components, NBITS; KEPT_M codes of
 // KEPT_BITS bits per vector, where JOINED packs two codes of one component into one; KEYS or not; ELEMENT 0 (f32), 1
-// (f16) or 2 (bf16); PAGED or not, and then HALF_TILES or not: then a "tile" is one of 16 tokens; TILE_BYTES.
-// Launch: grid (group of TOKENS tokens, head, sequence), THREADS threads. A warp has one subspace at a time: its lanes
-// hold points in registers, and the centroids are staged in shared memory and broadcast to all lanes. The block then
-// packs its codes from shared memory, one lane's words at a time, in the order of the tile.
+// (f16) or 2 (bf16); PAGED or not, and then HALF_TILES or not: with it, a "tile" has 16 tokens; TILE_BYTES.
+// Launch: grid (group of TOKENS tokens, head, sequence), THREADS threads. A warp processes one subspace at a time: its
+// lanes hold points in registers, and the centroids are staged in shared memory and broadcast to all lanes. The block
+// then packs its codes from shared memory, one lane's words at a time, in the order of the tile.
 // Floor: KSUB * DSUB multiply-adds and three operations for the running minimum, per point and subspace. Bound by
 // arithmetic: five operations per centroid at two components.
 #include "element.cuh"
@@ -120,7 +120,7 @@ __device__ __forceinline__ void assign(const Arguments& a, int subspace, int fir
     for (int i = 0; i < POINTS; i++) codes[subspace][lane + LANES * (first_point + i)] = index[i];
 }
 
-// Four codes of a lane, one in each byte of `value`, and the mask of the bits that are new.
+// Four codes of a lane, one in each byte of `value`, and the mask of the new bits.
 __device__ __forceinline__ void lane_register(int tile, int lane, int index, u32 from, u32 to, u32& value,
                                               u32& new_mask) {
     value = 0, new_mask = 0;

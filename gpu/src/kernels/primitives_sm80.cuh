@@ -4,7 +4,7 @@
 
 __device__ __forceinline__ u32 smem_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
-// Loads from a 32-bit address of shared memory; the first one of what no longer changes.
+// Loads from a 32-bit address of shared memory. The first one is for data that no longer changes.
 __device__ __forceinline__ u32 ld_shared_const_u32(u32 address) {
     u32 x;
     asm("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(address));
@@ -173,7 +173,7 @@ __device__ __forceinline__ void ld_nc_no_allocate(u32* to, const void* from) {
 __device__ __forceinline__ void prefetch_global_l2(const void* from) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
 }
-// The same for many bytes, of which each of `threads` threads takes lines of 128 in turn.
+// The same for many bytes: `threads` threads share the lines of 128 bytes.
 __device__ __forceinline__ void prefetch_global_l2(const u8* from, u64 bytes, u64 thread, u64 threads) {
     for (u64 at = 128 * thread; at < bytes; at += 128 * threads) prefetch_global_l2(from + at);
 }

@@ -5,7 +5,7 @@
 // of units, and the sizes of these ranges differ by at most one. A block thus has a part of an entry, several entries,
 // or both. The host plans nothing: a captured graph stays valid as lengths change.
 //
-// The first units of an entry may stand for the fixed cost of starting it, its overhead, which is no work to share. The
+// The first units of an entry may represent the fixed cost of starting it, its overhead, which blocks do not share. The
 // first entry of a block starts together with the block, so the overhead of the very first entry is left out.
 //
 // `softmax_reduce.cuh` merges the results of an entry that several blocks share.

@@ -1,14 +1,14 @@
-// Where a warp's tiles lie among all tiles [page][head][tile of page], which are fewer than 2^32. Without pages, a
+// The indices of a warp's tiles among all tiles [page][head][tile of page], which are fewer than 2^32. Without pages, a
 // sequence is its own page.
 #pragma once
 #include "warp.cuh"
 
 // A warp takes the tiles of a run, up to LANES of them, one after another. With pages, the lanes look up a run
-// together, one tile each, and a shuffle gives each its turn: a loop over tiles then has no division, no load in front
-// of those of the codes, and as many registers as without pages.
+// together, one tile each, and a shuffle broadcasts one at a time: a loop over tiles then has no division, no load
+// ahead of the loads of codes, and as many registers as without pages.
 struct TileIndices {
 #ifdef PAGED
-    static constexpr bool PAGES = true; // then the whole warp takes a tile at once
+    static constexpr bool PAGES = true; // `take` is then called by the whole warp
     u32 indices, taken;                 // of the run: lane i has the index of tile i
 
     // Begins a run whose tiles are `tile` of each lane.

@@ -10,7 +10,7 @@ typedef unsigned long long u64;
 constexpr u32 FULL = 0xffffffffu; // mask of all lanes
 constexpr int LANES = 32;
 constexpr float NOTHING =
-    -1e30f; // the maximum of no scores: below every score, and finite, so that differences are numbers
+    -1e30f; // the maximum of no scores: below every score, and finite, so that no difference is NaN
 constexpr float LOG2_E = 1.44269504f, LN_2 = 0.69314718f;
 
 __device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }

@@ -4,19 +4,19 @@
 //
 // CPU twin: codec_core::Frame::decode_block_into; f32 rows have the same bits. Bitstream: codec-core/FORMAT.md. The
 // frame lies on the device as it was sent; the host has checked its header, index and plane ids, but not its payload.
-// Tiles are parsed with bounds checks, and a tile that no encoder writes is reported in `failed`.
+// Tiles are parsed with bounds checks, and a malformed tile is reported in `failed`.
 //
 // Compile-time shape: CHANNELS, HEAD_DIM, PAGED, ELEMENT (place.cuh); CONTEXTS, SYMBOLS, PREVIOUS (tile.cuh); POINTS,
-// defined if points.cuh says what is written. Compiled with --fmad=false.
+// defined if the output is that of points.cuh. Compiled with --fmad=false.
 //
 // Launch: grid (tiles, planes, ceil(token blocks / WARPS)), 8 warps. A thread block owns a tile index of a plane; each
 // of its warps decodes that tile in one block of tokens, a lane per channel. The warps share the tile's models in
 // shared memory, laid out [symbol][lane] so that lanes never collide in a bank, and a table of the numbers that symbols
 // decode to. A symbol is found by bisection of its cdf.
 //
-// The floor is reading the stream and writing the rows. The kernel is far above it: instructions of the loop over rows
-// bound it. So the last rows, for which no words are read, have a loop of their own, and conditions that are the same
-// in all lanes are votes, by which the compiler knows that the warp has not diverged.
+// The floor is reading the stream and writing the rows. The kernel is far above it, bound by the instructions of the
+// loop over rows. So the last rows, which take no words, have a separate loop, and warp-uniform conditions are votes,
+// which tell the compiler that the warp has not diverged.
 #ifdef POINTS
 #include "codec/decode_points.cuh"
 #else
@@ -35,7 +35,7 @@ struct Arguments {
     u32* failed;   // maximum of (index of the tile in the frame) + 1 over tiles that failed
     PlanesAt out;  // planes of this launch
     Place place;   // of the tokens in `out`
-    Points points; // instead of both with POINTS
+    Points points; // with POINTS, instead of both
     u32 frame_planes, frame_blocks, tokens, block_tokens; // those of the frame
     u32 first_plane, first_block, blocks;                 // those of this launch
 };
@@ -50,7 +50,7 @@ struct Shared {
 class SharedModels {
     static constexpr u32 STRIDE = sizeof(Symbol) * LANES, CONTEXT = SYMBOLS * STRIDE; // bytes
     u32 first;                                                                        // of context 0
-    u32 numbers;                                                                      // from there to the numbers
+    u32 numbers;                                                                      // offset to the numbers
 
   public:
     static constexpr bool OWN = false;
@@ -65,7 +65,7 @@ class SharedModels {
 #pragma unroll
         for (u32 step = CONTEXT / 2; step >= STRIDE; step /= 2) {
             const Symbol probe = ld_shared_const_u32(at + step);
-            // The compiler would take one sum or the other, which is an instruction more.
+            // A predicated add. The compiler would select one of two sums, which costs one more instruction.
             asm("{\n.reg .pred p;\nsetp.le.u32 p, %1, %2;\n@p add.u32 %0, %0, %3;\n}"
                 : "+r"(at)
                 : "r"(probe), "r"(key), "r"(step));
@@ -76,14 +76,14 @@ class SharedModels {
     __device__ __forceinline__ u32 index(u32 at, u32 context) const {
         return (at - first - context * CONTEXT) / STRIDE;
     }
-    // What it decodes to.
+    // The decoded value of a symbol.
     __device__ __forceinline__ Number number(u32 at, u32 context) const {
         const u32 bits = ld_shared_const_u32((CONTEXTS == 1 ? at : at - context * CONTEXT) + numbers);
         return reinterpret_cast<const Number&>(bits);
     }
 };
 
-// Those of a family in global memory: `at` is their index.
+// The symbols of a family in global memory: `at` is the index of one.
 struct OwnModels {
     static constexpr bool OWN = true;
     const Symbol* symbols;
@@ -113,7 +113,7 @@ struct Rows {
     bool used;         // whether the lane has a channel
     u32 escapes_taken = 0, context = 0;
 
-    // BY_SYMBOL: a symbol is a bin, and bins decode to the same number in all rows. REFILLS: states take words.
+    // BY_SYMBOL: a symbol is a bin, and bins decode to the same value in all rows. REFILLS: states take words.
     template <bool BY_SYMBOL, bool REFILLS>
     __device__ __forceinline__ void decode_row(u32 row) {
         const u32 key = slot_key(state), at = models.find(key, context);
@@ -144,7 +144,7 @@ struct Rows {
         writer.store(row, number);
     }
 
-    // Decodes all rows; whether the states and escapes were those of an encoder. Before the first row without words, a
+    // Decodes all rows. Returns whether the final states and escapes are valid. Before the first row without words, a
     // lane that is `carrying` subtracts LOW from its state.
     template <bool BY_SYMBOL>
     __device__ __forceinline__ bool decode(u32 rows, u32 rows_with_words, bool carrying) {

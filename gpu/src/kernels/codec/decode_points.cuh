@@ -1,4 +1,4 @@
-// Bins of a tile to reconstruction points of coefficients (points.cuh).
+// Converts the bins of a tile to reconstruction points of coefficients (points.cuh).
 #pragma once
 #include "codec/points.cuh"
 #include "codec/tile.cuh"
@@ -9,7 +9,7 @@ class Writer {
     const TileModel& model;
     u16 *nearest, *rest; // the lane's, of row 0
     u8* mark;            // of the tile, in `Points::wide`
-    u32 wide = 0;        // what is written there
+    u32 wide = 0;        // the value to store there
     u32 rows;
     bool used; // whether the lane has a channel
 
@@ -24,7 +24,7 @@ class Writer {
         : model(model), nearest(points.nearest + first), rest(points.rest + first), mark(points.wide + tile),
           rows(rows), used(used) {}
 
-    // What a bin decodes to, in all rows.
+    // The decoded value of a bin, the same in all rows.
     static __device__ Number number_of(const TileModel& model, int bin) {
         return float_to_half(centre(bin, model.centroids[0], model.centroids[1]));
     }
@@ -35,7 +35,7 @@ class Writer {
         return number_of(model, bin);
     }
 
-    // A coded tile with these escapes is wide if one of them is, or if its low bits are many.
+    // A coded tile is wide if one of its escapes is beyond LARGEST_EXACT, or if it has many low bits.
     __device__ void begin_coded(const u8* escapes, const u8* end, bool many_low_bits) {
         bool far = many_low_bits;
         for (escapes += 2 * (threadIdx.x % LANES); escapes < end; escapes += 2 * LANES)

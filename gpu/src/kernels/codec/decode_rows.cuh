@@ -1,9 +1,9 @@
-// Bins of a tile to elements of an engine's cache, or to coefficients in f32: dequantized, the mean added, rounded.
+// Dequantizes the bins of a tile, adds the mean, and rounds to elements of an engine's cache or to coefficients in f32.
 #pragma once
 #include "codec/tile.cuh"
 
-// What the bins of a symbol decode to, the same in all rows: the element, or with a prediction the reconstruction point
-// in steps, which is added to it.
+// The decoded value of a symbol, the same in all rows: the element, or with PREVIOUS the reconstruction point in steps,
+// which is added to the prediction.
 #if defined(PREVIOUS) || ELEMENT == 0
 typedef float Number;
 #else
@@ -42,7 +42,7 @@ class Writer {
 #endif
     }
 
-    // What a bin of a lane decodes to.
+    // The decoded value of a bin of a lane.
     static __device__ __forceinline__ Number number_of(const TileModel& model, int bin, float step, float mean) {
         const float point = centre(bin, model.centroids[0], model.centroids[1]);
 #ifdef PREVIOUS
@@ -51,7 +51,7 @@ class Writer {
         return decoded_element(point * step + mean);
 #endif
     }
-    // The same where that is so in all rows.
+    // The same if all rows have the same step.
     static __device__ Number number_of(const TileModel& model, int bin) {
         return number_of(model, bin, model.steps[threadIdx.x % LANES], model.mean[threadIdx.x % LANES]);
     }

@@ -1,4 +1,4 @@
-// A tile on its way through the decoder: its bytes, the states of its lanes, and the words that they take.
+// The input of the decoder for a tile: its bytes, the initial states of its lanes, and its stream of words.
 #pragma once
 #include "codec/tile.cuh"
 #include "primitives_sm80.cuh"
@@ -8,7 +8,7 @@
 struct Tile {
     const u8 *at, *end; // remaining bytes
     u32 rows;
-    bool bad; // malformed: no encoder writes such a tile
+    bool bad; // malformed
 };
 
 // Reads the initial rANS state of every lane: its length in bits, then the bits below its highest one. The stream has
@@ -31,8 +31,8 @@ __device__ u32 read_states(Tile& tile, bool used, u32 lanes) {
     return used ? 1u << bits | ((u32)(window >> first % 8) & ((1u << bits) - 1)) : LOW;
 }
 
-// The next words of a warp's stream, in two halves: one is loaded while the other is read. Aligned, so that an offset
-// is added to the address with a bitwise or.
+// The next words of a warp's stream, double-buffered in two halves: one is loaded while the other is read. Its
+// alignment allows adding an offset to the address with a bitwise or.
 struct alignas(256) Ring {
     u32 pairs[2 * LANES];
 };

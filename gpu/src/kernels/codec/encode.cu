@@ -9,10 +9,10 @@
 // Launch: persistent thread blocks of 4 warps, at most 5 per multiprocessor. In each round a thread block takes a tile
 // index of a plane and WARPS of its blocks of tokens: a tile per warp, a channel per lane. The warps share the tile's
 // models in shared memory. rANS encodes from the last row to the first and its size is known only at the end, so bins,
-// words and escapes stay in a workspace per warp, which the warp's next tile uses again.
+// words and escapes stay in a workspace per warp, which the warp's next tile reuses.
 //
-// The floor is reading the rows and writing the tiles. A load that waits for the store of the row before it takes a
-// thousand cycles: every pass over a tile therefore has the next GROUP rows in registers before it stores anything.
+// The floor is reading the rows and writing the tiles. A load that waits for the store of the previous row takes a
+// thousand cycles, so every pass over a tile loads the next GROUP rows into registers before it stores anything.
 #include "codec/encode_bins.cuh"
 #include "codec/encode_families.cuh"
 #include "codec/encode_stream.cuh"
@@ -26,7 +26,7 @@ __device__ u32 bytes_before_words(const Tile& tile, u32 state_bits, bool own) {
     return HEAD_BYTES + (own ? (tile.lanes + 1) / 2 * 2 : 0) + 6 + (tile.lanes + 1) / 2 + (state_bits + 7) / 8;
 }
 
-// Copies words to bytes that may begin anywhere.
+// Copies words to a byte address of any alignment.
 __device__ __forceinline__ void copy_words(u8* to, const u16* from, u32 count) {
     constexpr int AT_ONCE = 8;
     for (u32 first = threadIdx.x % LANES; first < count; first += AT_ONCE * LANES) {
@@ -182,7 +182,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 5) codec_encode(Arguments 
             if (has_own || !HAS_RECIPROCALS) {
                 stream = encode_stream(RowCoder<false>(tile, model, shared, with_contexts));
             } else {
-                // Once more, so that the compiler knows that these are in shared memory.
+                // Assigned again, so that the compiler knows that the pointer is to shared memory.
                 model.symbols = &shared.symbols[0][lane], model.stride = LANES;
                 stream = encode_stream(RowCoder<true>(tile, model, shared, with_contexts));
             }

@@ -1,4 +1,4 @@
-// The values of a tile to bins, and their statistics.
+// Quantizes the values of a tile to bins and computes their statistics.
 #pragma once
 #include "codec/encode_tile.cuh"
 
@@ -96,13 +96,13 @@ __device__ Stats quantize(const Tile& tile, const Values& values) {
 }
 
 #ifdef MAP_DIM
-// The statistics of a tile that has been quantized; `fits` is false if a bin may be FAR_BIN. Instead of the lowest
-// value there is one of the same width. A sum of squares below 2^24 is that of the CPU in any order.
+// The statistics of a tile that has been quantized; `fits` is false if a bin may be FAR_BIN. `lowest` is a value that
+// needs the same width as the lowest one. A sum of squares below 2^24 equals the CPU's in any order.
 __device__ Stats stats_of_bins(const Tile& tile) {
     u32 sizes = 0, any = 0, squares = 0; // all bits of the bins' magnitudes, and of the bins, two at a time
     Rows next = rows_of(tile.bins, 0);
     for (u32 first = 0; first < tile.rows; first += GROUP) {
-        const Rows rows = next; // those after the last row are zero
+        const Rows rows = next; // rows after the last one are zero
         if (first + GROUP < tile.rows) next = rows_of(tile.bins, first / GROUP + 1);
 #pragma unroll
         for (int i = 0; i < GROUP / 2; i++) {

@@ -1,4 +1,4 @@
-// Whether a tile names families of its own instead of using the models of its plane.
+// Decides whether a tile names families of its own instead of using the models of its plane.
 #pragma once
 #include "codec/encode_tile.cuh"
 
@@ -44,9 +44,9 @@ __device__ long long cost_under(const Tile& tile, const Model& model) {
 
 __device__ Model model_of(const Family& family) { return {family.symbols, 1, family.low_bits, &family.escape}; }
 
-// Whether families of its own code the tile in fewer bits than the plane's models, including the bytes that name them.
-// `own` is then the family of the lane. An estimate from the deviations comes first: exact costs take two passes over
-// the bins.
+// Whether the tile takes fewer bits with its own families than with the plane's models, including the bytes that name
+// them. `own` is then the family of the lane. An estimate from the deviations comes first: exact costs take two passes
+// over the bins.
 __device__ bool choose_own_families(const Tile& tile, const Arguments& a, const TileModel& tile_model,
                                     const Model& model, float squares, u32& own) {
     const u32 lane = threadIdx.x % LANES;

@@ -3,8 +3,8 @@
 #include "codec/encode_tile.cuh"
 
 #if CONTEXTS > 1
-// Computes the codes of all bins, and collects those that are escaped, from the first row on: whether a bin is escaped
-// depends on its context.
+// Computes the codes of all bins, and collects escaped bins, in row order: whether a bin is escaped depends on its
+// context.
 __device__ void bins_to_codes(Tile& tile, const Model& model, bool with_contexts) {
     const u32 lane = threadIdx.x % LANES;
     const bool used = lane < tile.lanes;
@@ -86,7 +86,7 @@ struct RowCoder {
             const u32 quotient = state / width;
             return (quotient << PRECISION) + (state - quotient * width) + first_slot(coded.symbol);
         }
-        // The reciprocal is less than 1 too small in 2^32 / slots, so that the quotient is too small by at most 1.
+        // The reciprocal is less than 1 below 2^32 / slots, so that the quotient is too small by at most 1.
         const u32 quotient = __umulhi(state, coded.reciprocal), remainder = state - quotient * width;
         const u32 next = (quotient << PRECISION) + remainder + first_slot(coded.symbol);
         return remainder >= width ? next + SLOTS - width : next;
@@ -96,7 +96,7 @@ struct RowCoder {
 // The rANS stream of a tile, see "Lane stream" in FORMAT.md.
 struct Stream {
     u32 warmup;     // rows at the end that take no words
-    u32 carrying;   // mask of lanes whose state gets LOW added after those rows
+    u32 carrying;   // mask of lanes to whose state LOW is added after those rows
     u32 state;      // rANS state of the lane
     u32 first_word; // words are [first_word, 2 * LANES * rows) of `tile.words`
 };

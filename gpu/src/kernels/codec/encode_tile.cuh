@@ -21,7 +21,7 @@ struct Arguments {
     u16* bins;        // [plane][token block][tile] of `bins_of_tile` numbers
     const Maps* maps; // [plane of the frame]
 #else
-    const void* absent[2]; // so that the host has one structure
+    const void* absent[2]; // so that the host needs only one structure
 #endif
     PlanesAt rows; // planes of this launch
     Place place;
@@ -72,7 +72,7 @@ struct Model {
     __device__ u32 escape(u32 context) const { return escapes[context * LANES]; }
 };
 
-// The code of a bin: its symbol and low bits, without regard to the escape.
+// The code of a bin: its symbol and low bits, ignoring the escape.
 __device__ __forceinline__ u32 code_of(int bin, u32 low_bits) {
     const int shifted = bin + half_of(low_bits);
     return zigzag(shifted >> low_bits) << low_bits | (shifted & ((1 << low_bits) - 1));

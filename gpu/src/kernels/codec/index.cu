@@ -1,9 +1,9 @@
-// The index of a frame from the lengths of its tiles, for decode.cu, where encode.cu and join.cu have left the tiles.
+// Builds the index of a frame from the lengths of its tiles, for decode.cu to read the output of encode.cu and join.cu.
 //
 // CPU twin: codec_core::assemble_frame, without header, plane ids and checksums. There is no compile-time shape.
 //
-// Launch: one block of 256 threads. A warp takes an entry (a block of tokens of a plane) at a time. The floor is a
-// launch: an index of 8,192 tokens of a layer has 64 entries.
+// Launch: one block of 256 threads. A warp processes an entry (a block of tokens of a plane) at a time. The floor is
+// the launch latency: an index of 8,192 tokens of a layer has 64 entries.
 #include "warp.cuh"
 
 constexpr int THREADS = 256, WARPS = THREADS / LANES;
@@ -32,7 +32,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) codec_index(Arguments a) {
                 at[0] = (u8)length, at[1] = (u8)(length >> 8), sum += length;
             }
         sum = __reduce_add_sync(FULL, sum);
-        __syncthreads(); // the sums of the last round have been read
+        __syncthreads(); // the sums of the previous round have been read
         if (lane == 0) sums[warp] = sum;
         __syncthreads();
         u64 end = words;

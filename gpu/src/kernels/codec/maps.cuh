@@ -34,7 +34,7 @@ __device__ __forceinline__ float exact_coefficient(const Maps& maps, const Place
     return sum;
 }
 
-// Two numbers, the first in the low bits, rounded to bf16 and what rounding has lost.
+// Two values, the first in the low bits, rounded to bf16, and the rounding residuals.
 __device__ __forceinline__ void split(float low, float high, u32& rounded, u32& rest) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(rounded) : "f"(high), "f"(low));
     const float lost_low = low - __uint_as_float(rounded << 16),
@@ -43,7 +43,7 @@ __device__ __forceinline__ void split(float low, float high, u32& rounded, u32& 
 }
 
 #if ELEMENT != 0
-// Adds the mean to four channels of a token and stores them, at once where they are neighbours and aligned.
+// Adds the mean to four channels of a token and stores them, in one store if they are adjacent and aligned.
 __device__ __forceinline__ void store_four(Element* token, const Place& place, u32 channel, const float4& mean,
                                            const float* low, const float* high) {
     const Element four[4] = {decoded_element(low[0] + mean.x), decoded_element(low[1] + mean.y),

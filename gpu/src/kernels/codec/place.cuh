@@ -40,7 +40,7 @@ struct Place {
 #endif
     }
 
-    // Whether `of_token(token)` must be computed anew, since it is not `of_token(token - 1)` plus a stride.
+    // Whether `of_token(token)` must be recomputed, since it is not `of_token(token - 1)` plus a stride.
     __device__ __forceinline__ bool starts_page(u32 token) const {
 #ifdef PAGED
         return (token + first_token) % page_tokens == 0;

@@ -1,8 +1,8 @@
-// Reconstruction points of a transform's coefficients, in steps, on their way from decode.cu to points_mma.cu.
+// Reconstruction points of a transform's coefficients, in steps, passed from decode.cu to points_mma.cu.
 //
-// They are f16, in which bins up to 2048 are exact, and the points of bins 1 and 2, since `Planes::pack` chooses them
-// for such centroids only. A *wide* tile has larger bins, or bins times a power of two: its points are sums of two f16,
-// times that power.
+// They are f16. Bins up to 2048 are exact in f16, and so are the points of bins 1 and 2, since `Planes::pack` requires
+// centroids for which they are. A *wide* tile has larger bins, or bins times a power of two: its points are sums of two
+// f16, times that power.
 #pragma once
 #include "codec/place.cuh"
 

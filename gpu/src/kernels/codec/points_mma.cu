@@ -1,16 +1,16 @@
-// The codec's reconstruction points back to rows of 16 bits, on tensor cores: a row is the product of its points, in
-// steps, with a map whose rows are multiplied by the steps.
+// Inverse transform of the codec's reconstruction points to 16-bit rows, on tensor cores: a row is the product of its
+// points, in steps, with a map whose rows are multiplied by the steps.
 //
 // CPU twin: codec_core's `Transform`, inverse, after the steps. Compile-time shape: CHANNELS, HEAD_DIM, PAGED, ELEMENT
 // (place.cuh), which is f16 or bf16; CONTEXTS, SYMBOLS (tile.cuh); MAP_DIM, a multiple of 16 up to 128. Points are
 // exact in f16 (points.cuh). A weight, scaled by a power of two of its column, is the sum of two f16, which together
-// have 22 bits of mantissa. So a sum is off by about 2^-22 of its terms, and an element is that of the CPU or, where
-// the sum is next to the middle between two elements, the other one.
+// have 22 bits of mantissa. So the error of a sum is about 2^-22 of its terms, and an element equals the CPU's unless
+// the sum is close to the midpoint of two elements; then it may be the other one.
 //
 // Launch: grid (ceil(tokens / TOKENS), heads of the map, planes), THREADS threads, two blocks a multiprocessor. A warp
-// holds the weights of 16 columns in registers, all of them. Points pass through a ring of STAGES stages in shared
-// memory, from which every warp reads its tokens of them. Columns are permuted within groups of 16 so that a lane
-// stores four neighbouring components.
+// holds all weights of 16 columns in registers. Points pass through a ring of STAGES stages in shared memory, from
+// which every warp reads the points of its tokens. Columns are permuted within groups of 16 so that a lane stores four
+// adjacent components.
 //
 // The floor is reading the points and writing the rows.
 #include "codec/maps.cuh"
@@ -64,7 +64,7 @@ struct Weights {
                 }
             largest = fmaxf(largest, __shfl_xor_sync(FULL, largest, 1));
             largest = fmaxf(largest, __shfl_xor_sync(FULL, largest, 2));
-            // The exponent that brings the largest weight to 2^14.
+            // The exponent that scales the largest weight to 2^14.
             const int exponent = 14 + 127 - (int)min(max(__float_as_uint(largest) >> 23, 15u), 254u);
             const float up = power_of_two(exponent), down = power_of_two(-exponent);
 #pragma unroll
@@ -81,7 +81,7 @@ struct Weights {
     }
 };
 
-// What the wide tiles of a token need: the other part of their points, and their exponents.
+// Additional inputs for the wide tiles of a token: the rest of their points, and their exponents.
 struct WideTiles {
     const Arguments& a;
     u32 token; // of the launch
@@ -104,7 +104,7 @@ struct WideTiles {
 __device__ __forceinline__ void multiply(float (&sums)[2][4], const u16* points, u32 first_token,
                                          const Weights& weights) {
     const u32 lane = threadIdx.x % LANES;
-    float rest[2][4] = {}; // apart, for twice as many independent products
+    float rest[2][4] = {}; // separate, for twice as many independent products
 #pragma unroll
     for (int step = 0; step < ACROSS; step++) {
         u32 point[4];
@@ -121,7 +121,7 @@ __device__ __forceinline__ void multiply(float (&sums)[2][4], const u16* points,
         for (int j = 0; j < 4; j++) sums[i][j] = (sums[i][j] + rest[i][j]) * weights.scale[i][j % 2];
 }
 
-// The same where some tiles are wide.
+// The same if some tiles are wide.
 __device__ __forceinline__ void multiply_wide(float (&sums)[2][4], const u16* points, u32 first_token,
                                               const Weights& weights, const WideTiles (&wide)[2]) {
     const u32 lane = threadIdx.x % LANES, l = lane % 4;
@@ -159,7 +159,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) codec_points_to_rows(co
     const u32 lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
     const Maps& maps = a.maps[plane];
     const u16* points = a.points.nearest + ((u64)blockIdx.z * a.tokens + first_token) * CHANNELS + first_channel;
-    auto copy = [&](u32 stage) { // tokens after the last one are that one
+    auto copy = [&](u32 stage) { // tokens after the last one repeat it
 #pragma unroll 1
         for (u32 i = threadIdx.x; i < STAGE_TOKENS * CHUNKS; i += THREADS) {
             const u32 row = i / CHUNKS, chunk = i % CHUNKS, token = min(stage * STAGE_TOKENS + row, tokens - 1);

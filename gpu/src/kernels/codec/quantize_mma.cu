@@ -1,27 +1,27 @@
-// Rows to bins of their coefficients, on tensor cores: the first kernel of encoding planes with a transform.
+// Transforms rows and quantizes their coefficients to bins, on tensor cores: the first kernel of encoding planes with a
+// transform.
 //
-// CPU twin: codec_core's `Transform` and `Quantize`, whose bins it gives bit for bit. Compile-time shape: CHANNELS,
-// HEAD_DIM, PAGED, ELEMENT (place.cuh); MAP_DIM, a multiple of 16 up to 128; CONTEXTS, SYMBOLS (tile.cuh). Compiled
-// with --fmad=false. A bin that needs the previous token's is not computed here.
+// CPU twin: codec_core's `Transform` and `Quantize`, with the same bins. Compile-time shape: CHANNELS, HEAD_DIM, PAGED,
+// ELEMENT (place.cuh); MAP_DIM, a multiple of 16 up to 128; CONTEXTS, SYMBOLS (tile.cuh). Compiled with --fmad=false.
+// Prediction from the previous token is not supported.
 //
 // A coefficient of the CPU is a sum in f32, in order, of products of components x, from which the mean has been
-// subtracted, and weights w. Here x has the same bits and the sum is approximated. Where the approximation in steps is
-// farther from the middle between two bins than it can be from the CPU's value, both round to the same bin; the other
-// coefficients are listed and computed anew in the CPU's order. With S = sum |x w| <= |x| |w| (Euclidean norms, Cauchy
-// and Schwarz) and n = MAP_DIM <= 128 products, both differ by at most
+// subtracted, and weights w. Here x has the same bits and the sum is approximated. If the approximation, in steps, is
+// farther from the midpoint of two bins than it can be from the CPU's value, both round to the same bin; the other
+// coefficients are listed and recomputed in the CPU's order. With S = sum |x w| <= |x| |w| (Euclidean norms, Cauchy and
+// Schwarz) and n = MAP_DIM <= 128 products, both differ by at most
 //   the CPU's roundings: n 2^-24 S                                                                    <= 0.763e-5 S
 //   x and w as two bf16 each, whose sum is off by 2^-18 of it, and the product of both small parts,
 //   2^-18 S, which is left out: 3 2^-18 S                                                             <= 1.145e-5 S
-//   tensor cores: m16n8k16 adds 17 numbers, or 9 twice. They are shifted to the exponent of the largest, and what is
-//   more than 23 bits below it is cut off, as it is of the sum (Fasi, Higham, Mikaitis, Pranesh, "Numerical behavior of
-//   NVIDIA tensor cores", 2021; newer devices keep more bits). That is less than 20 2^-23 of the sum of magnitudes in
+//   tensor cores: m16n8k16 adds 17 terms, or 9 twice. They are shifted to the exponent of the largest, and bits more
+//   than 23 below it are truncated, as in the sum (Fasi, Higham, Mikaitis, Pranesh, "Numerical behavior of NVIDIA
+//   tensor cores", 2021; newer devices keep more bits). The loss is less than 20 2^-23 of the sum of magnitudes in
 //   each of n / 16 products: 160 2^-23 S                                                              <= 1.908e-5 S
-//   the same in products with small parts, which have sums of their own: 320 2^-23 2^-8 S             <= 0.015e-5 S
+//   the same in products with small parts, which have separate sums: 320 2^-23 2^-8 S                 <= 0.015e-5 S
 //   the addition of these sums, and roundings of the norms                                            <= 0.020e-5 S
 // which is less than ERROR S = 4.57e-5 S. The CPU's quotient by the step and this one are each rounded by 2^-24. TINY
-// covers products and small parts that are lost below the smallest number, 2^-126 each. A coefficient that is not a
-// number, infinite, or may be 2^13 steps from zero is marked with FAR_BIN: `codec_encode` quantizes such a tile again
-// in the CPU's order.
+// covers products and small parts that underflow, 2^-126 each. A coefficient that is NaN, infinite, or may be 2^13
+// steps from zero is marked with FAR_BIN: `codec_encode` quantizes such a tile again in the CPU's order.
 //
 // Launch: grid (ceil(chunks / CHUNKS), heads of the map, planes), a chunk being CHUNK tokens of a block of tokens; a
 // warp for every 16 coefficients of a head. A warp keeps its part of the map in registers. The rows of a chunk are
@@ -34,11 +34,11 @@
 
 constexpr int WARPS = MAP_DIM / 16, THREADS = WARPS * LANES, STEPS = MAP_DIM / 16;
 constexpr int CHUNK = 32, CHUNKS = 16; // tokens at a time, and chunks of a block
-constexpr int LISTED = 1024;           // bins of a block that are computed anew; others are marked
-constexpr int STRIDE = MAP_DIM + 8;    // 16 bytes more: rows of a matrix of 8 x 8 lie in different banks
+constexpr int LISTED = 1024;           // bins of a block that are recomputed; others are marked
+constexpr int STRIDE = MAP_DIM + 8;    // padded by 16 bytes: rows of an 8 x 8 matrix lie in different banks
 constexpr float ERROR = 4.57763671875e-5f, TINY = 8.8817841970012523e-16f; // 3 2^-16, 2^-50
 
-// Four components are loaded at a time, by as many lanes for a row as a power of two.
+// A lane loads four components at a time; the number of lanes per row is a power of two.
 constexpr int FOURS = MAP_DIM / 4, ACROSS = FOURS > 16 ? 32 : FOURS > 8 ? 16 : FOURS > 4 ? 8 : 4;
 constexpr int DOWN = THREADS / ACROSS, PASSES = (CHUNK + DOWN - 1) / DOWN;
 
@@ -52,7 +52,7 @@ struct Arguments {
 };
 
 struct __align__(16) Shared {
-    u16 rounded[2][CHUNK][STRIDE], rest[2][CHUNK][STRIDE]; // components in bf16, and what rounding has lost
+    u16 rounded[2][CHUNK][STRIDE], rest[2][CHUNK][STRIDE]; // components in bf16, and rounding residuals
     float norms[2][CHUNK];                                 // of the components of each token
     u32 listed;
     u32 list[LISTED]; // token of the thread block * MAP_DIM + coefficient
@@ -123,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) codec_quantize(const Ar
     float mean[4];
 #pragma unroll
     for (int j = 0; j < 4; j++) mean[j] = loads ? maps.mean[head + 4 * across + j] : 0;
-    // Whether the lane's four components are neighbours, and aligned in every token.
+    // Whether the lane's four components are adjacent, and aligned in every token.
     const Element* components = plane + a.place.of_channel(head + 4 * across);
     const bool together = HEAD_DIM % 4 == 0 && (u64)components % sizeof(Four) == 0 &&
                           (a.place.token_stride | a.place.page_stride) % 4 == 0;
@@ -181,7 +181,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) codec_quantize(const Ar
             float sums[4] = {}, small[2][4] = {};
 #pragma unroll
             for (int step = 0; step < STEPS; step += 2) {
-                // Two steps of eight tokens; of the last one alone, its halves twice.
+                // Loads two steps of eight tokens; a last odd step is loaded twice.
                 const int column = 16 * step + (step + 1 < STEPS ? lane / 8 : lane / 8 % 2) * 8;
                 u32 rounded[4], rest[4];
                 ldmatrix_x4(rounded, &shared.rounded[stage][first + lane % 8][column]);
@@ -202,7 +202,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) codec_quantize(const Ar
                 steps[i] = (sums[i] + (small[0][i] + small[1][i])) * inverse[i / 2];
                 const float rounded = steps[i] + ROUND;
                 bin[i] = __float_as_uint(rounded);
-                // The last term exceeds the error of quotients, and is 1/2 where a bin would be too far from zero.
+                // The |steps| / FAR_BIN term exceeds the error of quotients, and is 1/2 where a bin would be too far
+                // from zero.
                 const float bound = fmaf(fabsf(steps[i]), 1.f / FAR_BIN, (i % 2 ? norms.y : norms.x) * bounds[i / 2]);
                 certain[i] = fabsf(steps[i] - (rounded - ROUND)) + bound < 0.5f;
             }

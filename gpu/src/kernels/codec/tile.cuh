@@ -16,8 +16,8 @@ constexpr u32 FIXED = 0, PLANE_LANES = 1, OWN_LANES = 2;
 constexpr int HEAD_BYTES = 4; // header of a tile
 
 // A symbol of a model: its first slot in the upper 12 bits (the cdf), its number of slots in the lower 13, and
-// ESCAPE_BITS if it is the escape, the last symbol. Entries after the escape have no slots, and all of the first 13
-// bits. (Two bits, since compilers shift a single one before they test it.)
+// ESCAPE_BITS if it is the escape, the last symbol. Entries after the escape have no slots, and their highest 13 bits
+// are set. (ESCAPE_BITS are two bits, since compilers shift a single one before they test it.)
 //
 // So the symbol of a slot is the last one that is at most `slot_key(slot)`, and the difference of these two, without
 // its lower 20 bits, is the slot's index in the symbol.
@@ -89,8 +89,8 @@ __device__ __forceinline__ int bin_of(float x) {
     return (int)__float_as_uint(fminf(fmaxf(x, -LIMIT), LIMIT) + ROUND) - (int)__float_as_uint(ROUND);
 }
 
-// Bins of a tile on their way to the encoder: eight consecutive rows of a lane are neighbours, so that it loads them at
-// once. FAR_BIN marks one that quantize_mma.cu could not compute; its others are at most half as far from zero.
+// The layout of a tile's bins for the encoder: eight consecutive rows of a lane are adjacent, for one load. FAR_BIN
+// marks a bin that quantize_mma.cu could not compute; its other bins are at most half as far from zero.
 constexpr int GROUP = 8;
 constexpr u32 FAR_BIN = 0x8000;
 __device__ __forceinline__ u32 bins_of_tile(u32 block_tokens) {

@@ -22,7 +22,7 @@ constexpr int ACROSS = 16, DOWN = THREADS / ACROSS;      // threads along column
 
 struct Shared {
     u64 tokens[TOKENS];              // offsets in a plane
-    float from[2][STEP][TOKENS + 4]; // inputs; the padding puts neighbouring components in different banks
+    float from[2][STEP][TOKENS + 4]; // inputs; the padding puts adjacent components in different banks
     float map[2][STEP][COLUMNS];
 };
 

@@ -1,31 +1,32 @@
-// The codec's coefficients back to rows of 16 bits, on tensor cores.
+// Inverse transform of the codec's coefficients to 16-bit rows, on tensor cores.
 //
 // CPU twin: codec_core's `Transform`, inverse. Compile-time shape: CHANNELS, HEAD_DIM, PAGED, ELEMENT (place.cuh),
-// which is f16 or bf16; MAP_DIM, a multiple of 16 up to 128. A number is the sum of two in bf16, which together have
-// 16 bits of mantissa; of their four products the smallest is left out. So a sum is off by about 2^-16 of its terms,
-// and an element is that of the CPU or, where the sum is next to the middle between two elements, the other one.
+// which is f16 or bf16; MAP_DIM, a multiple of 16 up to 128. A factor is split into the sum of two bf16, which together
+// have 16 bits of mantissa; the smallest of the four products is left out. So the error of a sum is about 2^-16 of its
+// terms, and an element equals the CPU's unless the sum is close to the midpoint of two elements; then it may be the
+// other one.
 //
 // Launch: grid (ceil(tokens / TOKENS), heads of the map, planes), 256 threads. A block splits the map of its head once,
 // in shared memory; a warp takes 16 tokens at a time. Components and coefficients are permuted within groups of 16 so
-// that a lane loads four neighbouring coefficients and stores four neighbouring components.
+// that a lane loads four adjacent coefficients and stores four adjacent components.
 //
-// The coefficients of a warp's next tile are on their way to shared memory during the current one: 64 KiB, where loads
-// to registers of the next 16 were 16 KiB a multiprocessor.
+// The coefficients of a warp's next tile are in flight to shared memory during the current one: 64 KiB per
+// multiprocessor, while loads of the next 16 to registers were 16 KiB.
 //
 // The floor is reading the coefficients and writing the rows.
 #include "codec/maps.cuh"
 #include "primitives_sm80.cuh"
 
 constexpr int TOKENS = 512, WARPS = 8, THREADS = WARPS * LANES, TILE = 16, STEPS = MAP_DIM / 16;
-constexpr int STRIDE = MAP_DIM + 8; // rows of 16 bytes more: those of a matrix of 8 x 8 lie in different banks
+constexpr int STRIDE = MAP_DIM + 8; // rows padded by 16 bytes: those of an 8 x 8 matrix lie in different banks
 
 struct Shared {
-    u16 map[2][MAP_DIM][STRIDE]; // rounded to bf16, and what rounding has lost
+    u16 map[2][MAP_DIM][STRIDE]; // rounded to bf16, and rounding residuals
     float mean[MAP_DIM];
-    float4 coefficients[WARPS][STEPS][2][LANES]; // each lane's of a tile: it copies those of the next one itself
+    float4 coefficients[WARPS][STEPS][2][LANES]; // a tile's, by lane: each lane copies its own
 };
 
-// The place of index i of a group of 16 in a matrix product: lane l of four has 4 l to 4 l + 3.
+// The position of index i of a group of 16 in a matrix product: lane l of four has 4 l to 4 l + 3.
 __device__ __forceinline__ int permuted(int i) { return i / 16 * 16 + i % 4 / 2 * 8 + i % 16 / 4 * 2 + i % 2; }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) codec_coefficients_to_rows(const TransformArguments a) {
@@ -50,7 +51,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) codec_coefficients_to_r
         a.coefficients + ((u64)blockIdx.z * a.tokens + first_token) * CHANNELS + first_channel + four;
     Element* rows = a.rows[blockIdx.z];
     auto& ring = shared.coefficients[threadIdx.x / LANES];
-    auto copy = [&](u32 tile, int step) { // of a tile, which may be after the last one
+    auto copy = [&](u32 tile, int step) { // the tile may be past the last one
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const u32 token = tile + row + 8 * i;

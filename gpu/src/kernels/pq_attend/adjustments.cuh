@@ -1,15 +1,15 @@
-// What changes the scores and weights of a tile's tokens: norms, which are factors of decoded keys and values, and
+// Adjustments of the scores and weights of a tile's tokens: norms, which are factors of decoded keys and values, and
 // addends of the scores.
 //
-// They are copied to shared memory a tile ahead, 16 bytes a lane: the addends to where the tile's weights will be, one
-// row for each query, the norms to the two rows after them. A transposing ldmatrix then gives a lane those of its
-// tokens g, g + 8, g + 16 and g + 24, of two rows at once: its two queries, or keys and values.
+// They are copied to shared memory a tile ahead, 16 bytes a lane: the addends to the rows of the tile's later weights,
+// one row for each query, the norms to the two rows after them. A transposing ldmatrix then gives a lane the
+// adjustments of its tokens g, g + 8, g + 16 and g + 24 from two rows at once: its two queries, or keys and values.
 #pragma once
 #include "pq_attend/shape.cuh"
 #include "pq_attend/tile_places.cuh"
 #include "primitives_sm80.cuh"
 
-// Those of tokens g, g + 8, g + 16 and g + 24.
+// The adjustments of tokens g, g + 8, g + 16 and g + 24.
 struct TileAdjustments {
     float key_norms[4], value_norms[4];
     float addends[LANE_QUERIES][4]; // times log2(e)
@@ -21,13 +21,13 @@ struct TileAdjustments {
         return score;
     }
 
-    // Leaves out a token that is none: its norm need not be a number.
+    // Masks a position past the length, whose norm may be NaN.
     __device__ __forceinline__ void mask(int t) {
         if constexpr (NORMS) value_norms[t] = 0;
     }
 };
 
-// Where a lane copies from and to, for all tiles of a sequence.
+// Source and destination of a lane's copies, for all tiles of a sequence.
 struct Adjustments {
     static constexpr bool ANY = ADDENDS || NORMS;
     static constexpr int CHUNK = 16, CHUNKS = TILE * 2 / CHUNK; // of a row
@@ -46,7 +46,7 @@ struct Adjustments {
         }
     }
 
-    // Starts to copy those of a tile. Called by the whole warp, or by none of it.
+    // Starts copying the adjustments of a tile. Called by all lanes of the warp or by none.
     __device__ __forceinline__ void copy(const Arguments& a, const TilePlace& place, u32 tile, const Lane& lane) const {
         const int chunk = lane.lane % CHUNKS, row = lane.lane / CHUNKS;
         u8* to = rows + row * WEIGHT_ROW + chunk * CHUNK;

@@ -5,9 +5,9 @@
 // per multiprocessor. A block has an equal part of the work of its list; a warp has every WARPS-th tile of it.
 //
 // INTERLEAVED: a warp processes two tiles at a time, and the MMAs of one tile's values alternate with those of the next
-// tile's keys, since a warp that has one tile waits in turn for shared memory, MMAs and shuffles. Four queries at 8
-// bits for two components took 3 to 6 % less time with 8 such warps than with 12 that have one tile each; codes of
-// fewer bits, which have to be expanded for both tiles, took up to 10 % more. Eight queries took 2 % less.
+// tile's keys, since a warp with one tile waits in turn for shared memory, MMAs and shuffles. Four queries at 8 bits
+// for two components took 3 to 6 % less time with 8 such warps than with 12 that have one tile each; codes of fewer
+// bits, which have to be expanded for both tiles, took up to 10 % more. Eight queries took 2 % less.
 // Tried with two tiles, and slower: weights of a third tile in between, or other orders of the steps (1 to 5 %); the
 // same loop as a member of a structure, which the compiler orders differently (2 to 6 %); code loads after the weights
 // (10 to 26 %).
@@ -39,8 +39,9 @@ __device__ __forceinline__ void load_queries(const Arguments& a, const Plan& pla
     cp_async_commit();
 }
 
-// Converts queries in bf16 for the products with coded keys, which are f16: each thread those that it has copied.
-// Converted between shared memory and MMAs, they led ptxas to another order of the loop over tiles (7 % slower).
+// Converts bf16 queries to f16 for the products with coded keys, which are f16; each thread converts the queries that
+// it has copied. Conversion between shared memory and MMAs led ptxas to another order of the loop over tiles (7 %
+// slower).
 __device__ __forceinline__ void convert_queries() {
 #if ELEMENT == 2
 #pragma unroll
@@ -53,7 +54,8 @@ __device__ __forceinline__ void convert_queries() {
 #endif
 }
 
-// Runs `step`, which advances `tile`, until `tile` is `end` or above. A step takes the tile that is AHEAD rounds ahead.
+// Runs `step`, which advances `tile`, until `tile` is `end` or above. A step takes from `tiles` the tile AHEAD rounds
+// ahead.
 template <typename BeginRun, typename Step>
 __device__ __forceinline__ void for_tiles(u32& tile, u32 end, TilePlaces& tiles, BeginRun begin_run, Step step) {
     constexpr u32 AHEAD = INTERLEAVED ? 2 : 1;
@@ -98,7 +100,7 @@ __device__ __forceinline__ void attend_sequence(const Arguments& a, Plan& plan, 
 
     if (lane.thread == 0) plan.find_sharers();
     state.clear();
-    if (new_head) finish_key_table(odd_phase); // while the queries are on their way
+    if (new_head) finish_key_table(odd_phase); // while the queries are in flight
     cp_async_wait<0>();
     convert_queries();
     __syncthreads();
@@ -194,7 +196,7 @@ __device__ __forceinline__ void attend_sequence(const Arguments& a, Plan& plan, 
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) pq_attend(const Arguments a) {
-    const bool one_head = a.list_heads == 1; // which is known before the plan
+    const bool one_head = a.list_heads == 1; // known before the plan
     init_table_barriers();
     if (one_head) load_key_table(a, GridCoord().list);
     Plan& plan = *reinterpret_cast<Plan*>(shared + PLAN);

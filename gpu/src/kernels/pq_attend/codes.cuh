@@ -1,9 +1,8 @@
 // Packed codes of one tile in a lane's registers, and lookups in the tables.
 //
-// A tile is one run of codes. With HALF_TILES it is two, of the tokens 0 to 15 and 16 to 31, which lie in pages of
-// their own. A run stores LOADS times WIDTH 32-bit words for each lane, as [load][lane][width], for keys and values
-// alike. A lane's codes are in the order of their use; several words of a vector share a code when it has more than
-// two components.
+// A tile is one run of codes. With HALF_TILES it is two, tokens 0 to 15 and 16 to 31, each in a page of its own. A run
+// stores LOADS times WIDTH 32-bit words for each lane, as [load][lane][width], for keys and values alike. A lane's
+// codes are in the order of their use; several words of a vector share a code when it has more than two components.
 #pragma once
 #include "pq_attend/shape.cuh"
 #include "pq_attend/tile_places.cuh"

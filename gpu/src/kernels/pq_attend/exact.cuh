@@ -1,5 +1,5 @@
-// Attention on the exact tokens of a sequence, which go to the warp's results: per query the sum of values, the maximum
-// of the scores and the sum of weights.
+// Attention on the exact tokens of a sequence, added to the warp's results: per query the sum of values, the maximum of
+// the scores and the sum of weights.
 //
 // CPU twin: pq_core::attend_exact_into. A warp takes a tile of 16 tokens to registers, as MMA fragments of lane
 // 4 g + l; nothing passes through shared memory.
@@ -157,7 +157,7 @@ struct ExactState {
     }
 };
 
-// Starts to fetch the warp's first item of exact tokens to L2, before the tiles: 132 of them beside 32,768 coded tokens
+// Prefetches the warp's first item of exact tokens into L2, before the tiles: 132 of them next to 32,768 coded tokens
 // (32/8 heads) then cost 1.0 us instead of 1.5.
 __device__ __forceinline__ void prefetch_exact(const Arguments& a, const Plan& plan) {
     const Lane lane;

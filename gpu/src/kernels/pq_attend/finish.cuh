@@ -5,8 +5,8 @@
 #include "pq_attend/sums.cuh"
 #include "softmax_reduce.cuh"
 
-// Puts the sums over tiles into the warp's results: as they are, or added to those of a warp with an earlier turn. The
-// shuffles of all queries come first, so that they do not wait for one another. A lane has sums of query g % QUERIES.
+// Stores the sums over tiles in the warp's results, or adds them to those of a warp with an earlier turn. The shuffles
+// of all queries come first, so that they do not wait for one another. A lane has sums of query g % QUERIES.
 __device__ __forceinline__ void put_tiles(const State& state, bool add, const Lane& lane) {
     float weights[QUERIES], max = NOTHING, weight = 0;
 #pragma unroll

@@ -4,12 +4,12 @@
 #include "pq_attend/shape.cuh"
 #include "scheduler.cuh"
 
-// Overheads in items: what a block that begins another sequence, or another head with its tables, could have processed
-// instead. Without the first, 131,072 tokens and 31 sequences of 512 took 1.7 times as long.
+// Overheads in items: the cost for a block to begin another sequence, or another head with its tables. Without the
+// first, 131,072 tokens and 31 sequences of 512 took 1.7 times as long.
 constexpr u32 SEQUENCE_COST = 20, HEAD_COST = 40;
-// Fewest items of a block, if there are enough for one: blocks that have fewer cost more by their tables and by the
-// results to be merged than they save. 32/8 heads x 1,024 tokens took 7.8 us with 4, 8.1 with 8 and 8.0 without a
-// minimum. With PDL they took 6.5, 6.9 and 7.1 us.
+// Minimum items of a block, if there are as many: smaller parts cost more in table copies and merges than they save.
+// 32/8 heads x 1,024 tokens took 7.8 us with 4, 8.1 with 8 and 8.0 without a minimum. With PDL they took 6.5, 6.9 and
+// 7.1 us.
 constexpr u32 LEAST_ITEMS = 4;
 
 struct Items {
@@ -65,13 +65,13 @@ struct Plan : Work {
 
     // Divides the block's range of the sequence's items into tiles and exact items, in the proportion that they have in
     // the sequence. An exact item waits for its loads, which tiles do not: when the first block of a head had all 64
-    // of 1,024 exact tokens beside 32,768 coded ones, they cost 6.3 us, the time of eight such waits.
+    // items of 1,024 exact tokens, next to 32,768 coded ones, they cost 6.3 us, the time of eight such waits.
     __device__ __forceinline__ void divide() {
         const u32 first = max(from, overhead) - overhead, end = to - overhead, items = units - overhead;
         const u32 tiles = (length + TILE - 1) / TILE, exact_items = (exact_length + EXACT_TILE - 1) / EXACT_TILE;
         exact_begin = 0, exact_end = 0;
         if (exact_items > 0) {
-            // The part of the items that are exact, times a little less than 2^32: rounding must not exceed the part.
+            // The fraction of exact items, times a little less than 2^32: rounding must not exceed the fraction.
             const u32 part = __float2uint_rd(__fdividef(exact_items, items) * 4294960000.f);
             exact_begin = __umulhi(first, part);
             exact_end = end == items ? exact_items : __umulhi(end, part);

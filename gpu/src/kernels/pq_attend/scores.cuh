@@ -1,7 +1,7 @@
 // A warp's scores of a tile: key words, looked up by code, are the A operand of mma.m16n8k16, queries the B operand.
 //
-// Each row g of A has its words in an order of its own, the variant of g (shape.cuh), so a column of B is a query in
-// the order of one variant. The words of row g at a step are those of block `step ^ (g & 3)` of 4 words.
+// Each row g of A has its own word order, the variant of g (shape.cuh), so a column of B is a query in the order of one
+// variant. The words of row g at a step are those of block `step ^ (g & 3)` of 4 words.
 #pragma once
 #include "pq_attend/codes.cuh"
 

@@ -8,15 +8,15 @@
 //
 // A decoded vector is WORDS = HEAD_DIM / 2 words of two f16. The tables of a head lie in shared memory, one row of 256
 // bytes per code. The address of a word is therefore one byte permutation of (code, lane's offset), and 32 lanes that
-// look up 32 different word offsets have no bank conflict, whatever their codes. This determines the rest:
+// look up 32 different word offsets have no bank conflict for any codes. This determines the rest:
 //
 // * Keys (scores.cuh). Lane 4 g + l looks up words of tokens g and g + 8 of 16, but lanes of different g look up
-//   different words: row g of the A operand has its words in an order of its own (a "variant"). A column of the B
-//   operand is a query in the order of one variant, so that one element of each row of the accumulator is a complete
-//   score. With one table copy there are 8 variants; a second copy, in which the 16-word halves of every 32 words are
-//   swapped, leaves 4. For several queries, variants cost MMAs. Sparse MMAs (mma.sp) halve their number: the B operand
-//   has the words of two steps side by side, and metadata say, row by row, to which of the two a word belongs. For more
-//   than two queries per copy, lanes also exchange words of two steps: half as many again, for one select per word.
+//   different words: row g of the A operand has its own word order (a "variant"). A column of the B operand is a query
+//   in the order of one variant, so that one element of each row of the accumulator is a complete score. With one table
+//   copy there are 8 variants; a second copy, in which the 16-word halves of every 32 words are swapped, leaves 4. For
+//   several queries, variants cost MMAs. Sparse MMAs (mma.sp) halve their number: the B operand has the words of two
+//   steps side by side, and metadata say, row by row, to which of the two a word belongs. For more than two queries per
+//   copy, lanes also exchange words of two steps: half as many again, for one select per word.
 // * Values (sums.cuh). Lane 4 g + l looks up word g of four chunks of 8 words, in an order rotated by l, for 8 tokens.
 //   For one query the words are MMA operands as they are. For several, byte permutations pair tokens, and the weights
 //   are the A operand of sparse MMAs: metadata select, row by row, the lanes whose words belong to the row's chunk.
@@ -31,16 +31,16 @@
 // that several blocks share (softmax_reduce.cuh).
 //
 // Memory floor: every code is read once for up to QUERIES query heads. One query is bound by shared memory, 76 % busy
-// at batch 8: 128 lookups per lane and tile. More are bound by instructions, of which MMAs are the dearest: a scheduler
-// issues next to nothing else in the 6 clocks of a dense m16n8k16 or the 8 of a sparse m16n8k32 (H200). A tile of 8
-// queries has 32 sparse MMAs; with dense ones and variants alone it had 128.
+// at batch 8: 128 lookups per lane and tile. More queries are bound by instruction issue, where MMAs cost most: a
+// scheduler issues next to nothing else in the 6 clocks of a dense m16n8k16 or the 8 of a sparse m16n8k32 (H200). A
+// tile of 8 queries has 32 sparse MMAs; with dense ones and variants alone it had 128.
 #pragma once
 #include "types.cuh"
 
 constexpr int D = HEAD_DIM, WORDS = D / 2, HALVES = D / 64; // HALVES: 32-word halves of a row
 constexpr int TILE = 32;
 #ifdef HALF_TILES
-constexpr int RUNS = 2; // runs of codes of a tile, each with a place of its own (codes.cuh)
+constexpr int RUNS = 2; // runs of codes of a tile, each at its own address (codes.cuh)
 #else
 constexpr int RUNS = 1;
 #endif
@@ -49,16 +49,16 @@ constexpr int ROW = 256;          // bytes of a table row in shared memory
 constexpr int CHUNKS = WORDS / 4; // 16-byte chunks of a table row in global memory
 constexpr int THREADS = WARPS * LANES;
 constexpr int LANE_QUERIES = QUERIES == 1 ? 1 : 2; // queries of which a lane has scores
-// What halves the number of variants of keys: sparse MMAs, and lanes that exchange words. Values are exchanged, too.
+// Sparse MMAs, and lanes that exchange words, each halve the number of variants of keys. Values are exchanged, too.
 constexpr bool KEYS_SPARSE = QUERIES > COPIES, KEYS_EXCHANGED = QUERIES > 2 * COPIES;
 constexpr int VARIANTS = 8 / COPIES / (KEYS_SPARSE ? 2 : 1) / (KEYS_EXCHANGED ? 2 : 1); // of the columns of an MMA
 constexpr bool VALUES_EXCHANGED = QUERIES == 8;
 constexpr int MMA_QUERIES = 8 / VARIANTS, KEY_MMAS = QUERIES / MMA_QUERIES; // MMAs of one key operand
-// Bytes of a query's weights of a tile. The padding takes the queries of which lanes store weights to different banks.
+// Bytes of a query's weights of a tile. The padding puts the queries whose weights lanes store into different banks.
 constexpr int WEIGHT_ROW = QUERIES == 1 ? TILE * 2 : TILE * 2 + 16;
-constexpr int WEIGHT_ROWS = QUERIES + (NORMS ? 2 : 0); // of a warp; the norms of a tile have rows of their own
+constexpr int WEIGHT_ROWS = QUERIES + (NORMS ? 2 : 0); // of a warp; the norms of a tile have separate rows
 
-// A code stands for SUB / 2 words, D / SUB words apart: word w has components (w % (D / SUB)) * SUB + 2 (w / (D / SUB))
+// A code decodes to SUB / 2 words, D / SUB words apart: word w has components (w % (D / SUB)) * SUB + 2 (w / (D / SUB))
 // and the next one.
 template <int SUB>
 __device__ __forceinline__ constexpr int component(int word) {
@@ -117,7 +117,7 @@ struct Lane {
     __device__ __forceinline__ bool has(int query) const {
         return has_scores && first_query == query / LANE_QUERIES * LANE_QUERIES;
     }
-    // A lane that has them.
+    // A lane with scores of the query.
     static __device__ __forceinline__ constexpr int lane_of(int query) {
         return query / MMA_QUERIES + query % MMA_QUERIES / 2 * VARIANTS;
     }
@@ -137,7 +137,7 @@ constexpr int COPY_DISTANCE = 65536;               // a power of two: the copy i
 constexpr int VALUE_TABLE = (FAR_COPY ? COPY_DISTANCE : 0) + KEY_ROWS * ROW;
 constexpr int WEIGHTS = VALUE_TABLE + VALUE_ROWS * ROW;  // [WARPS][WEIGHT_ROWS][WEIGHT_ROW]
 constexpr int RESULTS = WEIGHTS + WARPS * WEIGHT_ROWS * WEIGHT_ROW; // [SLOTS][QUERIES][RESULT] floats
-// Floats of a result: components, maximum, sum of weights, and padding that takes consecutive results to different
+// Floats of a result: components, maximum, sum of weights, and padding that puts consecutive results into different
 // halves of the banks.
 constexpr int RESULT = D + 16;
 // Results of warps: with 8 queries, there is room for four, which several warps share.

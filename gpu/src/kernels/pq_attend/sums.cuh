@@ -93,9 +93,9 @@ struct Sums {
         return HALVES == 2 ? sums[step][i] : sums[step / 2][2 * (step & 1) + i];
     }
 
-    // Calls `put(component, sums)` for the components of which this lane collects the sums. The four lanes of equal g
-    // have sums of different tokens; lane l has chunk c at step (c - l) & 3. Lane l collects chunk l from all four: its
-    // own step 0, step 2 of lane l ^ 2, and the sums of lanes l ^ 1 and l ^ 3.
+    // Calls `put(component, sums)` for the components whose sums this lane collects. The four lanes of equal g have
+    // sums of different tokens; lane l has chunk c at step (c - l) & 3. Lane l collects chunk l from all four: its own
+    // step 0, step 2 of lane l ^ 2, and the sums of lanes l ^ 1 and l ^ 3.
     template <typename Put>
     __device__ __forceinline__ void visit(const Lane& lane, Put put) const {
         const bool is_odd = lane.l & 1;
@@ -117,7 +117,7 @@ struct Sums {
 // weights of lanes with the other one are zero.
 struct Sums {
     static constexpr int STEPS = 2 * HALVES * (VALUES_EXCHANGED ? 1 : 2);
-    static constexpr int HIGHS = VALUES_EXCHANGED ? 2 : 1; // highest bits of the chunk with rows of their own
+    static constexpr int HIGHS = VALUES_EXCHANGED ? 2 : 1; // highest bits of the chunk with separate rows
 
     // A tile's weights for the row's query: of the tokens of even lanes, and of odd ones.
     struct Weights {
@@ -125,7 +125,7 @@ struct Sums {
         u32 even[2][MASKS], odd[2][MASKS]; // [half of the tile][highest bit of the step]
         u32 selection;                     // metadata
 
-        // Stores the weights of tokens g, g + 8, g + 16 and g + 24 where a lane loads all of its own at once.
+        // Stores the weights of tokens g, g + 8, g + 16 and g + 24 in an order in which a lane loads its own at once.
         static __device__ __forceinline__ void put(u8* weights, const uint2 (&packed)[2], const Lane& lane) {
             u8* place =
                 weights + lane.first_query * WEIGHT_ROW + (lane.g / 2 & 1) * 16 + lane.g / 4 * 8 + lane.g % 2 * 4;
@@ -206,7 +206,7 @@ struct Sums {
         }
     }
 
-    // Calls `put(component, sums)` for runs of components of which this lane has sums, of query g % QUERIES.
+    // Calls `put(component, sums)` for the runs of components whose sums this lane has, of query g % QUERIES.
     template <int N = RUN, typename Put>
     __device__ __forceinline__ void visit(const Lane& lane, Put put) const {
         if (lane.g >= 2 * QUERIES) return; // rows without a query

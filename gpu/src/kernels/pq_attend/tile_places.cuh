@@ -1,4 +1,4 @@
-// Where the codes of a warp's tiles lie: the index of every run of a tile among all runs.
+// The locations of the codes of a warp's tiles: the index of every run of a tile among all runs.
 #pragma once
 #include "pq_attend/shape.cuh"
 #include "tile_indices.cuh"
@@ -15,7 +15,7 @@ struct TilePlaces {
     u32 first, second, taken; // lane i has the halves of tile i of the run
 
     __device__ __forceinline__ void begin(const Arguments& a, u32 sequence, u32 head, u32 tile, u32 length) {
-        // The last tile may have no second half: then its first one stands for both, and its weights are zero.
+        // The last tile may have no second half: the first half then takes its place, with weights of zero.
         first = index(a, sequence, head, 2 * tile);
         second = index(a, sequence, head, min(2 * tile + 1, (length - 1) / (TILE / 2)));
         taken = 0;

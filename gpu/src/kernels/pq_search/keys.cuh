@@ -1,8 +1,8 @@
 // Keys that order tokens by the weight of a group of query heads, the search for the threshold key, and the tokens that
 // compete: shared by the kernels that select.
 //
-// Compile-time shape: GROUP query heads of a key/value head; MAX_RULE if a token's weight is the maximum over the
-// group's queries, else it is their sum.
+// Compile-time shape: GROUP query heads of a KV head; MAX_RULE if a token's weight is the maximum over the group's
+// queries, else it is their sum.
 #pragma once
 #include "warp.cuh"
 

@@ -29,7 +29,7 @@ struct alignas(16) Row {
 
 static_assert(sizeof(Row) == ROW_BYTES, "the host reserves it");
 
-// What the kernels of a selection share about one row.
+// The state of one row that the kernels of a selection share.
 struct Selection {
     u32* keys;       // [capacity]
     u32* candidates; // [capacity]: keys with the highest bits of the k-th
@@ -39,7 +39,7 @@ struct Selection {
     static __device__ __forceinline__ u64 bytes(u64 rows, u64 chunks) {
         return rows * (chunks * (CHUNK * 8 + 8) + sizeof(Row));
     }
-    // Of `row` among `rows`, in memory at `at`.
+    // The memory of `row`, one of `rows`, in a workspace at `at`.
     __device__ __forceinline__ Selection(u8* at, u64 rows, u32 row, u64 chunks) {
         const u64 capacity = chunks * CHUNK;
         keys = (u32*)at + row * capacity, at += rows * capacity * 4;
@@ -126,7 +126,7 @@ __device__ Threshold threshold_among(const u32* candidates, u32 count, u32 k, u3
     return {high << LOW_BITS | low.index, k - low.above};
 }
 
-// `tickets`: whether blocks may not all be resident.
+// `tickets`: set if the blocks may not all be resident.
 template <class Out>
 __device__ __forceinline__ void write(const SelectRange& range, const Selection& work, const Out& out, bool tickets) {
     // A block waits for the chunks before its own, but CUDA does not promise that blocks of lower index start first.

@@ -13,7 +13,7 @@ struct Arguments {
     u32* workspace;
     u64 code_stride, tokens_len;
     u32 heads, rows, capacity, sinks, recent;
-    u32 tickets; // whether blocks that wait for others take their chunk when they start: they may not all be resident
+    u32 tickets; // whether blocks take chunks in the order in which they start, since they may not all be resident
     u32 pdl;     // whether codes, lengths and ks can be read before `pdl_wait`: the previous kernel does not write them
 };
 

@@ -1,8 +1,8 @@
 // ADC scores of tokens from lookup tables in shared memory: shared by scan.cu and search.cu.
 //
 // Compile-time shape: M, NBITS (up to 8), GROUP, VEC, COPIES. A table entry holds the partial scores of VEC queries (1,
-// 2 or 4), so that one load serves all of them, and is stored COPIES times in a row. Where these copies fill 128 bytes,
-// every lane reads from banks of its own, and lookups are free of bank conflicts whatever the codes.
+// 2 or 4), so that one load serves all of them, and is stored COPIES times in a row. If these copies fill 128 bytes,
+// every lane reads from its own banks, and lookups have no bank conflicts for any codes.
 #pragma once
 #include "pq_codes.cuh"
 

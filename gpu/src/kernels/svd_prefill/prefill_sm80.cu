@@ -1,5 +1,5 @@
-// Causal attention of a prompt's queries on keys and values that rotations have projected, on sm_80: every KV head has
-// its own key rank and value rank.
+// Causal attention of a prompt's queries on projected keys and values, on sm_80: every KV head has its own key rank and
+// value rank.
 //
 // CPU twin: svd_core::attend_exact_into, row by row. Source: ZACK, 5.3; the loop is that of FlashAttention-2.
 //
@@ -8,8 +8,8 @@
 //
 // Launch: grid (query heads, row blocks, sequences), 4 warps per block, two blocks per multiprocessor. Row blocks
 // follow ZACK's rule: where both ranks of a head are at most DIM / 2, a block has 128 rows (queries) instead of 64, so
-// blocks cost about the same and use the registers that a lower rank leaves. The host launches enough blocks for 64
-// rows each; the surplus returns at once. Blocks are numbered longest first: the last rows of a prompt see the most
+// blocks cost about the same and use the registers that a lower rank leaves free. The host launches enough blocks for
+// 64 rows each; the surplus returns at once. Blocks are numbered longest first: the last rows of a prompt see the most
 // keys. A warp owns 16 or 32 rows. All warps share the keys and values of a tile of 64 tokens, which pass through a
 // ring of two tiles in shared memory (cp.async).
 //
@@ -38,7 +38,7 @@ struct Arguments {
     const u32* value_ranks;   // [head]
     const u64* key_offsets;   // [head]: sum of the key ranks of all earlier heads
     const u64* value_offsets; // [head]: the same of the value ranks
-    u16* out;                 // as the queries; only the value rank is written, and zeros behind it if `padded`
+    u16* out;                 // as the queries; only the value rank is written, and zeros after it if `padded`
     u64 key_rank_sum, value_rank_sum, capacity;
     u64 sequence_stride, row_stride, query_stride; // in elements, of queries and outputs
     u32 heads, group;

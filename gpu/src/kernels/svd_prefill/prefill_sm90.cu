@@ -1,5 +1,5 @@
-// Causal attention of a prompt's queries on keys and values that rotations have projected, on sm_90, with TMA and
-// wgmma: every KV head has its own key rank and value rank.
+// Causal attention of a prompt's queries on projected keys and values, on sm_90, with TMA and wgmma: every KV head has
+// its own key rank and value rank.
 //
 // CPU twin: svd_core::attend_exact_into, row by row. Source: FlashAttention-3 (arXiv 2407.08608); ragged ranks: ZACK,
 // 5.3.
@@ -9,20 +9,20 @@
 // multiple of 32: there is one instance of `attend` for each.
 //
 // Launch: one block per multiprocessor. A block takes row blocks of 64 rows (queries) per consumer warpgroup in turn,
-// longest first. Of the last warpgroup, one thread loads tiles of 128 keys and values by TMA into two rings, and three
+// longest first. In the last warpgroup, one thread loads tiles of 128 keys and values by TMA into two rings, and three
 // warps load the queries of the next row block. A consumer computes the scores of a tile while the tensor cores add up
-// the values of the tile before it; the softmax of one warpgroup runs under the products of the others, which take
+// the values of the previous tile; the softmax of one warpgroup overlaps with the products of the others, which take
 // turns by named barriers.
 //
 // The tiles of a row block end at the last key that its last row sees, and the first tile begins before key 0, where
-// TMA reads zeros. No key or value beyond a row block's own is read, so what lies there does not matter.
+// TMA reads zeros. No key or value beyond a row block's own is read, so memory there may hold anything.
 //
 // A tensor map has the pitch of its rows, which is the rank, or DIM where rows are padded: there is one map per rank
 // and side. Its third dimension steps over 8 elements, so that the offset of a head in the buffer is a coordinate and
 // the maps serve every head.
 //
-// The floor is the rate of the tensor cores, within the power limit; at half rank exponentials take as long. What was
-// tried is in PERFORMANCE.md.
+// The floor is the rate of the tensor cores, within the power limit; at half rank exponentials take as long.
+// PERFORMANCE.md says what was tried.
 #include "element.cuh"
 #include "svd_prefill/wgmma.cuh"
 #include "warp.cuh"
@@ -48,7 +48,7 @@ struct Arguments {
     const u32* value_ranks;             // [head]
     const u64* key_offsets;             // [head]: sum of the key ranks of all earlier heads
     const u64* value_offsets;           // [head]: the same of the value ranks
-    u16* out;                           // as the queries; only the value rank is written, if `padded` zeros behind it
+    u16* out;                           // as the queries; only the value rank is written, if `padded` zeros after it
     u64 sequence_stride, row_stride, query_stride; // in elements, of queries and outputs
     u32 key_chunks, value_chunks;                  // sums of the ranks, in units of 8
     u32 capacity, heads, group;
@@ -56,7 +56,7 @@ struct Arguments {
     u32 row_blocks;  // of the longest sequence
     u32 total;       // row blocks of all sequences and query heads
     float scale;     // factor of the scores, times log2(e)
-    u32 padded;      // rows of keys and values take DIM elements each, which the maps know
+    u32 padded;      // rows of keys and values take DIM elements each, as in the maps
 };
 
 struct Shared {
@@ -77,13 +77,13 @@ struct RowBlock {
     u32 offset, limit;                 // the token of row 0; tokens that the block's last row sees
     u32 tiles;
 
-    // The tokens of a tile: `limit` - TOKENS * (`tile` + 1) and on, so the last tokens come first.
+    // Tile `tile` begins at token `limit` - TOKENS * (`tile` + 1), so the last tokens come first.
     __device__ __forceinline__ int first_token(u32 tile) const { return (int)limit - (int)((tile + 1) * TOKENS); }
 };
 
-// Calls `run` with the row blocks of this block, in turn. Rounds go through the blocks forwards and backwards, which
-// evens out the lengths. Row blocks are ordered by sequence, then by heads whose keys and values fit L2 together, then
-// longest first.
+// Calls `run` with the row blocks of this block, in turn. Rounds go alternately forwards and backwards through the
+// grid, which evens out the lengths. Row blocks are ordered by sequence, then by heads whose keys and values fit L2
+// together, then longest first.
 template <class Run>
 __device__ __forceinline__ void for_each_row_block(const Arguments& a, const Run& run) {
     for (u32 round = 0;; round++) {
@@ -119,8 +119,8 @@ __device__ __forceinline__ void load_tile(u16 (&to)[SIDE][TOKENS][WIDTH], const 
     for (u32 side = 0; side < sides; side++) tma_load<false>(to[side], map, side * WIDTH, first_token, offset, full);
 }
 
-// The thread that loads keys and values: those of a tile, then the values of the tile before it, as consumers need
-// them.
+// The thread that loads keys and values, in the order of their use: the keys of a tile, then the values of the previous
+// tile.
 __device__ __forceinline__ void load_tokens(const Arguments& a, Shared& shared) {
     u32 before = 0; // tiles of earlier row blocks
     for_each_row_block(a, [&](const RowBlock& block) {
@@ -175,7 +175,7 @@ struct Softmax {
     float max[2] = {NOTHING, NOTHING}, weight[2] = {};
 
     // Turns a tile's scores into weights, and returns the factors of all earlier weights. Even and odd tokens have
-    // maxima and sums of their own, for shorter chains of dependent instructions.
+    // separate maxima and sums, for shorter chains of dependent instructions.
     __device__ __forceinline__ float2 add(float (&scores)[TOKENS / 2], float scale) {
         float tile_max[2][2], sum[2][2], rescale[2];
 #pragma unroll

@@ -6,7 +6,8 @@
 // is split into the sum of two elements.
 //
 // Launch: grid (blocks, heads), 8 warps per block, two blocks per multiprocessor, with PDL. A block loads the map of
-// its head into shared memory once. Warps take 16 rows at a time, a grid apart, and load the next rows meanwhile.
+// its head into shared memory once. Warps take 16 rows at a time in a grid-stride loop, and load the next rows
+// meanwhile.
 //
 // The floor is reading the rows and writing the results, so nothing else passes through memory: a lane loads 16 bytes
 // of a row straight into A fragments, which permutes the components within 32; the map in shared memory has the same

@@ -15,9 +15,8 @@
 //
 // Tried: half as many steps for the map made it 1 to 5 % faster; one step for all of it was up to 12 % slower, since
 // its many instructions must be fetched first. None of these gained at every shape: a ring of eight tiles instead of
-// six, three
-// warpgroups instead of two, contiguous ranges of tiles, an L2 evict-first hint for rows or for results. Results with
-// an evict-last hint took 1 to 4 % less, at the cost of the other contents of L2, so they have none.
+// six, three warpgroups instead of two, contiguous ranges of tiles, an L2 evict-first hint for rows or for results.
+// Results with an evict-last hint took 1 to 4 % less, at the cost of the other contents of L2, so they have none.
 #include "element.cuh"
 #include "warp.cuh"
 #include "wgmma_sm90.cuh"
