@@ -27,7 +27,7 @@ pub struct Place {
     pub head_stride: usize,
     /// The position of the frame's first token.
     pub first_token: usize,
-    /// The page table, given exactly if the shape is `paged`.
+    /// The page table, given if and only if the shape is `paged`.
     pub pages: Option<TokenPages>,
 }
 

@@ -10,7 +10,7 @@ use crate::library::has_nvrtc;
 /// A file of `kernels/`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Source {
-    /// Its path below `kernels/`, by which others include it.
+    /// Its path below `kernels/`, as in `#include`.
     pub(crate) path: &'static str,
     pub(crate) text: &'static str,
 }
@@ -86,16 +86,16 @@ const HEADERS: &[Source] = &[
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Program {
     source: Source,
-    headers: &'static [(&'static str, &'static str)], // of an engine's own
+    headers: &'static [(&'static str, &'static str)], // an engine's own
     options: Vec<String>,
     /// Whether it needs architecture-specific features, such as wgmma of `sm_90a`.
     arch_specific: bool,
 }
 
 impl Program {
-    /// A kernel file of an engine's own, which [`Device::kernel`](crate::Device::kernel) compiles and caches
-    /// like those of this crate. It may include any file of `src/kernels` by its path there, such as
-    /// `"warp.cuh"`, and `headers` (path and text); neither it nor they need to be installed.
+    /// An engine's own kernel file, which [`Device::kernel`](crate::Device::kernel) compiles and caches like
+    /// those of this crate. It may include any file of `src/kernels` by its path there, such as `"warp.cuh"`,
+    /// and `headers` (path and text); neither it nor they need to be installed.
     #[must_use]
     pub fn own(
         path: &'static str,
@@ -186,8 +186,8 @@ impl Program {
         reached
     }
 
-    /// The key of the disk cache: everything that determines the machine code, which is options, texts, and
-    /// the version of the compiler.
+    /// The key of the disk cache: options, source texts and the version of the compiler, which together
+    /// determine the machine code.
     pub(crate) fn key(&self, architecture: &str) -> Result<Vec<u8>, Error> {
         let mut key = format!("kv-gpu {:?}\n{}\n", nvrtc_version()?, self.options(architecture).join(" "));
         for Source { path, text } in [self.source].into_iter().chain(self.headers()) {
@@ -254,7 +254,7 @@ fn is_virtual(architecture: &str) -> bool {
     architecture.starts_with("compute_")
 }
 
-/// The first NVRTC that keeps what it has compiled, next to the driver's cache, and can be told not to.
+/// The first NVRTC with a cache of its own, next to the driver's, and with an option to bypass it.
 const CACHING_NVRTC: (i32, i32) = (13, 0);
 
 /// Compiles a program for an architecture, such as `sm_80`, or `compute_80` for PTX. This needs NVRTC but no
@@ -270,7 +270,7 @@ pub fn compile(program: &Program, architecture: &str) -> Result<Image, Error> {
     compile_with(program, architecture, &options)
 }
 
-/// What the driver loads of a program, from NVRTC's cache if that has it.
+/// Compiles a program to the image that the driver loads, or takes it from NVRTC's cache.
 ///
 /// # Errors
 /// As [`compile`].
@@ -323,7 +323,7 @@ fn compile_with(program: &Program, architecture: &str, options: &[String]) -> Re
     };
     status.result().map_err(|e| failed(format!("{e:?}")))?;
     let mut code = vec![0_u8; size];
-    // SAFETY: the buffer has the size that was asked for.
+    // SAFETY: the buffer has the size that was queried.
     let status = unsafe {
         if ptx {
             sys::nvrtcGetPTX(handle.0, code.as_mut_ptr().cast())

@@ -88,8 +88,8 @@ impl Device {
     /// when it loads a kernel, and within its shared memory.
     ///
     /// Kernels compiled for the device itself are faster. The limit runs the code paths of devices that are
-    /// not at hand, such as (8, 0) with 163 KiB (A100) or with 99 KiB (consumer devices). Existing operations
-    /// keep their kernels.
+    /// not available, such as (8, 0) with 163 KiB (A100) or with 99 KiB (consumer devices). Existing
+    /// operations keep their kernels.
     ///
     /// # Errors
     /// [`Error::Argument`] for a capability below (8, 0), and for a capability or memory beyond the device's.
@@ -111,9 +111,8 @@ impl Device {
         &self.stream
     }
 
-    /// Another stream, for work that decoding must not wait for: it runs when streams of higher priority
-    /// leave multiprocessors free. Its own priority is 0, the lowest that CUDA has, which is also that of
-    /// [`Device::stream`].
+    /// A new stream for background work: its blocks run when streams of higher priority leave multiprocessors
+    /// free. Its own priority is 0, the lowest in CUDA and that of [`Device::stream`].
     ///
     /// # Errors
     /// [`Error::Driver`].
@@ -182,7 +181,7 @@ impl Device {
         Ok(Kernel { context, function, program: program.clone(), shared: shared as u32, has_pdl })
     }
 
-    /// Loads a kernel of a program from the disk cache, or compiles it if the cache has none that loads.
+    /// Loads a kernel of a program from the disk cache, or compiles it if the cache has no image that loads.
     fn load(&self, program: &Program, name: &str) -> Result<Function, Error> {
         let (major, minor) = self.capability;
         let architecture = format!("{}_{major}{minor}", if self.is_limited { "compute" } else { "sm" });
@@ -212,9 +211,9 @@ pub struct Kernel {
 }
 
 impl Kernel {
-    /// Sets the kernel's preferred shared-memory carve-out to what its blocks of `threads` threads need, so that
-    /// the rest of a multiprocessor's memory is L1. For kernels that load through L1 into registers: loads in
-    /// flight occupy lines of L1.
+    /// Sets the kernel's preferred shared-memory carve-out to the need of its blocks of `threads` threads, so
+    /// that the rest of a multiprocessor's memory is L1. For kernels that load through L1 into registers:
+    /// loads in flight occupy lines of L1.
     ///
     /// Without a preference the driver keeps the previous kernel's carve-out. After a kernel with much shared
     /// memory, `svd::Attend` then reads 3.8 TB/s on an H200 instead of 4.5.
@@ -225,9 +224,9 @@ impl Kernel {
         self.divided(|function, shared| function.prefer_l1(threads, shared))
     }
 
-    /// Sets the kernel's preferred carve-out to all shared memory that there is. For kernels next to which blocks
-    /// of the following kernel are to start that need much of it: a multiprocessor changes its carve-out only
-    /// when it is idle.
+    /// Sets the kernel's preferred carve-out to the maximum. For kernels that should overlap with blocks of
+    /// the next kernel that need much shared memory: a multiprocessor changes its carve-out only when it is
+    /// idle.
     ///
     /// # Errors
     /// [`Error::Driver`].
@@ -235,7 +234,7 @@ impl Kernel {
         self.divided(|function, _| function.prefer_carve_out(100))
     }
 
-    /// The kernel once its carve-out is set; `set` gets its shared memory.
+    /// Sets the kernel's carve-out by `set`, which receives its dynamic shared memory in bytes.
     fn divided(self, set: impl FnOnce(&Function, u32) -> Result<(), DriverError>) -> Result<Self, Error> {
         // Another thread may have loaded the kernel.
         let bound = self.context.bind_to_thread();
@@ -265,8 +264,8 @@ impl Kernel {
         unsafe { self.launch_in_clusters(stream, grid, 1, threads, pdl, argument) }
     }
 
-    /// The same in clusters of `cluster` blocks along x. More than one block needs sm_90, more than 8 a call
-    /// of [`Kernel::active_clusters`] before.
+    /// The same in clusters of `cluster` blocks along x. More than one block requires sm_90, more than 8 a
+    /// prior call of [`Kernel::active_clusters`].
     ///
     /// # Errors
     /// [`Error::Driver`].
@@ -300,8 +299,8 @@ impl Kernel {
         .map_err(Error::of(format_args!("launch {}", self.program)))
     }
 
-    /// Number of clusters of `cluster` blocks that the device runs at the same time, on sm_90. Allows clusters
-    /// of more than 8 blocks, which not every device has.
+    /// Number of clusters of `cluster` blocks that the device runs at the same time, on sm_90. Also enables
+    /// clusters of more than 8 blocks, which not every device supports.
     ///
     /// # Errors
     /// [`Error::Driver`].

@@ -55,15 +55,15 @@ impl Function {
         Ok(Self { handle, module })
     }
 
-    /// Lets the kernel have more dynamic shared memory than the 48 KiB that every kernel may have.
+    /// Raises the kernel's limit of dynamic shared memory above the default 48 KiB.
     pub(crate) fn allow_shared_memory(&self, bytes: usize) -> Result<(), DriverError> {
         let limit = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         // SAFETY: the module is loaded as long as `self` lives.
         unsafe { result::function::set_function_attribute(self.handle, limit, bytes as i32) }
     }
 
-    /// Sets the preferred shared-memory carve-out to what as many blocks of `threads` threads and `dynamic` bytes of
-    /// shared memory as fit a multiprocessor need; the rest is L1.
+    /// Sets the preferred shared-memory carve-out to the shared memory of as many blocks as fit a
+    /// multiprocessor, each of `threads` threads and `dynamic` bytes; the rest is L1.
     pub(crate) fn prefer_l1(&self, threads: u32, dynamic: u32) -> Result<(), DriverError> {
         let mut blocks = 0;
         // SAFETY: the module is loaded as long as `self` lives; `blocks` is written.
@@ -86,14 +86,14 @@ impl Function {
         self.prefer_carve_out((100 * shared / all.max(1) + 1).min(100))
     }
 
-    /// Sets the preferred part of L1 and shared memory that is shared memory.
+    /// Sets the preferred shared-memory carve-out in percent of the maximum.
     pub(crate) fn prefer_carve_out(&self, percent: i32) -> Result<(), DriverError> {
         let preferred = CUfunction_attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT;
         // SAFETY: the module is loaded as long as `self` lives.
         unsafe { result::function::set_function_attribute(self.handle, preferred, percent) }
     }
 
-    /// Lets the kernel have clusters of more than the 8 blocks that every device with clusters runs.
+    /// Allows clusters of more than 8 blocks, the portable maximum.
     pub(crate) fn allow_large_clusters(&self) -> Result<(), DriverError> {
         let allowed = CUfunction_attribute::CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED;
         // SAFETY: the module is loaded as long as `self` lives.

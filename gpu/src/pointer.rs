@@ -7,7 +7,7 @@ use std::num::NonZeroU64;
 /// The element of a buffer whose type the shape of an operation names at run time, as
 /// [`Element`](crate::Element) or [`VectorElement`](crate::VectorElement).
 ///
-/// It has no values and no size: it only stands in the type of a pointer, which [`DevicePtr::cast`] makes.
+/// It has no values and no size: it only appears in the type of a pointer, which [`DevicePtr::cast`] makes.
 pub enum AnyElement {}
 
 /// The address of elements of type `T` in memory that the device can access.

@@ -19,8 +19,8 @@ const OPERATION: Operation = Operation("codec::Decode");
 /// Pointers and ranges of one launch of [`Decode`].
 #[derive(Clone, Debug)]
 pub struct DecodeArguments {
-    /// The bytes of the frame, with three more readable bytes after the last one. Blocks that this launch
-    /// does not decode need not have arrived yet.
+    /// The bytes of the frame, followed by at least three readable bytes. Blocks that this launch does not
+    /// decode need not have arrived yet.
     pub frame: DevicePtr<u8>,
     /// [`Planes::words`].
     pub planes: DevicePtr<u32>,
@@ -35,8 +35,8 @@ pub struct DecodeArguments {
     pub place: Place,
     /// Bytes ([`Decode::workspace_len`],), overwritten; aligned to 16.
     pub workspace: DevicePtr<u8>,
-    /// One `u32`, 0 before the launch. Afterwards it is 1 + the index in the frame of a tile that no encoder
-    /// wrote, or 0. The elements written for such a tile are meaningless. A launch never lowers it.
+    /// One `u32`, 0 before the launch. Afterwards it is 1 + the index in the frame of a malformed tile, or 0
+    /// if there is none. The elements written for such a tile are meaningless. A launch never lowers it.
     pub failed: DevicePtr<u32>,
 }
 
@@ -71,10 +71,10 @@ const _: () = assert!(size_of::<KernelArguments>() == 144);
 ///
 /// # Cost
 /// One pass over the stream and one over the elements; a warp decodes 32 elements at a time, one channel per
-/// lane. With a transform, a second kernel runs: 2 bytes per element are written and read with two
-/// multiplications and additions for each element of the head, on tensor cores, where
-/// [`CodecShape::points_program`] is used; three of them and 4 bytes with
-/// [`CodecShape::tensor_core_program`]; one, not on tensor cores, otherwise.
+/// lane. With a transform, a second kernel runs. Per element, with [`CodecShape::points_program`], 2 bytes
+/// are written and read back, and tensor cores do two multiply-adds for each element of the head; with
+/// [`CodecShape::tensor_core_program`], 4 bytes and three multiply-adds; otherwise 4 bytes and one
+/// multiplication and addition, not on tensor cores.
 /// # Source
 /// CacheGen (SIGCOMM 2024), 6; the bitstream is codec-core's `FORMAT.md`.
 pub struct Decode {
@@ -126,7 +126,7 @@ impl Decode {
     /// frame aligned to 8 bytes. The bytes at `arguments.frame` are those that `frame` was parsed from, **and
     /// three bytes after the last one can be read**: the kernel loads words of four bytes. The words at
     /// `arguments.planes` are those of `planes`. The place maps different tokens to different addresses, and
-    /// every page number is that of an existing page.
+    /// every page number refers to an existing page.
     pub unsafe fn launch(
         &self,
         stream: CUstream,
@@ -146,13 +146,13 @@ impl Decode {
         unsafe { self.launch_kernels(stream, frame.info(), planes, arguments) }
     }
 
-    /// As [`launch`](Self::launch), for a frame that [`Encode`](super::Encode) has coded with these planes
-    /// and [`Index`](super::Index) has given an index: the host knows nothing of it but `info`.
+    /// As [`launch`](Self::launch), for a frame encoded by [`Encode`](super::Encode) with these planes and
+    /// indexed by [`Index`](super::Index): the host needs only its `info`.
     ///
     /// # Errors
     /// [`Error::Argument`] for planes, a frame or ranges that do not match, [`Error::Driver`].
     /// # Safety
-    /// That of [`launch`](Self::launch), of the bytes that `Index` describes.
+    /// As for [`launch`](Self::launch), with the bytes that `Index` describes.
     pub unsafe fn launch_indexed(
         &self,
         stream: CUstream,
@@ -179,7 +179,7 @@ impl Decode {
     }
 
     /// # Safety
-    /// That of [`launch`](Self::launch); the arguments have been checked.
+    /// As for [`launch`](Self::launch); the arguments have been checked.
     unsafe fn launch_kernels(
         &self,
         stream: CUstream,

@@ -16,10 +16,10 @@ use crate::{Device, Error, Program};
 const WARPS: usize = 4;
 /// Resident thread blocks per SM, by the launch bounds of the kernel.
 const RESIDENT: usize = 5;
-/// Rows of a lane that are neighbours in memory: `GROUP` of the kernels.
+/// Rows of a lane that are adjacent in memory: `GROUP` of the kernels.
 const GROUP: usize = 8;
-/// Threads of a block that joins tiles, the most tiles that it joins (`COUNT` of the kernel), and its warps,
-/// each of which copies a tile at a time.
+/// The join kernel: threads of a block, maximum tiles of a block (`COUNT` of the kernel), and warps of a
+/// block, each of which copies one tile at a time.
 const JOIN_THREADS: usize = 256;
 const MOST_JOINED: usize = 64;
 const JOIN_WARPS: usize = JOIN_THREADS / LANES;
@@ -64,7 +64,7 @@ struct EncodeKernelArguments {
     lengths: DevicePtr<u16>,
     workspace: DevicePtr<u16>,
     failed: DevicePtr<u32>,
-    bins: DevicePtr<u16>, // these two with `Quantize`
+    bins: DevicePtr<u16>, // `bins` and `maps`: with `Quantize`
     maps: DevicePtr<f32>,
     rows: PlanesAt,
     place: KernelPlace,
@@ -98,11 +98,11 @@ const _: () = assert!(size_of::<JoinKernelArguments>() == 56);
 ///
 /// # Cost
 /// Two kernels. Elements are read once, and again for fixed-width tiles; bins are written to the workspace
-/// and read back. With a transform, a third kernel runs first. Where [`CodecShape::quantize_program`] is
-/// used, it multiplies on tensor cores, three times for each element of the head, and writes 2 bytes per
-/// element; the few bins that are too close to a boundary are computed anew in the CPU's order, and so are
-/// tiles whose values exceed 2^13 steps. Otherwise it takes a multiplication and an addition for each element
-/// of the head and writes 4 bytes.
+/// and read back. With a transform, a third kernel runs first. Per element, with
+/// [`CodecShape::quantize_program`], it does three multiply-adds on tensor cores for each element of the head
+/// and writes 2 bytes; the few bins that are too close to a boundary, and tiles whose values exceed 2^13
+/// steps, are recomputed in the CPU's order. Otherwise it does one multiplication and addition for each
+/// element of the head and writes 4 bytes.
 /// # Source
 /// CacheGen (SIGCOMM 2024), 5.2; the bitstream is codec-core's `FORMAT.md`.
 pub struct Encode {
@@ -113,12 +113,12 @@ pub struct Encode {
     blocks: usize,
 }
 
-/// What happens to rows before they are tiles.
+/// The pass over the rows before the tile kernel.
 enum Before {
     Nothing,
     /// Planes with a transform: f32 (planes, tokens, channels) in the workspace.
     Coefficients(Transform),
-    /// The same where tensor cores apply: `u16` (planes, blocks, tiles, rows of a tile) in the workspace.
+    /// The same on tensor cores: `u16` (planes, blocks, tiles, rows of a tile) in the workspace.
     Bins(Quantize),
 }
 
@@ -174,8 +174,8 @@ impl Encode {
     /// [`Error::Argument`] for planes, a frame or ranges that do not match, [`Error::Driver`].
     /// # Safety
     /// The [contract of a launch](DevicePtr#launches) holds, with every pointer, those to rows included,
-    /// aligned to 8 bytes. The words at `arguments.planes` are those of `planes`, and every page number is
-    /// that of an existing page.
+    /// aligned to 8 bytes. The words at `arguments.planes` are those of `planes`, and every page number
+    /// refers to an existing page.
     pub unsafe fn launch(
         &self,
         stream: CUstream,
@@ -230,7 +230,7 @@ impl Encode {
             block_tokens: info.block_tokens as u32,
             slot_bytes,
         };
-        // As many blocks as encode at once, if each then has a tile for every warp.
+        // As many blocks as encode concurrently, if that leaves each a tile for every warp.
         let joined = tiles.div_ceil(self.blocks).clamp(JOIN_WARPS, MOST_JOINED);
         let join_arguments = JoinKernelArguments {
             slots: a.slots,

@@ -18,18 +18,18 @@ pub struct IndexArguments {
     /// `u16` (layers, 2, blocks, tiles): the length of each tile in units of two bytes, as
     /// [`Encode`](super::Encode) writes them.
     pub lengths: DevicePtr<u16>,
-    /// Bytes ([`FrameInfo::head_len`],) before a payload. Of the index, the ends of blocks and the lengths of
+    /// Bytes ([`FrameInfo::head_len`],) in front of the payload. Only the ends of blocks and the lengths of
     /// tiles are written.
     pub frame: DevicePtr<u8>,
     /// One `u64`, to which the length of the frame in bytes is added.
     pub frame_bytes: DevicePtr<u64>,
 }
 
-/// The index of a frame that [`Encode`](super::Encode) has coded, for
-/// [`Decode::launch_indexed`](super::Decode::launch_indexed): rows become what a frame keeps of them, and
-/// nothing waits for the host.
+/// Writes the index of a frame encoded by [`Encode`](super::Encode), for
+/// [`Decode::launch_indexed`](super::Decode::launch_indexed): rows go through a lossy round trip without
+/// synchronizing with the host.
 ///
-/// Header, plane ids and checksums are left out, so these bytes are no frame for anybody else:
+/// Header, plane ids and checksums are left out, so the bytes are not a valid frame;
 /// [`codec_core::assemble_frame`] makes one.
 pub struct Index {
     kernel: Kernel,

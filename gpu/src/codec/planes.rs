@@ -7,7 +7,8 @@ use crate::{Error, Program, VectorElement};
 const FAMILIES: usize = 256;
 /// 32-bit words of a `Family` of the kernels.
 const FAMILY_WORDS: usize = 2 + MAX_SYMBOLS;
-/// `Symbol` of the kernels: where it has its first slot, the escape's mark, and what follows the last one.
+/// `Symbol` of the kernels: the shift of its first slot, the flag of the escape, and the padding after the
+/// last symbol.
 const FIRST_SLOT_SHIFT: u32 = 32 - PRECISION;
 const ESCAPE_BITS: u32 = 3 << (PRECISION + 1);
 const NO_SYMBOL: u32 = !0 << (FIRST_SLOT_SHIFT - 1);
@@ -23,7 +24,7 @@ pub struct CodecShape {
     symbols: usize, // a power of two
     map_dim: usize, // elements of a head of the transform; 0 for none
     previous: bool,
-    exact_points: bool, // whether points of bins are exact in f16, up to a size
+    exact_points: bool, // whether points of bins up to 2048 are exact in f16
     /// Element type of the rows.
     pub element: VectorElement,
     /// Whether the rows are in pages.
@@ -38,14 +39,14 @@ impl CodecShape {
     }
 
     /// The kernel of [`Decode`](super::Decode) that turns reconstruction points of coefficients into rows, on
-    /// tensor cores: for rows of 16 bits, maps whose size is a multiple of 16 up to 128, bins that do not
-    /// depend on the previous token's, and centroids as [`codec_core::PlaneBuf::fit`] makes them.
+    /// tensor cores: for 16-bit rows, maps whose size is a multiple of 16 up to 128, bins that do not depend
+    /// on the previous token's, and centroids as [`codec_core::PlaneBuf::fit`] makes them.
     #[must_use]
     pub fn points_program(&self) -> Option<Program> {
         self.decodes_to_points().then(|| self.mapped_tiles(source!("codec/points_mma.cu")))
     }
 
-    /// The kernel of tiles of [`Encode`](super::Encode).
+    /// The tile kernel of [`Encode`](super::Encode).
     #[must_use]
     pub fn encode_program(&self) -> Program {
         let source = source!("codec/encode.cu");
@@ -65,9 +66,9 @@ impl CodecShape {
         self.has_transform().then(|| self.of_maps(source!("codec/transform.cu")).without_fused_multiply_add())
     }
 
-    /// The kernel of the transform back to rows on tensor cores where there is no
-    /// [`points_program`](Self::points_program): for rows of 16 bits and maps whose size is a multiple of 16
-    /// up to 128.
+    /// The tensor-core kernel of the inverse transform for shapes without a
+    /// [`points_program`](Self::points_program): for 16-bit rows and maps whose size is a multiple of 16 up
+    /// to 128.
     #[must_use]
     pub fn tensor_core_program(&self) -> Option<Program> {
         let program = || self.of_maps(source!("codec/transform_mma.cu"));
@@ -95,7 +96,7 @@ impl CodecShape {
         Program::new(source, &defines).define_if(self.paged, "PAGED")
     }
 
-    /// The kernel of tiles. With a transform its rows are the coefficients in the workspace.
+    /// The tile kernel. With a transform its rows are the coefficients in the workspace.
     fn tiles_program(&self, source: Source) -> Program {
         if self.has_transform() {
             let of_coefficients = Self { map_dim: 0, element: VectorElement::F32, paged: false, ..*self };
@@ -108,7 +109,7 @@ impl CodecShape {
             .without_fused_multiply_add()
     }
 
-    /// A kernel of tiles that transforms rows itself.
+    /// A tile kernel that transforms rows itself.
     fn mapped_tiles(&self, source: Source) -> Program {
         let map = [("MAP_DIM", self.map_dim)];
         let defines = [&self.place_defines()[..], &self.tile_defines(), &map].concat();
@@ -160,7 +161,7 @@ pub struct Planes {
     ids: Vec<u32>,
     scaled_by_token: bool,
     words: Vec<u32>,
-    maps_at: usize, // the first of the transforms' words
+    maps_at: usize, // offset of the transforms in `words`
 }
 
 impl Planes {
@@ -263,8 +264,8 @@ impl Planes {
     }
 }
 
-/// Whether the points that bins are reconstructed at are exact in f16: bins up to 2048 are, and those of bins
-/// 1 and 2 if they and their centroids have few bits.
+/// Whether reconstruction points are exact in f16. Bins up to 2048 are; the points of bins 1 and 2 are if the
+/// sums of bin and centroid have few bits.
 fn has_exact_points(plane: &PlaneParts<'_>) -> bool {
     let is_exact = |(bin, centroid): (u8, f32)| {
         let point = f32::from(bin) + centroid;
@@ -288,7 +289,7 @@ impl<'a> Model<'a> {
         self.starts.partition_point(|&start| start < 1 << PRECISION)
     }
 
-    /// `Symbol` of the kernels. The only symbol of a lane without a channel is no escape.
+    /// `Symbol` of the kernels. The only symbol of a lane without a channel is not an escape.
     fn symbol(&self, symbol: usize) -> u32 {
         let start = |symbol: usize| self.starts.get(symbol).map_or(1 << PRECISION, |&start| u32::from(start));
         let symbols = self.symbols();

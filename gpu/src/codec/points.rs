@@ -38,7 +38,7 @@ impl Points {
         elements.saturating_mul(4).saturating_add(tiles)
     }
 
-    /// Those at the start of a workspace.
+    /// The points at the start of a workspace.
     pub(super) fn at(workspace: DevicePtr<u8>, shape: &CodecShape, planes: usize, tokens: usize) -> Self {
         let bytes = 2 * planes * tokens * shape.channels();
         let at = |offset| Some(workspace.offset(offset));
@@ -76,8 +76,8 @@ impl PointsToRows {
     }
 
     /// # Safety
-    /// The [contract of a launch](DevicePtr#launches) holds for the pointers and the stream; the tokens begin
-    /// with a block.
+    /// The [contract of a launch](DevicePtr#launches) holds for the pointers and the stream; the first token
+    /// is the first of a block.
     pub(super) unsafe fn launch(
         &self,
         stream: CUstream,

@@ -8,7 +8,7 @@ use crate::{Device, Error};
 
 const OPERATION: Operation = Operation("codec quantization");
 
-/// `CHUNK` and `CHUNKS` of the kernel: tokens that a thread block takes at a time, and how often.
+/// `CHUNK` and `CHUNKS` of the kernel: tokens of a chunk, and chunks of a thread block.
 const CHUNK: usize = 32;
 const CHUNKS: usize = 16;
 

@@ -17,7 +17,7 @@ pub(super) struct Transform {
     shape: CodecShape,
 }
 
-/// A kernel whose blocks take `tokens` tokens and the columns of a part of a head.
+/// A kernel whose blocks process `tokens` tokens and a range of columns of a head.
 struct Tiled {
     kernel: Kernel,
     tokens: usize, // `TOKENS` of the kernel
@@ -62,12 +62,13 @@ impl Transform {
         Self::scalar(device, shape, "codec_rows_to_coefficients")
     }
 
-    /// The same for the kernel that transforms coefficients back to rows.
+    /// The same for the kernel of the inverse transform.
     pub(super) fn inverse(device: &Device, shape: CodecShape) -> Result<Option<Self>, Error> {
         let name = "codec_coefficients_to_rows";
         let Some(program) = shape.tensor_core_program() else { return Self::scalar(device, shape, name) };
         let dim = shape.map_dim();
-        // The map as two matrices of 16 bits, with rows of 16 bytes more, the mean, and 16 tokens of 8 warps.
+        // Shared memory: the map as two 16-bit matrices with rows padded by 16 bytes, the mean, 8 x 16
+        // tokens.
         let shared = 2 * 2 * dim * (dim + 8) + 4 * dim + 8 * 16 * 4 * dim;
         let kernel = device.kernel(&program, name, shared)?;
         Ok(Some(Self { tiled: Tiled { kernel, tokens: 512, threads: 256, columns: dim }, shape }))
@@ -109,7 +110,7 @@ impl Transform {
     }
 }
 
-/// The coefficients as rows of the kernels for tiles: contiguous planes of the tokens from `first_token` on.
+/// The coefficients as rows of the tile kernels: contiguous planes of the tokens from `first_token` on.
 pub(super) fn coefficients_at(
     shape: &CodecShape,
     coefficients: DevicePtr<f32>,

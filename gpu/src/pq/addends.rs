@@ -9,8 +9,8 @@ use crate::pointer::DevicePtr;
 /// rounded to `f16` once, when it is written; it is added in `f32`.
 #[derive(Clone, Copy, Debug)]
 pub struct Addends {
-    /// `f16` (batch, heads, tiles, group, [`TILE`](super::TILE)), the tokens of a tile in order. They are
-    /// read in whole tiles up to a sequence's length, and are not in pages, also where the codes are.
+    /// `f16` (batch, heads, tiles, group, [`TILE`](super::TILE)), the tokens of a tile in order. Kernels read
+    /// whole tiles, up to a sequence's length. Addends are contiguous even if the codes are in pages.
     pub values: DevicePtr<f16>,
     /// Capacity of a sequence in tiles of [`TILE`](super::TILE) tokens.
     pub tiles: usize,

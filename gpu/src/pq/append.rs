@@ -18,7 +18,7 @@ pub struct AppendShape {
     pub values: PqShape,
     /// Element type of the vectors.
     pub element: VectorElement,
-    /// Whether the codes are in pages, and of what.
+    /// Whether and how the codes are paged.
     pub paging: Paging,
 }
 
@@ -42,7 +42,7 @@ impl AppendShape {
 pub struct AppendArguments {
     /// Number of sequences.
     pub batch: usize,
-    /// Number of key/value heads.
+    /// Number of KV heads.
     pub heads: usize,
     /// Maximum number of new vectors of a sequence.
     pub max_count: usize,
@@ -65,10 +65,10 @@ pub struct AppendArguments {
     pub key_codes: DevicePtr<u8>,
     /// Bytes (pages or batch, heads, tiles, [`CodeLayout::tile_len`]), written at the new tokens.
     pub value_codes: DevicePtr<u8>,
-    /// Capacity of a page (or of a sequence, without pages) in tiles, or in half tiles if the shape's pages
-    /// have these.
+    /// Capacity of a page (or of a sequence, without pages) in tiles, or in half tiles with
+    /// [`Paging::HalfTiles`].
     pub tiles: usize,
-    /// The page table, given exactly if the shape has pages.
+    /// The page table, given if and only if the shape has pages.
     pub pages: Option<Pages>,
     /// Programmatic dependent launch (PDL), on sm_90: blocks may start before the previous kernel on the
     /// stream ends. They read the centroids *before* they wait for it, so that kernel must not write these.
@@ -80,7 +80,7 @@ pub struct AppendArguments {
 ///
 /// # Cost
 /// ksub * dim multiply-adds per vector, spread over all subspaces: one token takes a few microseconds. For
-/// more than about `ksub / 2` tokens a sequence, `Encode` is faster.
+/// more than about `ksub / 2` tokens per sequence, `Encode` is faster.
 pub struct Append {
     kernel: AppendKernel,
     paging: Paging,
@@ -104,9 +104,9 @@ impl Append {
     /// [`Error::Argument`] for sizes that do not fit, [`Error::Driver`].
     /// # Safety
     /// The [contract of a launch](DevicePtr#launches) holds, with every pointer but `keys` and `values`
-    /// aligned to 16 bytes. For every sequence, `firsts + counts` does not exceed the tokens that the
-    /// sequence or its pages have room for, the count does not exceed `max_count`, and every page number is
-    /// that of an existing page: the kernel does not clamp them.
+    /// aligned to 16 bytes. For every sequence, `firsts + counts` does not exceed the capacity of the
+    /// sequence or of its pages, the count does not exceed `max_count`, and every page number refers to an
+    /// existing page: the kernel does not clamp them.
     pub unsafe fn launch(&self, stream: CUstream, arguments: &AppendArguments) -> Result<(), Error> {
         let a = arguments;
         if self.paging.has_pages() != a.pages.is_some() {
@@ -129,7 +129,7 @@ impl Append {
     }
 }
 
-/// What one side of a launch reads and writes.
+/// Inputs and outputs of one side of a launch.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub(super) struct AppendSide {
@@ -138,7 +138,7 @@ pub(super) struct AppendSide {
     pub codes: DevicePtr<u8>,
 }
 
-/// The new tokens of a batch and where their codes go.
+/// The new tokens of a batch and the location of their codes.
 pub(super) struct NewTokens {
     pub batch: usize,
     pub heads: usize,
@@ -171,9 +171,9 @@ const _: () = assert!(size_of::<KernelArguments>() == 120);
 
 /// `WARPS` of the kernel.
 const WARPS: usize = 4;
-/// Most vectors of a warp: one per lane.
+/// Maximum vectors of a warp: one per lane.
 const MAX_GROUP: usize = 32;
-/// Warps that occupy a multiprocessor. Only when there are as many, a warp gets more than one vector.
+/// Warps that occupy a multiprocessor. Beyond that, a warp gets more than one vector.
 const SM_WARPS: usize = 32;
 
 /// The kernel for one or two sides: few vectors, split over sequences, heads and subspaces.

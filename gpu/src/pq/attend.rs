@@ -16,7 +16,7 @@ const ROW: usize = 256;
 const SHARED_MEMORY_SM_90: usize = 227 << 10;
 /// Maximum number of query heads of a block.
 const MAX_QUERIES: usize = 8;
-/// Bytes of a query's weights of a tile in shared memory: `WEIGHT_ROW` of the kernel for one query, and for
+/// Bytes of a query's weights of a tile in shared memory: `WEIGHT_ROW` of the kernel for one query and for
 /// several.
 const WEIGHT_ROWS: [usize; 2] = [64, 80];
 
@@ -38,11 +38,11 @@ pub struct AttendShape {
     pub keys: PqShape,
     /// Quantizer of the values, of the same `dim`.
     pub values: PqShape,
-    /// Query heads per key/value head.
+    /// Query heads per KV head.
     pub group: usize,
     /// Element type of queries, exact tokens and outputs.
     pub element: Element,
-    /// Whether the codes are in pages, and of what.
+    /// Whether and how the codes are paged.
     pub paging: Paging,
     /// Whether the scores of coded tokens have [`Addends`].
     pub addends: bool,
@@ -86,12 +86,12 @@ impl AttendShape {
                 supported: "16 subspaces or more",
             });
         }
-        // A larger group is cut into slices with blocks of their own.
+        // A larger group is split into slices with separate blocks.
         let queries = self.group.div_ceil(self.group.div_ceil(MAX_QUERIES)).next_power_of_two();
         let plan = |copies: usize| {
             // A block has fewer warps where a thread needs more registers: with more queries, on sm_80, with
-            // codes that stand for several words, and with pages or norms and two queries. Two interleaved
-            // tiles need the most registers, and pay only if codes need no expansion.
+            // codes of several words, and with pages or norms and two queries. Two interleaved tiles need the
+            // most registers, and pay off only if codes need no expansion.
             let simple = [&keys, &values].iter().all(|codes| codes.components() == 2);
             let expanded = [&keys, &values].iter().any(|codes| codes.bits() < 8);
             let interleaved = queries >= 4 && copies == 2 && simple && !expanded && self.keys.dim() == 128;
@@ -181,7 +181,8 @@ impl Plan {
 }
 
 /// The page table of codes, or of rows for [`svd::Attend`](crate::svd::Attend), the same for keys and values.
-/// All pages together have fewer than 2^32 tiles, or half tiles if pages have these, counted over heads.
+/// All pages together have fewer than 2^32 tiles, or half tiles with [`Paging::HalfTiles`], counted over
+/// heads.
 #[derive(Clone, Copy, Debug)]
 pub struct Pages {
     /// `u32` (batch, `max_pages`): page numbers of each sequence, in the order of its tokens.
@@ -204,11 +205,12 @@ pub struct ExactTokens {
     pub capacity: usize,
 }
 
-/// Norms of coded tokens, which were divided out of their keys and values before these were encoded
+/// Norms of coded tokens, by which their keys and values were divided before encoding
 /// ([`pq_core::divide_by_norms`]): factors of the decoded keys and values.
 ///
-/// They lie as the codes do: (pages or batch, heads, tiles, tokens of a tile), in half tiles if the shape's
-/// pages have these. Those of values are at most 4,094: their products with weights of up to 16 are `f16`.
+/// Their layout is that of the codes: (pages or batch, heads, tiles, tokens of a tile), in half tiles with
+/// [`Paging::HalfTiles`]. Norms of values are at most 4,094, so that products with weights of up to 16 fit
+/// `f16`.
 #[derive(Clone, Copy, Debug)]
 pub struct Norms {
     /// `f16`: norms of the keys, factors of the scores before any addend.
@@ -224,10 +226,10 @@ const OPERATION: Operation = Operation("pq::Attend");
 pub struct AttendArguments {
     /// Number of sequences.
     pub batch: usize,
-    /// Number of key/value heads.
+    /// Number of KV heads.
     pub heads: usize,
     /// Capacity of a page (or of a sequence, without pages) in tiles of [`TILE`](crate::pq::TILE) tokens, or
-    /// in half tiles if the shape's pages have these: 1 for pages of 16 tokens.
+    /// in half tiles with [`Paging::HalfTiles`]: 1 for pages of 16 tokens.
     pub tiles: usize,
     /// Bytes (pages or batch, heads, tiles, [`CodeLayout::tile_len`]): codes of the keys.
     pub key_codes: DevicePtr<u8>,
@@ -242,11 +244,11 @@ pub struct AttendArguments {
     /// `u32` (batch,): the number of coded tokens of each sequence. The kernel reads them, so that a captured
     /// graph stays valid as sequences grow.
     pub lengths: DevicePtr<u32>,
-    /// The page table, given exactly if the shape has pages.
+    /// The page table, given if and only if the shape has pages.
     pub pages: Option<Pages>,
-    /// Terms of the scores of coded tokens, given exactly if the shape has addends.
+    /// Terms of the scores of coded tokens, given if and only if the shape has addends.
     pub addends: Option<Addends>,
-    /// Norms of coded tokens, given exactly if the shape has norms.
+    /// Norms of coded tokens, given if and only if the shape has norms.
     pub norms: Option<Norms>,
     /// Exact tokens in addition to the coded ones.
     pub exact: Option<ExactTokens>,
@@ -300,7 +302,7 @@ struct KernelArguments {
 
 const _: () = assert!(size_of::<KernelArguments>() == 176);
 
-/// The division of heads into lists of equally many, each with its own blocks.
+/// The division of heads into equal lists, each with its own blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Lists {
     lists: usize,
@@ -309,8 +311,8 @@ struct Lists {
 }
 
 impl Lists {
-    /// The most lists that leave at most a sixteenth of the multiprocessors without a block: a block then
-    /// changes tables as rarely as possible.
+    /// The largest number of lists that leaves at most a sixteenth of the multiprocessors without a block, so
+    /// that blocks change tables as rarely as possible.
     fn of(heads: usize, slices: usize, sm_count: usize) -> Self {
         let blocks = |lists: usize| sm_count / (lists * slices);
         let busy = |lists: usize| 16 * blocks(lists) * lists * slices >= 15 * sm_count;
@@ -362,8 +364,8 @@ impl Attend {
         all.saturating_mul(2 * self.plan.queries * self.plan.result_len())
     }
 
-    /// Bytes of workspace for launches of up to `batch` sequences with exactly `heads` key/value heads.
-    /// Another number of heads changes its layout: zero it again before such a launch.
+    /// Bytes of workspace for launches of up to `batch` sequences with exactly `heads` KV heads. Another
+    /// number of heads changes its layout: zero it again before such a launch.
     #[must_use]
     pub fn workspace_len(&self, batch: usize, heads: usize) -> usize {
         let slices = self.grid(heads).slices;
@@ -377,10 +379,10 @@ impl Attend {
     /// [`Error::Argument`] for sizes that do not fit, [`Error::Driver`].
     /// # Safety
     /// The [contract of a launch](DevicePtr#launches) holds, with every pointer aligned to 16 bytes. Lengths
-    /// do not exceed the tokens that a sequence or its pages have room for, exact lengths do not exceed their
-    /// capacity, and every page number is that of an existing page: the kernel does not clamp them. The
-    /// workspace was zeroed before the first launch with this number of heads, and no other launch uses it at
-    /// the same time.
+    /// do not exceed the capacity of a sequence or of its pages, exact lengths do not exceed their capacity,
+    /// and every page number refers to an existing page: the kernel does not clamp them. The workspace was
+    /// zeroed before the first launch with this number of heads, and no other launch uses it at the same
+    /// time.
     pub unsafe fn launch(&self, stream: CUstream, arguments: &AttendArguments) -> Result<(), Error> {
         let a = arguments;
         if a.batch == 0 || a.heads == 0 {

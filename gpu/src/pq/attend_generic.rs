@@ -14,7 +14,7 @@ pub struct AttendGenericShape {
     pub keys: PqShape,
     /// Quantizer of the values. Its `dim` may differ.
     pub values: PqShape,
-    /// Query heads per key/value head.
+    /// Query heads per KV head.
     pub group: usize,
 }
 
@@ -49,7 +49,7 @@ const OPERATION: Operation = Operation("pq::AttendGeneric");
 pub struct AttendGenericArguments {
     /// Number of sequences.
     pub batch: usize,
-    /// Number of key/value heads.
+    /// Number of KV heads.
     pub heads: usize,
     /// Capacity of a sequence in tokens.
     pub capacity: usize,

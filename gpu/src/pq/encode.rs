@@ -19,7 +19,7 @@ pub struct EncodeShape {
     pub side: Side,
     /// Element type of the vectors.
     pub element: VectorElement,
-    /// Whether the codes are in pages, and of what.
+    /// Whether and how the codes are paged.
     pub paging: Paging,
 }
 
@@ -27,8 +27,8 @@ pub struct EncodeShape {
 const BLOCK_TOKENS: usize = 128;
 
 impl EncodeShape {
-    /// Most new vectors of a sequence for which [`Append`](super::Append)'s kernel is faster: it splits the
-    /// subspaces over blocks, where a block of the other one takes the time of 128 vectors for one.
+    /// Maximum new vectors of a sequence for which [`Append`](super::Append)'s kernel is faster: it splits
+    /// the subspaces over blocks, while a block of the other kernel takes as long for one vector as for 128.
     const fn few(&self) -> usize {
         self.quantizer.ksub() / 2
     }
@@ -67,7 +67,7 @@ const OPERATION: Operation = Operation("pq::Encode");
 pub struct EncodeArguments {
     /// Number of sequences.
     pub batch: usize,
-    /// Number of key/value heads.
+    /// Number of KV heads.
     pub heads: usize,
     /// Maximum number of new vectors of a sequence.
     pub max_count: usize,
@@ -83,10 +83,10 @@ pub struct EncodeArguments {
     pub counts: DevicePtr<u32>,
     /// Bytes (pages or batch, heads, tiles, [`CodeLayout::tile_len`]), written at the new tokens.
     pub codes: DevicePtr<u8>,
-    /// Capacity of a page (or of a sequence, without pages) in tiles, or in half tiles if the shape's pages
-    /// have these.
+    /// Capacity of a page (or of a sequence, without pages) in tiles, or in half tiles with
+    /// [`Paging::HalfTiles`].
     pub tiles: usize,
-    /// The page table, given exactly if the shape has pages.
+    /// The page table, given if and only if the shape has pages.
     pub pages: Option<Pages>,
 }
 
@@ -109,7 +109,8 @@ struct KernelArguments {
 const _: () = assert!(size_of::<KernelArguments>() == 88);
 
 /// `pq_core::encode_into` into the tiles that [`Attend`](super::Attend) reads. One launch appends tokens to
-/// sequences of different lengths. [`Append`](super::Append) encodes few keys and values in one launch.
+/// sequences of different lengths. For few tokens, [`Append`](super::Append) encodes keys and values in one
+/// launch.
 ///
 /// On [`Device::background_stream`] it quantizes the tokens that leave the window while decoding continues.
 ///
@@ -138,9 +139,9 @@ impl Encode {
     /// [`Error::Argument`] for sizes that do not fit, [`Error::Driver`].
     /// # Safety
     /// The [contract of a launch](DevicePtr#launches) holds, with every pointer but `vectors` aligned to 16
-    /// bytes. For every sequence, `firsts + counts` does not exceed the tokens that the sequence or its pages
-    /// have room for, the count does not exceed `max_count`, and every page number is that of an existing
-    /// page: the kernel does not clamp them.
+    /// bytes. For every sequence, `firsts + counts` does not exceed the capacity of the sequence or of its
+    /// pages, the count does not exceed `max_count`, and every page number refers to an existing page: the
+    /// kernel does not clamp them.
     pub unsafe fn launch(&self, stream: CUstream, arguments: &EncodeArguments) -> Result<(), Error> {
         let a = arguments;
         if a.batch == 0 || a.heads == 0 || a.max_count == 0 {

@@ -35,7 +35,7 @@ const OPERATION: Operation = Operation("pq::EncodeGeneric");
 pub struct EncodeGenericArguments {
     /// Number of sequences.
     pub batch: usize,
-    /// Number of key/value heads.
+    /// Number of KV heads.
     pub heads: usize,
     /// Maximum number of new vectors of a sequence.
     pub max_count: usize,
@@ -94,7 +94,7 @@ impl EncodeGeneric {
         Ok(Self { kernel, shape })
     }
 
-    /// Bytes of shared memory that a block takes.
+    /// Bytes of shared memory of a block.
     #[must_use]
     pub const fn shared_memory(&self) -> usize {
         shared_bytes(self.shape.quantizer)

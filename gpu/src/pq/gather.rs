@@ -8,7 +8,7 @@ use crate::{Device, Error, Program};
 
 const THREADS: usize = 128;
 
-/// Blocks of a multiprocessor, of all heads and both sides.
+/// Blocks per multiprocessor, over all heads and both sides.
 const BLOCKS: usize = 2;
 
 const OPERATION: Operation = Operation("pq::Gather");
@@ -16,9 +16,9 @@ const OPERATION: Operation = Operation("pq::Gather");
 /// Pointers and sizes of one launch of [`Gather`].
 #[derive(Clone, Copy, Debug)]
 pub struct GatherArguments {
-    /// Number of key/value heads.
+    /// Number of KV heads.
     pub heads: usize,
-    /// Bytes (heads, `head_rows`, row): keys, all of them in pinned host memory, or those of a block cache on
+    /// Bytes (heads, `head_rows`, row): keys, either all of them in pinned host memory, or a block cache on
     /// the device.
     pub keys: DevicePtr<u8>,
     /// Bytes (heads, `head_rows`, row): values.
@@ -40,17 +40,17 @@ pub struct GatherArguments {
     pub values_out: DevicePtr<u8>,
     /// Capacity of the outputs of a head in rows.
     pub out_len: usize,
-    /// What later kernels read.
+    /// Memory to prefetch into L2 for later kernels.
     pub prefetch: Option<Prefetch>,
 }
 
-/// Device memory that kernels after this one read, such as the weights of the next product: it is brought into
-/// L2 while rows cross the link.
+/// Device memory that later kernels read, such as the weights of the next matrix product, to prefetch into L2
+/// while rows cross the link.
 #[derive(Clone, Copy, Debug)]
 pub struct Prefetch {
     /// Bytes (`len`,).
     pub bytes: DevicePtr<u8>,
-    /// How many: no more than L2 has room for.
+    /// Size in bytes, at most what fits L2.
     pub len: usize,
 }
 
@@ -76,12 +76,12 @@ const _: () = assert!(size_of::<KernelArguments>() == 96);
 
 /// Collects the keys and values of selected tokens.
 ///
-/// The hits and the misses of a [`BlockCache`](pq_core::BlockCache) take one launch each into the same output,
-/// with `places` for both. Attention that does not need the rows in one piece reads them itself
+/// The hits and the misses of a [`BlockCache`](pq_core::BlockCache) take one launch each into the same
+/// output, with `places` for both. Attention that does not need contiguous rows reads them itself
 /// ([`GatherAttend`](super::GatherAttend)).
 ///
 /// On sm_90, a launch with programmatic dependent launch (PDL) may follow at once: it starts while rows are
-/// on their way, and must wait (`griddepcontrol.wait`) before it reads them.
+/// in flight, and must wait (`griddepcontrol.wait`) before it reads them.
 ///
 /// # Cost
 /// Every row of the lists is read and written once. From host memory, PCIe bandwidth is the limit.

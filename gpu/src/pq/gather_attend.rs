@@ -12,7 +12,7 @@ const QUERIES: usize = 8;
 const TILE: usize = 16;
 const WARPS: usize = 12;
 
-/// Tiles of a block at least, where a head has them: fewer cost more to merge than they save.
+/// Minimum tiles of a block, if a head has as many: merging smaller parts costs more than they save.
 const LEAST_TILES: usize = 8;
 
 const OPERATION: Operation = Operation("pq::GatherAttend");
@@ -60,9 +60,9 @@ impl GatherAttendShape {
 pub struct GatherAttendArguments {
     /// Number of sequences.
     pub batch: usize,
-    /// Number of key/value heads.
+    /// Number of KV heads.
     pub heads: usize,
-    /// Number of query heads per key/value head.
+    /// Number of query heads per KV head.
     pub group: usize,
     /// Rows of a head in `keys` and `values`.
     pub capacity: usize,
@@ -80,7 +80,7 @@ pub struct GatherAttendArguments {
     pub slots: DevicePtr<u32>,
     /// Capacity of a list in tokens.
     pub list_len: usize,
-    /// The rows that slots do not have yet; by default they have all.
+    /// The chosen rows that are not in their slots yet; by default none.
     pub missing: Option<MissingRows>,
     /// Elements (batch, heads, group, dim).
     pub queries: DevicePtr<AnyElement>,
@@ -98,7 +98,8 @@ pub struct GatherAttendArguments {
     pub workspace: DevicePtr<u8>,
 }
 
-/// Chosen rows that are in pinned host memory only: a launch reads them there, and keeps them in their slots.
+/// Chosen rows that are in pinned host memory only: a launch reads them there, and stores them in their
+/// slots.
 #[derive(Clone, Copy, Debug)]
 pub struct MissingRows {
     /// Elements (batch, heads, `head_rows`, dim) in pinned host memory: keys.
@@ -109,10 +110,10 @@ pub struct MissingRows {
     pub head_rows: usize,
     /// `u32` (batch, heads, `list_len`): the row of each chosen token.
     pub tokens: DevicePtr<u32>,
-    /// `u32` (batch, heads, `list_len.div_ceil(32)`): for every chosen token, from the lowest bit on, whether
-    /// its row is missing.
+    /// `u32` (batch, heads, `list_len.div_ceil(32)`): a bitmap of the chosen tokens, lowest bit first, with 1
+    /// where the row is missing.
     pub bits: DevicePtr<u32>,
-    /// What later kernels read.
+    /// Memory to prefetch into L2 for later kernels.
     pub prefetch: Option<Prefetch>,
 }
 
@@ -146,16 +147,15 @@ struct KernelArguments {
 
 const _: () = assert!(size_of::<KernelArguments>() == 168);
 
-/// Decode attention to exact rows and chosen ones, where chosen rows that are missing come from pinned host
-/// memory: `pq_core::attend_exact_into` of both.
+/// Decode attention over exact rows and chosen rows, of which missing ones come from pinned host memory:
+/// `pq_core::attend_exact_into` over both.
 ///
-/// A launch takes the place of a [`Gather`](super::Gather) and of the attention behind it. Rows that are on
-/// the device are attended to while the others are on their way, and these as they arrive. The same rows give
-/// the same bytes, wherever they come from. A launch allocates nothing and does not synchronize, and a
-/// captured graph stays valid.
+/// A launch replaces a [`Gather`](super::Gather) and the attention after it. It attends to resident rows
+/// while missing rows are in flight, and to these as they arrive. The same rows give the same bytes, resident
+/// or not. A launch allocates nothing and does not synchronize, and a captured graph stays valid.
 ///
 /// # Cost
-/// Every row is read once for up to 8 query heads of its group; from host memory, PCIe bandwidth is the limit.
+/// Every row is read once for up to 8 query heads of its group; from host memory, PCIe is the limit.
 /// # Source
 /// PQCache (arXiv 2407.12820), 3.4. The overlap of the transfer with attention is not in the paper.
 pub struct GatherAttend {
@@ -174,18 +174,18 @@ impl GatherAttend {
         Ok(Self { kernel: kernel.prefer_l1(32 * WARPS as u32)?, shape, sm_count: device.sm_count() })
     }
 
-    /// Heads of all sequences, each for every slice of a group.
+    /// Heads of all sequences times slices of a group.
     fn entries(batch: usize, heads: usize, group: usize) -> usize {
         batch.saturating_mul(heads).saturating_mul(group.div_ceil(QUERIES))
     }
 
-    /// Floats of the counters in front of the partial results.
+    /// Size of the counters in front of the partial results, in floats.
     fn counters_len(entries: usize) -> usize {
         entries.saturating_add(3) / 4 * 4
     }
 
-    /// Bytes of workspace for launches of `batch` sequences with `heads` key/value heads and `group` query
-    /// heads per key/value head.
+    /// Bytes of workspace for launches of `batch` sequences with `heads` KV heads and `group` query heads per
+    /// KV head.
     #[must_use]
     pub fn workspace_len(&self, batch: usize, heads: usize, group: usize) -> usize {
         let entries = Self::entries(batch, heads, group);

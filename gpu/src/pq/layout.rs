@@ -9,10 +9,10 @@ use crate::{Error, Program};
 /// Tokens of a tile, which a warp processes at a time.
 pub const TILE: usize = 32;
 
-/// How the codes of a sequence lie in memory.
+/// The memory layout of a sequence's codes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Paging {
-    /// In one piece of whole tiles.
+    /// Contiguous, in whole tiles.
     Contiguous,
     /// In pages of whole tiles: a multiple of 32 tokens each.
     Tiles,
@@ -42,17 +42,17 @@ pub enum Side {
     Values,
 }
 
-/// The device layout of the codes of one key/value head, and of its codebook.
+/// The device layout of the codes of one KV head, and of its codebook.
 ///
 /// Codes are in tiles of [`TILE`] tokens, with exactly `nbits` bits per code. A vector is `dim / 2` words of
-/// two halves. A code stands for `dsub / 2` words, `m` words apart. If a subspace has one element, two codes
-/// together stand for one word and are stored as one code of `2 nbits` bits.
+/// two halves. A code decodes to `dsub / 2` words, `m` words apart. If a subspace has one element, two codes
+/// together decode to one word and are stored as one code of `2 nbits` bits.
 ///
 /// A tile has `W` 32-bit words for each of the 32 lanes of a warp, as (load, lane, width): a lane reads them
 /// in loads of up to four words. The codes of a lane are those of its tokens, in the order of their use.
-/// Tokens 0 to 15 and 16 to 31 have the same lanes, so that a half tile ([`CodeLayout::half_tiles`]) is the
-/// same with the codes of 16 tokens and `W / 2` words a lane: the kernel loads the words of one half from one
-/// page and those of the other from another.
+/// Tokens 0 to 15 map to the same lanes as tokens 16 to 31, so that a half tile ([`CodeLayout::half_tiles`])
+/// has the same layout with 16 tokens and `W / 2` words per lane, and the kernel can load the two halves of a
+/// tile from two pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CodeLayout {
     shape: PqShape,
@@ -81,11 +81,11 @@ impl CodeLayout {
         })
     }
 
-    /// The layout of half tiles, of 16 tokens: what a page of 16 tokens has of each head. Wherever this
-    /// layout counts tiles, they are half tiles.
+    /// The layout of half tiles of 16 tokens: a page of 16 tokens has one for each head. All tiles of this
+    /// layout are half tiles.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for a shape whose half tile has no whole number of words for each lane.
+    /// [`Error::Unsupported`] for a shape whose half tile does not have a whole number of words per lane.
     pub fn half_tiles(self) -> Result<Self, Error> {
         let half = Self { tokens: TILE / 2, ..self };
         let words = half.tile_len() / 4;
@@ -126,7 +126,7 @@ impl CodeLayout {
         self.shape.nbits() as usize * if self.joined { 2 } else { 1 }
     }
 
-    /// Elements that a stored code stands for.
+    /// Elements that a stored code decodes to.
     pub(crate) fn components(&self) -> usize {
         self.shape.dim() / self.m()
     }

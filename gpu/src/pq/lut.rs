@@ -12,7 +12,7 @@ use crate::{Device, Error, Program, VectorElement};
 pub struct LutShape {
     /// The quantizer.
     pub quantizer: PqShape,
-    /// Query heads per key/value head.
+    /// Query heads per KV head.
     pub group: usize,
     /// Element type of the queries.
     pub element: VectorElement,
@@ -49,7 +49,7 @@ const OPERATION: Operation = Operation("pq::Lut");
 pub struct LutArguments {
     /// Number of sequences.
     pub batch: usize,
-    /// Number of key/value heads.
+    /// Number of KV heads.
     pub heads: usize,
     /// Elements (batch, heads, group, dim).
     pub queries: DevicePtr<AnyElement>,

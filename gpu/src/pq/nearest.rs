@@ -7,7 +7,7 @@ use crate::{Error, VectorElement};
 /// Threads of a block, and points of a tile: `THREADS` and `TILE` of the kernels.
 pub(super) const TILE: usize = 256;
 
-/// Maximum shared memory of a block of compute capability 8.0. A device that has less refuses the kernel.
+/// Maximum shared memory of a block of compute capability 8.0. A device with less rejects the kernel.
 const MOST_SHARED: usize = 163 << 10;
 
 /// Bytes of `NearestShared` of the kernels.

@@ -22,7 +22,7 @@ const fn most_tables(shared_memory: usize) -> usize {
 pub struct ScanShape {
     /// The quantizer.
     pub quantizer: PqShape,
-    /// Query heads per key/value head.
+    /// Query heads per KV head.
     pub group: usize,
 }
 
@@ -79,7 +79,7 @@ const OPERATION: Operation = Operation("pq::Scan");
 pub struct ScanArguments {
     /// Number of sequences.
     pub batch: usize,
-    /// Number of key/value heads.
+    /// Number of KV heads.
     pub heads: usize,
     /// Capacity of a sequence in tokens.
     pub capacity: usize,

@@ -13,9 +13,9 @@ use crate::{Device, Error, Program};
 pub struct SearchShape {
     /// The quantizer.
     pub quantizer: PqShape,
-    /// Query heads per key/value head.
+    /// Query heads per KV head.
     pub group: usize,
-    /// How the query heads of a group choose together.
+    /// How the weights of a group's query heads are combined.
     pub rule: GroupRule,
 }
 
@@ -37,7 +37,7 @@ impl SearchShape {
     }
 
     /// The kernels for a compute capability and blocks of up to `shared_memory` bytes
-    /// ([`Device::shared_memory`]). From 9.0 on, codes of up to 12 bits per token have a kernel of their own.
+    /// ([`Device::shared_memory`]). From 9.0 on, codes of up to 12 bits per token have a separate kernel.
     ///
     /// # Errors
     /// [`Error::Unsupported`].
@@ -75,7 +75,7 @@ const OPERATION: Operation = Operation("pq::Search");
 pub struct SearchArguments {
     /// Number of sequences.
     pub batch: usize,
-    /// Number of key/value heads.
+    /// Number of KV heads.
     pub heads: usize,
     /// Capacity of a sequence in tokens.
     pub capacity: usize,
@@ -141,8 +141,8 @@ const _: () = assert!(size_of::<KernelArguments>() == 112);
 /// tokens, in ascending order. The kernel reads lengths and k, so that a captured graph stays valid as
 /// sequences grow.
 ///
-/// Where the weights of two tokens differ by less than rounding, the CPU may select the other one. Of tokens
-/// of equal weight, those of lower index are selected.
+/// If the weights of two tokens differ by less than rounding, the CPU may select the other one. Of tokens of
+/// equal weight, those of lower index are selected.
 ///
 /// # Cost
 /// 2 n * m lookups for every four queries, and 4 bytes per token, written once and read twice. For codes of
@@ -201,8 +201,8 @@ impl Search {
     /// # Errors
     /// [`Error::Argument`] for sizes that do not fit, [`Error::Driver`].
     /// # Safety
-    /// The [contract of a launch](DevicePtr#launches) holds, with every pointer aligned to 16 bytes. Lengths
-    /// above the capacity count as the capacity, and k as at most the length.
+    /// The [contract of a launch](DevicePtr#launches) holds, with every pointer aligned to 16 bytes. The
+    /// kernels clamp lengths to the capacity, and k to the length.
     pub unsafe fn launch(&self, stream: CUstream, arguments: &SearchArguments) -> Result<(), Error> {
         let a = arguments;
         let rows = a.batch.saturating_mul(a.heads);

@@ -90,7 +90,7 @@ struct KernelArguments {
 const _: () = assert!(size_of::<KernelArguments>() == 88);
 
 /// `pq_core::train_batch` from given centroids or vectors: Lloyd's k-means, batched over sets and subspaces,
-/// each of which stops on its own. A launch does not synchronize. The budget is the number of iterations;
+/// each of which stops independently. A launch does not synchronize. The budget is the number of iterations;
 /// [`pq_core::ClusteringCost`] computes how many overlap with a prefill.
 ///
 /// Sums are fixed-point integers in units of 2^-20 of the subspace's largest magnitude, so that two runs give

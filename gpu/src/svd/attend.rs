@@ -79,9 +79,9 @@ const OPERATION: Operation = Operation("svd::Attend");
 pub struct AttendArguments {
     /// Number of sequences.
     pub batch: usize,
-    /// Number of key/value heads.
+    /// Number of KV heads.
     pub heads: usize,
-    /// Number of query heads per key/value head.
+    /// Number of query heads per KV head.
     pub group: usize,
     /// Capacity of a page (or of a sequence, without pages) in tokens; of a page a multiple of 16.
     pub capacity: usize,
@@ -89,7 +89,7 @@ pub struct AttendArguments {
     pub keys: DevicePtr<AnyElement>,
     /// Elements (pages or batch, heads, capacity, value rank of the head).
     pub values: DevicePtr<AnyElement>,
-    /// The page table, given exactly if the kernel is [for pages](Attend::paged).
+    /// The page table, given if and only if the kernel is [for pages](Attend::paged).
     pub pages: Option<Pages>,
     /// Elements (batch, heads, group, dim): projected queries, read up to the key rank of the head.
     pub queries: DevicePtr<AnyElement>,
@@ -179,8 +179,8 @@ impl Attend {
         Self::of(device, shape, &shape.program()?, false)
     }
 
-    /// Compiles the kernel for a shape, with keys and values in pages of a multiple of 16 tokens. The same
-    /// rows give the bytes that they give without pages.
+    /// Compiles the kernel for a shape, with keys and values in pages of a multiple of 16 tokens. The result
+    /// has the same bytes as without pages.
     ///
     /// # Errors
     /// As [`new`](Self::new).
@@ -206,9 +206,8 @@ impl Attend {
         (blocks * slices).saturating_mul(2 * QUERIES * self.shape.result_len())
     }
 
-    /// Bytes of workspace for launches of up to `batch` sequences with up to `heads` key/value heads and
-    /// exactly `group` query heads per key/value head. Another group changes its layout: zero it again before
-    /// such a launch.
+    /// Bytes of workspace for launches of up to `batch` sequences with up to `heads` KV heads and exactly
+    /// `group` query heads per KV head. Another group changes its layout: zero it again before such a launch.
     #[must_use]
     pub fn workspace_len(&self, batch: usize, heads: usize, group: usize) -> usize {
         let counters = batch.saturating_mul(heads).saturating_mul(self.grid(group).1);
@@ -221,10 +220,10 @@ impl Attend {
     /// [`Error::Argument`] for sizes that do not fit, [`Error::Driver`].
     /// # Safety
     /// The [contract of a launch](DevicePtr#launches) holds, with every pointer aligned to 16 bytes. Lengths
-    /// do not exceed the tokens that a sequence or its pages have room for, every page number is that of an
-    /// existing page, ranks are multiples of 8 from 8 to `dim`, and offsets and sums match the ranks: the
-    /// kernel does not clamp them. The workspace was zeroed before the first launch with this
-    /// group, and no other launch uses it at the same time.
+    /// do not exceed the capacity of a sequence or of its pages, every page number refers to an existing
+    /// page, ranks are multiples of 8 from 8 to `dim`, and offsets and sums match the ranks: the kernel does
+    /// not clamp them. The workspace was zeroed before the first launch with this group, and no other launch
+    /// uses it at the same time.
     pub unsafe fn launch(&self, stream: CUstream, arguments: &AttendArguments) -> Result<(), Error> {
         let a = arguments;
         if a.batch == 0 || a.heads == 0 || a.group == 0 {

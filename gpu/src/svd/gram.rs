@@ -42,8 +42,8 @@ impl GramShape {
         Ok(program)
     }
 
-    /// Whether the sm_90 kernel runs, which computes squares of the matrix, and not the sm_80 kernel, which
-    /// computes strips.
+    /// Whether the sm_90 kernel, which computes squares of the matrix, runs instead of the sm_80 kernel,
+    /// which computes strips.
     const fn in_squares(&self, capability: (i32, i32)) -> bool {
         matches!(capability, (9, 0)) && self.dim.is_multiple_of(BOX_WIDTH)
     }

@@ -31,9 +31,9 @@ const OPERATION: Operation = Operation("svd::Prefill");
 pub struct PrefillArguments {
     /// Number of sequences.
     pub batch: usize,
-    /// Number of key/value heads.
+    /// Number of KV heads.
     pub heads: usize,
-    /// Number of query heads per key/value head.
+    /// Number of query heads per KV head.
     pub group: usize,
     /// Capacity of a sequence in tokens.
     pub capacity: usize,
@@ -65,9 +65,9 @@ pub struct PrefillArguments {
     pub key_rank_sum: usize,
     /// Sum of all value ranks.
     pub value_rank_sum: usize,
-    /// Whether rows of keys and values take `dim` elements each, of which the first ones up to the rank are
-    /// read. Offsets and sums are then those of rank `dim`, and outputs have zeros from the value rank on, so
-    /// that a product may read all of them.
+    /// Whether rows of keys and values are padded to `dim` elements, of which only the first `rank` are read.
+    /// Offsets and sums are then those of rank `dim`, and outputs are zero from the value rank on, so that a
+    /// matrix product may read whole rows.
     pub padded: bool,
     /// Factor of the scores, positive: `1 / sqrt(head_dim)` of the model.
     pub scale: f32,
@@ -133,13 +133,13 @@ const _: () = assert!(size_of::<WarpgroupsArguments>() == 4096 + 128);
 
 /// Causal attention of many queries with two ranks per head: `svd_core::attend_exact_into`, query by query.
 ///
-/// On sm_90 a block of 128 queries (192 for `dim` 64) takes tiles of 128 tokens; on sm_80 it is ZACK's rule
-/// that makes blocks cost about the same: 64 queries and tiles of 64 tokens, or 128 queries of a head whose
-/// ranks are both at most half of `dim`. The longest blocks run first. The work of a query is that of the
-/// higher rank, rounded up to a multiple of 32, on sm_80 of a quarter of `dim`. A NaN or infinite value makes
-/// the outputs NaN of all queries whose block attends to its tile.
+/// On sm_90 a block of 128 queries (192 for `dim` 64) takes tiles of 128 tokens; on sm_80, ZACK's rule makes
+/// blocks cost about the same: 64 queries and tiles of 64 tokens, or 128 queries of a head whose ranks are
+/// both at most half of `dim`. The longest blocks run first. The work of a query is that of the higher rank,
+/// rounded up to a multiple of 32 (on sm_80, of `dim / 4`). A NaN or infinite value makes the outputs of all
+/// queries whose block attends to its tile NaN.
 ///
-/// The kernel for sm_90 has more than 4 KiB of arguments, which CUDA has from 12.1 on.
+/// The kernel for sm_90 has more than 4 KiB of arguments, which requires CUDA 12.1.
 ///
 /// # Cost
 /// Twice the higher rank in multiply-adds for every pair of a query and a token that it attends to, on tensor
@@ -287,8 +287,8 @@ impl Prefill {
         unsafe { self.kernel.launch(stream, grid, threads, false, &arguments) }
     }
 
-    /// The tensor maps of keys or values, one for each rank; none above `dim` is used. Their heads are 8
-    /// elements apart, so that a kernel finds the rows of any head as a coordinate.
+    /// The tensor maps of keys or values, one for each rank; none above `dim` is used. Their head stride is 8
+    /// elements, so that the offset of any head is a coordinate.
     fn maps(
         &self,
         a: &PrefillArguments,
@@ -309,13 +309,13 @@ impl Prefill {
     }
 }
 
-/// Whether the sm_90 kernel runs, whose warpgroups share tiles that TMA loads, and not the sm_80 kernel,
+/// Whether the sm_90 kernel, whose warpgroups share tiles loaded by TMA, runs instead of the sm_80 kernel,
 /// whose warps load them.
 const fn in_warpgroups(capability: (i32, i32)) -> bool {
     matches!(capability, (9, 0))
 }
 
-/// On sm_90, warpgroups of a block that compute: as many as have the registers they need.
+/// On sm_90, consumer warpgroups of a block: as many as the register file has room for.
 const fn groups(shape: AttendShape) -> usize {
     if shape.dim == 64 { 3 } else { 2 }
 }

@@ -10,7 +10,7 @@ use crate::{Device, Element, Error, Program};
 /// On sm_80: warps of a block, and rows of a warp at a time.
 const WARPS: usize = 8;
 const WARP_ROWS: usize = 16;
-/// On sm_90: rows of a tile, tiles of the ring buffer, warpgroups of a block that compute, and bytes of
+/// On sm_90: rows of a tile, tiles of the ring buffer, consumer warpgroups of a block, and bytes of
 /// mbarriers.
 const TILE_ROWS: usize = 64;
 const STAGES: usize = 6;
@@ -29,8 +29,8 @@ pub struct ProjectShape {
 }
 
 impl ProjectShape {
-    /// Whether the sm_90 kernel runs, which copies boxes by TMA, and not the sm_80 kernel, which loads rows
-    /// to registers.
+    /// Whether the sm_90 kernel, which copies boxes by TMA, runs instead of the sm_80 kernel, which loads
+    /// rows to registers.
     const fn in_boxes(&self, capability: (i32, i32)) -> bool {
         matches!(capability, (9, 0)) && self.dim.is_multiple_of(BOX_WIDTH)
     }
@@ -79,7 +79,7 @@ const OPERATION: Operation = Operation("svd::Project");
 /// Pointers and sizes of one launch of [`Project`].
 #[derive(Clone, Copy, Debug)]
 pub struct ProjectArguments {
-    /// Number of key/value heads, each with its own map.
+    /// Number of KV heads, each with its own map.
     pub heads: usize,
     /// Number of rows of a head.
     pub n: usize,
