@@ -79,7 +79,7 @@ fn main() -> Result<()> {
         workspace: workspace.pointer,
     };
     // SAFETY: the buffers have the shapes that the arguments name, and live until the results are read. Rows
-    // on the host are fetched between the two launches.
+    // in host memory are fetched between the two launches.
     unsafe {
         hybrid.select(gpu.stream().cu_stream(), &arguments)?;
         hybrid.attend(gpu.stream().cu_stream(), &arguments)?;

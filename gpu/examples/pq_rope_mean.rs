@@ -1,4 +1,4 @@
-//! Keys coded less their rotated mean: the mean's part of the scores, then attention that adds it.
+//! Keys coded without their rotated mean: the mean's part of the scores, then attention that adds it.
 
 #[path = "common/gpu.rs"]
 mod gpu;
@@ -16,7 +16,7 @@ fn main() -> Result<()> {
     let gpu = Gpu::open()?;
     let (dim, heads, group, n, element) = (128, 2, 4, 1000, Element::F16);
     let scale = 1.0 / (dim as f32).sqrt();
-    // Keys after RoPE have lost the mean that they had before it. Here they are the values, too.
+    // Keys after RoPE, minus the rotated mean. Here they are also the values.
     let frequencies: Vec<f32> = (0..dim / 2).map(|i| 5e5_f32.powf(-2.0 * i as f32 / dim as f32)).collect();
     let (mean, mut rows) = (numbers(dim), numbers(n * dim));
     RopeMeanBuf::new(&mean, &frequencies)?.view().subtract(0, &mut rows)?;

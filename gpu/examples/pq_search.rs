@@ -1,4 +1,4 @@
-//! PQCache's step: a group of query heads finds the tokens that it will attend to.
+//! PQCache's step: a group of query heads selects the tokens to attend to.
 
 #[path = "common/gpu.rs"]
 mod gpu;

@@ -1,4 +1,4 @@
-//! Second moments of keys, and the rotation that follows from them.
+//! Second moments of keys, and the rotation computed from them.
 
 #[path = "common/gpu.rs"]
 mod gpu;

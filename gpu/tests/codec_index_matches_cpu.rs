@@ -1,4 +1,4 @@
-//! Frames that never leave the device: `Index` makes what `assemble_frame` does, and `Decode` reads it.
+//! Frames that never leave the device: `Index` writes the index of `assemble_frame`, and `Decode` reads it.
 
 #![allow(clippy::unwrap_used)]
 
@@ -95,7 +95,7 @@ fn frames_of_the_device_decode_where_they_are() {
         encode_frame(&info, &views, &slices, &mut expected).unwrap();
         assert_eq!(frame_bytes.read()[0], 1000 + expected.len() as u64, "seed {seed}");
         let mut got = bytes.read()[frame_at..][..expected.len()].to_vec();
-        // What the device leaves out: the header, the ids of planes, and the checksums.
+        // The device omits the header, the ids of planes, and the checksums.
         let (entries, entry) = (64 + 8 * LAYERS, 12 + 2 * tiles);
         let checksums = (0..2 * LAYERS * info.blocks()).map(|i| entries + i * entry + 8);
         for at in checksums.chain([info.head_len() - 4]) {

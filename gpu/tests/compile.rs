@@ -23,7 +23,7 @@ const ARCHITECTURES: [(&str, usize); 2] = [("sm_80", 163 << 10), ("sm_90", 227 <
 /// Architectures for programs that ask for the compute capability.
 const CAPABILITIES: [(&str, (i32, i32)); 2] = [("sm_80", (8, 0)), ("sm_90", (9, 0))];
 
-/// Bytes that `program` spills on an architecture; `None` without a compiler.
+/// Bytes that `program` spills on an architecture; `None` if there is no compiler.
 fn spilled(program: &Program, architecture: &str) -> Option<usize> {
     match compile(program, architecture) {
         Ok(image) => {
@@ -65,7 +65,7 @@ const QUANTIZERS: [(usize, usize, u32); 9] = [
     (64, 16, 8),
 ];
 
-/// The quantizers of which there is such a layout.
+/// The quantizers that have a layout for the paging.
 fn quantizers(paging: Paging) -> impl Iterator<Item = PqShape> {
     let all = QUANTIZERS.map(|(dim, m, nbits)| PqShape::new(dim, m, nbits).unwrap());
     let layout = |quantizer| CodeLayout::new(quantizer, Side::Keys).unwrap();
@@ -142,8 +142,8 @@ fn scores_of_a_rotated_mean() {
 
 #[test]
 fn attention_on_codes_and_exact_rows() {
-    // The last one may spill: eight queries need many registers. The kernel that attends may spill around
-    // its exact rows, which are not in a loop: it leaves registers for blocks that bring rows.
+    // The last one may spill: eight queries need many registers. The attention kernel may spill around its
+    // exact rows, which are not in a loop: it leaves registers for blocks that fetch rows.
     let shapes = [
         (128, (16, 8), (16, 8), 4, false),
         (128, (16, 8), (8, 8), 1, true),

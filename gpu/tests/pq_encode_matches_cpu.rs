@@ -24,7 +24,7 @@ fn run(device: &Device, random: &mut Random, shape: EncodeShape) {
     let (dim, layout) = (quantizer.dim(), layout_of(&shape).unwrap());
     let (batch, heads) = (1 + random.below(3), 1 + random.below(3));
     let firsts: Vec<u32> = (0..batch).map(|_| random.pick(&[0, 1, 31, 32, 100])).collect();
-    // Few tokens a sequence take another kernel.
+    // Few tokens per sequence take another kernel.
     let choices: &[u32] = if random.below(2) == 0 { &[0, 1, 5, 64] } else { &[0, 1, 5, 32, 33, 128, 300] };
     let counts: Vec<u32> = (0..batch).map(|_| random.pick(choices)).collect();
     let max_count = *counts.iter().max().unwrap() as usize;

@@ -1,5 +1,5 @@
-//! Attention to rows of which some are still in pinned host memory is attention to all of them, and keeps
-//! these rows in their slots.
+//! Attention with some rows still in pinned host memory equals attention with all rows on the device, and
+//! stores these rows in their slots.
 
 #![allow(clippy::unwrap_used)]
 
@@ -13,10 +13,10 @@ use kv_gpu::{Device, DevicePtr, Element, Error};
 /// Maximum relative error of an output vector, by element type: the rounding of weights and of the output.
 const TOLERANCES: [(Element, f64); 2] = [(Element::F16, 2e-3), (Element::Bf16, 1.2e-2)];
 
-/// What a slot has before its row is there.
+/// The contents of a slot before its row arrives.
 const EMPTY: u16 = u16::MAX; // NaN
 
-/// Sizes of a launch, and what it attends to.
+/// Sizes of a launch, and its rows and queries.
 struct Case {
     shape: GatherAttendShape,
     heads: usize,
@@ -97,7 +97,8 @@ impl Case {
         &self.host[side][(head * self.head_rows + token) * self.shape.dim..][..self.shape.dim]
     }
 
-    /// Rows of the device (batch, heads, capacity, dim), with the chosen ones that `is_there` in their slots.
+    /// Rows on the device (batch, heads, capacity, dim), with the chosen rows for which `is_there` in their
+    /// slots.
     fn rows(&self, side: usize, is_there: impl Fn(usize, usize) -> bool) -> Vec<u16> {
         let (dim, exact) = (self.shape.dim, self.first_slot * self.shape.dim);
         let mut rows = vec![EMPTY; self.batch() * self.heads * self.capacity() * dim];
@@ -111,8 +112,8 @@ impl Case {
         rows
     }
 
-    /// Launches with the chosen rows that `is_missing` in host memory only, or with all of them in slots, and
-    /// checks what slots have then. Returns the output.
+    /// Launches with the chosen rows for which `is_missing` in host memory only, or with all of them in
+    /// slots, and checks the slots afterwards. Returns the output.
     fn run(
         &self,
         device: &Device,
@@ -164,7 +165,7 @@ impl Case {
             pdl,
             workspace: workspace.pointer(),
         };
-        // The second launch finds the workspace as the first one has left it, and writes the same.
+        // The second launch reuses the first one's workspace, and writes the same.
         for _ in 0..2 {
             // SAFETY: the buffers live until their contents have been read, and have the lengths that the
             // arguments say; slots of a list differ.

@@ -163,7 +163,7 @@ fn every_group_agrees() {
     }
 }
 
-/// So many tokens that every warp has several units of work.
+/// Enough tokens for several units of work per warp.
 #[test]
 fn many_tokens_agree() {
     let Some(device) = device("many_tokens_agree") else { return };

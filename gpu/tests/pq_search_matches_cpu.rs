@@ -29,8 +29,8 @@ struct Case {
     spoiled: Option<f32>, // a bad value in the first query's tables
 }
 
-/// Head dimension, subspaces and bits, for the histogram kernel of sm_90 (counted), and for the other one
-/// (scored).
+/// Head dimension, subspaces and bits, for the histogram kernel of sm_90 (counted) and for the scoring
+/// kernels (scored).
 const COUNTED: [(usize, usize, u32); 6] =
     [(64, 2, 6), (128, 2, 6), (32, 1, 8), (32, 4, 3), (24, 3, 4), (16, 4, 1)];
 const SCORED: [(usize, usize, u32); 4] = [(64, 4, 8), (32, 8, 5), (64, 2, 8), (64, 16, 7)];

@@ -86,7 +86,7 @@ fn run(device: &Device, random: &mut Random, batches: &[usize], capacities: &[us
     let (out, log_sum_exp) = launch();
     assert!(launch() == (out.clone(), log_sum_exp.clone()), "two runs differ");
 
-    // The same rows in pages, in any order and with pages between them that nobody reads: the same bytes.
+    // The same rows in pages, in any order and with unused pages between them: the same bytes.
     let page = random.pick(&[16, 48, 64]);
     let max_pages = capacity.div_ceil(page);
     let mut table: Vec<u32> = (0..2 * (batch * max_pages) as u32).collect();
@@ -128,7 +128,7 @@ fn run(device: &Device, random: &mut Random, batches: &[usize], capacities: &[us
         let rows = queries[pair * group * dim..][..group * dim].chunks_exact(dim);
         let projected: Vec<f32> = rows.flat_map(|row| row[..rank_k].iter().map(|x| x * scale)).collect();
         let (mut expected, mut stats) = (vec![0.0; group * rank_v], vec![SoftmaxStats::EMPTY; group]);
-        // As the device stores them.
+        // Rounded as on the device.
         let [keys, values] = [keys, values].map(|rows| -> Vec<f32> {
             match element {
                 Element::F16 => rows.iter().map(|&x| f16::from_f32(x).to_f32()).collect(),

@@ -31,7 +31,7 @@ fn random_shapes_agree() {
     }
 }
 
-/// More blocks of queries than multiprocessors, and tiles than a ring holds many times over.
+/// More row blocks than multiprocessors, and many times more tiles than a ring holds.
 #[test]
 fn long_prompts_agree() {
     let Some(device) = device("long_prompts_agree") else { return };
@@ -78,14 +78,14 @@ fn check(device: &Device, random: &mut Random, shape: AttendShape, sizes: Sizes,
     let rounded = |x: f32| from_element(element, to_element(element, x));
     let mut stored = sums
         .map(|sum| -> Vec<f32> { random.normals(batch * capacity * sum).into_iter().map(rounded).collect() });
-    // What lies beyond the lengths, or beyond the rank of a padded row, is not read.
+    // Elements beyond the lengths, or beyond the rank of a padded row, are not read.
     for (side, sequence, head) in (0..2 * batch * heads).map(|i| (i % 2, i / 2 % batch, i / 2 / batch)) {
         let (width, start) = (widths[side][head], capacity * offsets[side][head] as usize);
         let tokens = &mut stored[side][sequence * capacity * sums[side] + start..][..capacity * width];
         tokens[lengths[sequence] as usize * width..].fill(f32::NAN);
         tokens.chunks_exact_mut(width).for_each(|row| row[ranks[side][head] as usize..].fill(f32::NAN));
     }
-    // Query heads are part of longer rows, as after a projection to queries, keys and values at once.
+    // Query heads are part of longer rows, as after a fused QKV projection.
     let query_heads = heads * group;
     let row = query_heads + random.below(3);
     let mut queries: Vec<f32> =

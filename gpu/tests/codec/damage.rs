@@ -1,4 +1,4 @@
-//! Damaged frames fail where they do on the CPU.
+//! Damaged frames fail on the device if they fail on the CPU.
 
 use codec_core::{Backend, BlockIndex, Frame, encode_frame};
 use kv_gpu::VectorElement;
@@ -66,7 +66,7 @@ fn damaged_frames_fail_where_they_do_on_the_cpu() {
                     assert_eq!(cache.read(&case, &got, plane), expected, "{case:?}, seed {seed}");
                 }
             }
-            // A tile of the range coder is an error on the device only. Planes of the interleaved coder have
+            // A tile of the range coder is an error on the device only; planes of the interleaved coder have
             // none.
             Ok(_) => assert!(
                 places.iter().any(|place| has_range_tile(&bytes, place.start, index, &places, tiles)),

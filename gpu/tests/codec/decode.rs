@@ -1,4 +1,4 @@
-//! Frames decode to the CPU's numbers.
+//! Frames decode to the CPU's values.
 
 use std::sync::Arc;
 
@@ -51,7 +51,7 @@ fn number_bits(element: VectorElement, x: f32) -> u32 {
     u32::from_le_bytes(bits)
 }
 
-/// The number that these bits are.
+/// The value of an element from its bits.
 fn number(element: VectorElement, bits: u32) -> f32 {
     match element {
         VectorElement::F32 => f32::from_bits(bits),
@@ -70,7 +70,7 @@ fn finite_bits(element: VectorElement, x: f32) -> u32 {
     number_bits(element, x.clamp(-largest, largest))
 }
 
-/// Asserts that a frame of these rows is decoded to the CPU's numbers.
+/// Asserts that a frame of these rows decodes to the CPU's values.
 fn assert_decodes_as_the_cpu(device: &Device, case: &Case, random: &mut Random, rows: &[Vec<f32>]) {
     let fitted: Vec<PlaneBuf> = rows.iter().map(|rows| case.plane(rows)).collect();
     let views: Vec<_> = fitted.iter().map(|plane| plane.view()).collect();
@@ -119,7 +119,7 @@ fn frames_decode_to_the_numbers_of_the_cpu() {
         }
         let mut rows: Vec<Vec<f32>> = (0..2 * LAYERS).map(|_| case.rows(&mut random)).collect();
         if seed % 10 == 8 {
-            case.element = VectorElement::F16; // whose range ends among these rows
+            case.element = VectorElement::F16; // these rows exceed its range
             rows.iter_mut().flatten().for_each(|x| *x *= 3e4);
         }
         assert_decodes_as_the_cpu(&device, &case, &mut random, &rows);

@@ -43,7 +43,7 @@ fn encode(device: &Device, case: &Case, planes: &Planes, cache: &Cache) -> (Vec<
     (lengths.read(), payload, failed.read()[0] != 0)
 }
 
-/// Asserts that these rows are encoded to the CPU's bytes; returns what encoded them.
+/// Asserts that these rows encode to the CPU's bytes; returns planes and cache.
 fn assert_encodes_as_the_cpu(
     device: &Device,
     case: &Case,
@@ -85,18 +85,18 @@ fn rows_encode_to_the_bytes_of_the_cpu() {
     }
 }
 
-/// What makes coefficients hard to quantize without the CPU's arithmetic.
+/// Coefficients that are hard to quantize without the CPU's arithmetic.
 #[derive(Clone, Copy, Debug)]
 enum Hard {
-    /// All lie in the middle between two bins.
+    /// All lie at the midpoint of two bins.
     Ties,
-    /// They lie next to it, on either side.
+    /// All lie next to a midpoint, on either side.
     NextToTies,
-    /// Rows of zeros, and rows that are far below a step.
+    /// Rows of zeros, and rows far below a step.
     Nothing,
     /// Some are thousands to millions of steps.
     Far,
-    /// All are, and the squares of components exceed the numbers.
+    /// All are, and the squares of components overflow.
     Huge,
     /// Steps are below the rounding of the sums.
     SmallSteps,
@@ -113,7 +113,7 @@ fn hard_coefficients_encode_to_the_bytes_of_the_cpu() {
         let mut random = Random(seed);
         let map_dim = random.pick(&[16, 48, 64, 80, 128]);
         let (heads, channels) = (2, 2 * map_dim);
-        // Sums of numbers that are a few powers of two: many coefficients are exact.
+        // Sums of a few powers of two: many coefficients are exact.
         let sums = random.below(2) == 0;
         let entry = |i: usize, j: usize| match (i % map_dim).abs_diff(j) {
             0 => 1.0,
@@ -158,7 +158,7 @@ fn hard_coefficients_encode_to_the_bytes_of_the_cpu() {
         let fitted: Vec<PlaneBuf> = rows.iter().map(|_| case.fit(&sample)).collect();
         let (planes, mut cache) = assert_encodes_as_the_cpu(&device, &case, &mut random, &rows, &fitted);
 
-        // What is not finite is reported, wherever it is.
+        // A value that is not finite is reported wherever it is.
         let mut bytes = cache.numbers.read();
         let bad = random.pick(&[f32::NAN, f32::INFINITY, f32::NEG_INFINITY]);
         let at = cache.at(&case.info, random.below(rows[0].len())) * width(case.element);

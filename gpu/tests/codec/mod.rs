@@ -1,4 +1,4 @@
-//! Random frames, and an engine's cache that they are decoded to and encoded from.
+//! Random frames, and an engine's cache to decode them to and encode them from.
 
 mod damage;
 mod decode;
@@ -77,7 +77,7 @@ impl Case {
         rows
     }
 
-    /// A plane fitted to the first half of the rows, so that later tiles choose families of their own.
+    /// A plane fitted to the first half of the rows, so that later tiles choose their own families.
     pub fn plane(&self, rows: &[f32]) -> PlaneBuf {
         let sample = (self.info.tokens / 2).max(1) * self.info.channels();
         // One token is not enough for a fit.
@@ -102,7 +102,7 @@ pub struct Cache {
     pub pointers: Buffer<u64>,
     _pages: Option<Buffer<u32>>, // kept alive while its pointer is in `place`
     pub place: Place,
-    pub plane_len: usize, // numbers
+    pub plane_len: usize, // elements
     pub table: Vec<u32>,
 }
 

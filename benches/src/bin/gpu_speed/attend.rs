@@ -14,14 +14,14 @@ use pq_core::{
 use crate::rope_mean_scores::Means;
 use crate::stopwatch::{BEYOND_CACHE, Stopwatch};
 
-/// What a launch attends to.
+/// The tokens and heads of a launch.
 #[derive(Clone, Copy)]
 struct Load {
     query_heads: usize,
     heads: usize,
     batch: usize,
     n: usize,            // coded tokens of the first sequence
-    others: usize,       // and of the other ones
+    others: usize,       // and of the others
     exact: usize,        // exact tokens of a sequence
     page: Option<usize>, // tokens of a page
     element: Element,

@@ -93,8 +93,8 @@ fn measure(
         failed: watch.pointer(&failed),
     };
 
-    // From pinned memory, copied and decoded part by part: the copy of the next overlaps the decoding of the
-    // last. SAFETY: written before it is read.
+    // From pinned memory, copied and decoded part by part: the copy of a part overlaps the decoding of the
+    // previous one. SAFETY: written before it is read.
     let mut host = unsafe { watch.gpu.context().alloc_pinned::<u8>(bytes.len()) }.unwrap();
     host.as_mut_slice().unwrap().copy_from_slice(&bytes);
     let host = host.as_slice().unwrap();

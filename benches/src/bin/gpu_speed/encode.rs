@@ -104,7 +104,7 @@ fn append(watch: &Stopwatch) {
         let vectors: Vec<f16> = kv_benches::keys(n, DIM).into_iter().map(f16::from_f32).collect();
         let centroids: Vec<f32> = kv_benches::keys(quantizer.ksub(), DIM);
         let rows = watch.upload(&vectors.repeat(batch * HEADS));
-        // Every layer has codebooks of its own, which come from memory and not from L2.
+        // Every layer has its own codebooks, so that they come from memory and not from L2.
         let copies = BEYOND_CACHE / (2 * HEADS * quantizer.codebook_len() * 4) + 1;
         let books: Vec<_> = (0..copies).map(|_| watch.upload(&centroids.repeat(2 * HEADS))).collect();
         let firsts = watch.upload(&vec![1000_u32; batch]);

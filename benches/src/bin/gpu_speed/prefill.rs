@@ -67,7 +67,7 @@ fn time<T: svd_core::Element + DeviceRepr + ValidAsZeroBits>(
         out: watch.pointer(&out).cast(),
     };
     let prefill = Prefill::new(&watch.gpu, AttendShape { dim: DIM, element }).unwrap();
-    // One launch a replay, as the peers have it: more of them in a row lower the clock.
+    // One launch per replay, as for the peers: more in a row lower the clock.
     // SAFETY: the buffers have the shapes that the arguments require, and outlive the graph.
     let us = watch.time(1, |_, stream| unsafe { prefill.launch(stream, &arguments) });
 

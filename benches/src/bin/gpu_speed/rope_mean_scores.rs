@@ -10,7 +10,7 @@ use pq_core::RopeMeanBuf;
 use crate::stopwatch::{BEYOND_CACHE, Stopwatch};
 
 const DIM: usize = 128;
-/// Query heads, key/value heads, sequences, and tokens of the first and of the other ones.
+/// Query heads, KV heads, sequences, and tokens of the first and of the other sequences.
 const LOADS: [(usize, usize, usize, usize, usize); 7] = [
     (32, 8, 1, 131_072, 0),
     (32, 32, 1, 32_768, 0),
@@ -44,8 +44,8 @@ impl Means {
         Self { heads, means, frequencies, there, kernel }
     }
 
-    /// What launches the kernel for `batch` sequences, with room for `tiles` tiles each. The buffers, which
-    /// have the shapes that the arguments require, must outlive it.
+    /// A closure that launches the kernel for `batch` sequences, with room for `tiles` tiles each. The
+    /// buffers, which have the shapes that the arguments require, must outlive it.
     pub fn launch(
         &self,
         watch: &Stopwatch,
@@ -72,7 +72,7 @@ impl Means {
         move |stream| unsafe { self.kernel.launch(stream, &arguments) }
     }
 
-    /// What the addends of a head's scaled query must be for the first `n` tokens.
+    /// The expected addends of a head's scaled query for the first `n` tokens.
     pub fn expected(&self, head: usize, query: &[f32], n: usize) -> Vec<f32> {
         let mut scores = vec![0.0; n];
         let mean = RopeMeanBuf::new(&self.means[head * DIM..][..DIM], &self.frequencies).unwrap();

@@ -16,7 +16,7 @@ const REPLAYS: usize = 25;
 const REST: Duration = Duration::from_millis(150);
 const WARM_UP: Duration = Duration::from_millis(20);
 
-/// A device and its copy bandwidth, which is the floor of kernels that are bound by memory.
+/// A device and its copy bandwidth, which is the floor of memory-bound kernels.
 pub struct Stopwatch {
     pub gpu: Device,
     bytes_per_us: f64,
@@ -52,9 +52,8 @@ impl Stopwatch {
         format!("{kernel}, {shape}").contains(&self.only)
     }
 
-    /// Microseconds of one launch: the median of replays of a graph of `launches`, which are numbered. A
-    /// launch must not ask buffers for their pointers: that may synchronize, which is not allowed during
-    /// capture.
+    /// Microseconds of one launch: the median of replays of a graph of `launches` numbered launches. A launch
+    /// must not ask buffers for their pointers: that may synchronize, which is not allowed during capture.
     pub fn time<E: std::fmt::Debug>(
         &self,
         launches: usize,
@@ -98,7 +97,7 @@ impl Stopwatch {
         self.report_with_floor(kernel, shape, bytes, us, bytes / self.bytes_per_us);
     }
 
-    /// As [`Self::report`], with another floor than the copy bandwidth.
+    /// As [`Self::report`], with a floor other than the copy bandwidth.
     pub fn report_with_floor(&self, kernel: &str, shape: &str, bytes: f64, us: f64, floor: f64) {
         println!(
             "{{\"kernel\":\"{kernel}\",\"shape\":\"{shape}\",\"bytes\":{bytes},\"floor_us\":{floor:.3},\"us\":{us:.3},\
