@@ -1,5 +1,6 @@
 //! Operations of `codec-core`: entropy-coded frames.
 
+mod check;
 mod decode;
 mod encode;
 mod index;
@@ -8,6 +9,7 @@ mod points;
 mod quantize;
 mod transform;
 
+pub use check::{Check, CheckArguments};
 pub use decode::{Decode, DecodeArguments};
 pub use encode::{Encode, EncodeArguments};
 pub use index::{Index, IndexArguments};

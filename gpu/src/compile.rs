@@ -36,6 +36,7 @@ const HEADERS: &[Source] = &[
     source!("codec/encode_families.cuh"),
     source!("codec/encode_stream.cuh"),
     source!("codec/encode_tile.cuh"),
+    source!("codec/frame.cuh"),
     source!("codec/maps.cuh"),
     source!("codec/place.cuh"),
     source!("codec/points.cuh"),

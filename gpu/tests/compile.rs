@@ -325,7 +325,8 @@ fn coding() {
             tiles.into_iter().chain(transforms.into_iter().flatten()).collect::<Vec<_>>()
         };
         let programs = shapes.iter().flat_map(of_shape);
-        programs.chain([codec::Encode::join_program(), codec::Index::program()]).collect()
+        let others = [codec::Encode::join_program(), codec::Index::program(), codec::Check::program()];
+        programs.chain(others).collect()
     };
     check(programs, true);
 }

@@ -65,9 +65,9 @@ const _: () = assert!(size_of::<KernelArguments>() == 144);
 /// rounds to the element type of the cache, and stores into the cache. In single precision the bits are those
 /// of the CPU.
 ///
-/// The host compares the checksums of blocks ([`Frame::check_block`]). Bytes that no encoder wrote are
-/// detected or decode to meaningless elements. Even then the kernel reads nothing outside the frame, except
-/// up to three bytes after it, as part of its last word.
+/// Checksums are compared by [`Check`](super::Check), or by the host ([`Frame::check_block`]). Bytes that no
+/// encoder wrote are detected or decode to meaningless elements. Even then the kernel reads nothing outside
+/// the frame, except up to three bytes after it, as part of its last word.
 ///
 /// # Cost
 /// One pass over the stream and one over the elements; a warp decodes 32 elements at a time, one channel per

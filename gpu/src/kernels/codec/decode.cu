@@ -26,7 +26,6 @@
 #include "codec/points.cuh"
 
 constexpr int WARPS = 8, THREADS = WARPS * LANES;
-constexpr int HEADER_BYTES = 64, ENTRY_BYTES = 12 + 2 * TILES;
 constexpr u32 MANY_LOW_BITS = 7; // of which the bins of the last symbols exceed 2048
 
 struct Arguments {
@@ -254,25 +253,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) codec_decode(Arguments 
 
     const u32 lanes = min(CHANNELS - tile_index * LANES, LANES), channel = tile_index * LANES + lane;
     const u32 first_token = frame_block * a.block_tokens, rows = min(a.tokens - first_token, a.block_tokens);
-    const u8* index = a.frame + HEADER_BYTES + 4 * a.frame_planes;
-    const u64 block_index = (u64)plane * a.frame_blocks + frame_block;
-    const u8* entry = index + block_index * ENTRY_BYTES;
-    auto end_of = [](const u8* entry) {
-        u64 end = 0;
-        for (int i = 3; i >= 0; i--) end = end << 16 | load_u16(entry + 2 * i);
-        return end;
-    };
-    const u8* payload = index + (u64)a.frame_planes * a.frame_blocks * ENTRY_BYTES + 4;
-    const u8* block_start = payload + (block_index ? end_of(entry - ENTRY_BYTES) : 0);
-    const u8* block_end = payload + end_of(entry);
+    const FrameIndex index(a.frame, a.frame_planes, a.frame_blocks, TILES);
+    const u64 entry = (u64)plane * a.frame_blocks + frame_block;
+    const u8 *block_start = index.start(entry), *block_end = index.end(entry);
     u32 words_before = 0; // total words of the earlier tiles of this block of tokens
-    for (u32 i = lane; i < tile_index; i += LANES) words_before += load_u16(entry + 12 + 2 * i);
+    for (u32 i = lane; i < tile_index; i += LANES) words_before += index.tile_length(entry, i);
     words_before = __reduce_add_sync(FULL, words_before);
     const u32 side_bytes = model.levels ? 2 * rows : 0;
 
     Tile tile;
     tile.at = block_start + side_bytes + 2ull * words_before;
-    tile.end = tile.at + 2 * load_u16(entry + 12 + 2 * tile_index);
+    tile.end = tile.at + 2 * index.tile_length(entry, tile_index);
     tile.rows = rows;
     tile.bad = tile.end > block_end || (tile_index == TILES - 1 && tile.end != block_end);
     // A token's largest magnitude is finite and not negative.
@@ -289,5 +280,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) codec_decode(Arguments 
     tile.bad = warp_uniform(tile.bad);
     if (!tile.bad) decode(tile, a, model, shared, writer, lanes);
     writer.end();
-    if (__any_sync(FULL, tile.bad) && lane == 0) atomicMax(a.failed, (u32)block_index * TILES + tile_index + 1);
+    if (__any_sync(FULL, tile.bad) && lane == 0) atomicMax(a.failed, (u32)entry * TILES + tile_index + 1);
 }

@@ -5,6 +5,7 @@
 // models, PREVIOUS (defined if a value is predicted from the previous token), FAMILY_BYTES, TILE_MODEL_BYTES. Compiled
 // with --fmad=false: every floating-point operation rounds on its own, as on the CPU, so results have the same bits.
 #pragma once
+#include "codec/frame.cuh"
 #include "codec/place.cuh"
 
 constexpr int PRECISION = 12, MAX_SYMBOLS = 64;
@@ -99,5 +100,3 @@ __device__ __forceinline__ u32 bins_of_tile(u32 block_tokens) {
 __device__ __forceinline__ u32 bin_index(u32 row, u32 lane) {
     return (row / GROUP * LANES + lane) * GROUP + row % GROUP;
 }
-
-__device__ __forceinline__ u32 load_u16(const u8* at) { return at[0] | at[1] << 8; }
