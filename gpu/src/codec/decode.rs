@@ -11,8 +11,8 @@ use crate::launch::Operation;
 use crate::pointer::{AnyElement, DevicePtr};
 use crate::{Device, Error};
 
-/// Blocks of tokens that a thread block decodes, one per warp: `WARPS` of the kernel.
-const WARPS: usize = 8;
+/// Most blocks of tokens that a thread block decodes, one per warp: `MAX_WARPS` of the kernel.
+const MAX_WARPS: usize = 8;
 
 const OPERATION: Operation = Operation("codec::Decode");
 
@@ -227,14 +227,17 @@ impl Decode {
             first_block: a.blocks.start as u32,
             blocks: a.blocks.len() as u32,
         };
+        // Groups are as equal as they can be: a warp without a block would keep its registers from others.
+        let groups = a.blocks.len().div_ceil(MAX_WARPS);
+        let warps = a.blocks.len().div_ceil(groups);
         let grid = OPERATION.grid(&[
             ("tiles of channels", info.channels().div_ceil(LANES)),
             ("planes", 2 * a.layers.len()),
-            ("groups of 8 blocks of tokens", a.blocks.len().div_ceil(WARPS)),
+            ("groups of blocks of tokens", a.blocks.len().div_ceil(warps)),
         ])?;
         // SAFETY: the structure is the kernel's argument; the caller upholds the contract of its pointers.
         unsafe {
-            self.tiles.launch(stream, grid, (WARPS * LANES) as u32, false, &kernel_arguments)?;
+            self.tiles.launch(stream, grid, (warps * LANES) as u32, false, &kernel_arguments)?;
             match &self.inverse {
                 Some(Inverse::Points(inverse)) => inverse.launch(stream, info, a.planes, points, &rows),
                 Some(Inverse::Coefficients(inverse)) => inverse.launch(stream, &rows),

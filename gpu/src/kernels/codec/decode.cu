@@ -9,8 +9,8 @@
 // Compile-time shape: CHANNELS, HEAD_DIM, PAGED, ELEMENT (place.cuh); CONTEXTS, SYMBOLS, PREVIOUS (tile.cuh); POINTS,
 // defined if the output is that of points.cuh. Compiled with --fmad=false.
 //
-// Launch: grid (tiles, planes, ceil(token blocks / WARPS)), 8 warps. A thread block owns a tile index of a plane; each
-// of its warps decodes that tile in one block of tokens, a lane per channel. The warps share the tile's models in
+// Launch: grid (tiles, planes, ceil(token blocks / warps)), up to 8 warps. A thread block owns a tile index of a plane;
+// each of its warps decodes that tile in one block of tokens, a lane per channel. The warps share the tile's models in
 // shared memory, laid out [symbol][lane] so that lanes never collide in a bank, and a table of the numbers that symbols
 // decode to. A symbol is found by bisection of its cdf.
 //
@@ -25,7 +25,7 @@
 #include "codec/decode_stream.cuh"
 #include "codec/points.cuh"
 
-constexpr int WARPS = 8, THREADS = WARPS * LANES;
+constexpr int MAX_WARPS = 8;
 constexpr u32 MANY_LOW_BITS = 7; // of which the bins of the last symbols exceed 2048
 
 struct Arguments {
@@ -40,7 +40,7 @@ struct Arguments {
 };
 
 struct Shared {
-    Ring rings[WARPS];
+    Ring rings[MAX_WARPS];
     Symbol symbols[CONTEXTS * SYMBOLS][LANES];
     Number numbers[SYMBOLS][LANES]; // of the symbols of models without low bits
 };
@@ -238,17 +238,17 @@ __device__ void decode(Tile& tile, const Arguments& a, const TileModel& model, S
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 4) codec_decode(Arguments a) {
+extern "C" __global__ void __launch_bounds__(MAX_WARPS * LANES, 4) codec_decode(Arguments a) {
     __shared__ Shared shared;
     const u32 tile_index = blockIdx.x, plane = a.first_plane + blockIdx.y;
-    const int lane = threadIdx.x % LANES;
+    const u32 lane = threadIdx.x % LANES, warp = threadIdx.x / LANES, warps = blockDim.x / LANES;
     const TileModel& model = a.planes->tiles[plane][tile_index];
-    for (int i = threadIdx.x; i < CONTEXTS * SYMBOLS * LANES; i += THREADS)
+    for (u32 i = threadIdx.x; i < CONTEXTS * SYMBOLS * LANES; i += blockDim.x)
         (&shared.symbols[0][0])[i] = (&model.symbols[0][0])[i];
-    for (int symbol = threadIdx.x / LANES; symbol < SYMBOLS; symbol += WARPS)
+    for (u32 symbol = warp; symbol < SYMBOLS; symbol += warps)
         shared.numbers[symbol][lane] = Writer::number_of(model, unzigzag(symbol));
     __syncthreads();
-    const u32 block = blockIdx.z * WARPS + threadIdx.x / LANES, frame_block = a.first_block + block;
+    const u32 block = blockIdx.z * warps + warp, frame_block = a.first_block + block;
     if (warp_uniform(block >= a.blocks)) return;
 
     const u32 lanes = min(CHANNELS - tile_index * LANES, LANES), channel = tile_index * LANES + lane;
