@@ -2,10 +2,11 @@
 //!
 //! The bytes of some layers are copied while those of the layers before are decoded, and the next frame while
 //! this one is: the copy engine has its own stream. Where decoding is as fast as the link, a load takes as
-//! long as the copy, and [`LAYERS`](launch::LAYERS) layers of decoding. Frames that come over a network begin when their first
-//! layers have arrived. Checksums are compared on threads of the host meanwhile; a frame ends when they have
-//! been. Nobody else uses the rows of a frame until it has been loaded, so that decoding needs no order but
-//! its own.
+//! long as the copy, and [`LAYERS`](launch::LAYERS) layers of decoding. Frames that come over a network begin
+//! when their first layers have arrived. Checksums are compared on the device, on a stream of their own, and
+//! a frame ends when they have been: threads of the host that compared them would slow the copies down.
+//! Nobody else uses the rows of a frame until it has been loaded, so that decoding needs no order but its
+//! own.
 //!
 //! A cache whose rows of all layers are in place, as the dense one's, is decoded into. Another one takes rows
 //! layer by layer, and cannot give them back: there a frame lands in rows of the loader's own, and the cache
@@ -17,14 +18,13 @@ mod room;
 mod target;
 
 use std::collections::VecDeque;
-use std::sync::{Arc, mpsc};
+use std::sync::Arc;
 
 use bytes::Bytes;
-use codec_core::{BlockIndex, Frame, Profile, Side};
+use codec_core::{Frame, Profile, Side};
 use cudarc::driver::{CudaEvent, CudaStream};
-use kv_gpu::codec::{Decode, Planes};
+use kv_gpu::codec::{Check, Decode, Planes};
 use kv_gpu::{AnyElement, DevicePtr, Element, VectorElement};
-use rayon::prelude::*;
 
 pub(super) use landing::Landing;
 pub use launch::Stages;
@@ -44,9 +44,9 @@ use crate::{Error, Result};
 /// Frames that may be on their way at once.
 pub const FRAMES: usize = 3;
 
-/// Streams that decode. The tiles of 4 layers in 1,500 tokens of 8 heads are a third of what an H200 runs at
-/// once, and the kernels for tiles and transforms use different units.
-const LANES: usize = 3;
+/// Streams that decode: kernels for the tiles of one part, for the transforms of another one and for the
+/// rotation of a third use different units, and the last blocks of one leave room for the next.
+const LANES: usize = 4;
 
 /// Decodes the frames of a codec profile on the device.
 pub struct Loader {
@@ -56,7 +56,9 @@ pub struct Loader {
     config: Config,
     levels: Vec<Level>,
     rotate: Option<Rotate>, // of keys that the profile has before RoPE
+    check: Check,
     copies: Arc<CudaStream>,
+    checks: Arc<CudaStream>,
     lanes: Vec<Lane>,                 // LANES
     slots: Vec<Slot>,                 // FRAMES
     rows: Vec<DevicePtr<AnyElement>>, // (layer, 2): keys, then values
@@ -98,9 +100,8 @@ struct Begun {
     slot: usize,
     lands: bool,
     clears: u64,
-    decoded: Vec<CudaEvent>, // of every lane
-    checked: mpsc::Receiver<Result<()>>,
-    _bytes: Bytes, // which are copied
+    done: Vec<CudaEvent>, // decoding in every lane, and the checks
+    _bytes: Bytes,        // which are copied
 }
 
 /// A frame that has been decoded.
@@ -140,7 +141,10 @@ impl Loader {
             Ok(Level { planes, words, decode })
         };
         let rotate = || Rotate::new(gpu, element, info.heads, info.head_dim);
-        let slot = |_| Ok(Slot { frame: Buffer::zeros(gpu, 0)?, failed: HostWord::new(gpu)?, landing: None });
+        let slot = |_| {
+            let (frame, wrong, failed) = (Buffer::zeros(gpu, 0)?, HostWord::new(gpu)?, HostWord::new(gpu)?);
+            Ok(Slot { frame, wrong, failed, landing: None })
+        };
         let stream = || gpu.device.context().new_stream().map_err(|e| driver("make a stream", e));
         let lane = |_| Ok(Lane { stream: stream()?, workspace: Buffer::zeros(gpu, 0)? });
         let rows = vec![DevicePtr::dangling(); 2 * info.layers];
@@ -151,7 +155,9 @@ impl Loader {
             config: config.clone(),
             levels: (0..profile.levels()).map(level).collect::<Result<_>>()?,
             rotate: (!info.keys_rotated).then(rotate).transpose()?,
+            check: Check::new(&gpu.device)?,
             copies: stream()?,
+            checks: stream()?,
             lanes: (0..LANES).map(lane).collect::<Result<_>>()?,
             slots: (0..FRAMES).map(slot).collect::<Result<_>>()?,
             rows_on_device: Buffer::of(gpu, &rows)?,
@@ -174,9 +180,9 @@ impl Loader {
         self.begun.iter().rev().find(is_of).map(|b| b.chunk.end())
     }
 
-    /// Begins to load a frame of the chunk's tokens at this level. Its checksums are compared meanwhile. After
-    /// an error the rows of these tokens are undefined, and no other ones. For `stages` they are compared
-    /// here, and decoding waits for the whole copy.
+    /// Begins to load a frame of the chunk's tokens at this level. After an error the rows of these tokens
+    /// are undefined, and no other ones. For `stages` decoding waits for the whole copy, and the checks for
+    /// decoding.
     ///
     /// # Errors
     /// As [`Decoder::begin_load`](super::Decoder::begin_load).
@@ -194,25 +200,26 @@ impl Loader {
         let mut arriving = self.arriving(chunk, level, &bytes, &frame, to)?;
         let begin = || {
             match stages {
-                None => self.launch(&mut arriving, &frame, &bytes)?,
+                None => {
+                    self.launch(&mut arriving, &frame, &bytes)?;
+                    self.check(&frame)?;
+                }
                 Some(stages) => self.launch_in_stages(&mut arriving, &frame, &bytes, stages)?,
             }
             let join = |lane: &Lane| join(&self.gpu.stream, &lane.stream);
             // What follows sees the rows in the cache.
             self.lanes.iter().filter(|_| arriving.in_place).try_for_each(join)?;
-            let event =
-                |lane: &Lane| lane.stream.record_event(None).map_err(|e| driver("record an event", e));
-            self.lanes.iter().map(event).collect::<Result<Vec<_>>>()
+            let streams = self.lanes.iter().map(|lane| &lane.stream).chain([&self.checks]);
+            let event = |stream: &Arc<CudaStream>| {
+                stream.record_event(None).map_err(|e| driver("record an event", e))
+            };
+            streams.map(event).collect::<Result<Vec<_>>>()
         };
         match begin() {
-            Ok(decoded) => {
-                let (answer, checked) = mpsc::channel();
-                let same = bytes.clone();
-                // Nobody waits for the answer of a frame that is dropped.
-                rayon::spawn(move || drop(answer.send(check_sums(&same))));
+            Ok(done) => {
                 let Arriving { chunk, clears, in_place, .. } = arriving;
                 let (slot, lands) = (self.next, !in_place);
-                self.begun.push_back(Begun { chunk, slot, lands, clears, decoded, checked, _bytes: bytes });
+                self.begun.push_back(Begun { chunk, slot, lands, clears, done, _bytes: bytes });
                 self.next = (slot + 1) % FRAMES;
                 Ok(())
             }
@@ -273,6 +280,7 @@ impl Loader {
         let parts = parts(frame)?;
         let total = parts.back().map_or(0, |part| part.bytes.end);
         self.make_room(self.next, level, frame, total, to.rows.is_none())?;
+        self.slots[self.next].wrong.set(0);
         self.slots[self.next].failed.set(0);
         let place = self.place(self.next, frame, to)?;
         if to.rows.is_none() {
@@ -307,12 +315,13 @@ impl Loader {
         };
         let Begun { chunk, slot, lands, clears, .. } = begun;
         let wait = |event: &CudaEvent| event.synchronize().map_err(|e| driver("wait for a frame", e));
-        let ended = begun.decoded.iter().try_for_each(wait);
-        let ended = ended.and_then(|()| begun.checked.recv().unwrap_or_else(|_| Err(unchecked())));
-        let ended = ended.and_then(|()| match self.slots[slot].failed.get() {
-            0 => Ok(()),
-            _ => Err(codec_core::Error::Corrupt.into()),
-        });
+        let ended = begun.done.iter().try_for_each(wait);
+        let ended =
+            ended.and_then(|()| match (self.slots[slot].wrong.get(), self.slots[slot].failed.get()) {
+                (0, 0) => Ok(()),
+                (0, _) => Err(codec_core::Error::Corrupt.into()),
+                _ => Err(codec_core::Error::BadChecksum.into()),
+            });
         match ended {
             Ok(()) => {
                 let landing = self.slots[slot].landing.as_ref().filter(|_| lands);
@@ -329,7 +338,7 @@ impl Loader {
 
     /// Waits for all streams.
     fn wait(&self) -> Result<()> {
-        let streams = self.lanes.iter().map(|lane| &lane.stream).chain([&self.copies]);
+        let streams = self.lanes.iter().map(|lane| &lane.stream).chain([&self.copies, &self.checks]);
         let waited = streams.map(|stream| stream.synchronize().map_err(|e| driver("wait for a frame", e)));
         // For all of them, whatever one says.
         waited.fold(self.gpu.synchronize(), Result::and)
@@ -349,22 +358,7 @@ fn has_shape(profile: &Profile, config: &Config) -> bool {
     (info.layers, info.heads, info.head_dim) == (config.n_layers, config.n_kv_heads, config.head_dim)
 }
 
-/// Compares the checksums of all blocks of a frame.
-fn check_sums(bytes: &[u8]) -> Result<()> {
-    let frame = Frame::parse(bytes, usize::MAX)?;
-    let (layers, blocks) = (frame.info().layers, frame.info().blocks());
-    (0..layers * blocks).into_par_iter().try_for_each(|i| {
-        let (layer, block) = (i / blocks, i % blocks);
-        frame.check_block(BlockIndex { layer, side: Side::Keys, block })?;
-        Ok(frame.check_block(BlockIndex { layer, side: Side::Values, block })?)
-    })
-}
-
 /// Makes what follows on a stream wait for another one.
 fn join(stream: &CudaStream, other: &CudaStream) -> Result<()> {
     stream.join(other).map_err(|e| driver("join streams", e))
-}
-
-fn unchecked() -> Error {
-    Error::Stream("the thread that compares checksums has ended".into())
 }

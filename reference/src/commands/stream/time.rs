@@ -87,7 +87,7 @@ struct Row {
     copy_ms: f64,
     /// Decoding alone, of what is on the device.
     decode_ms: f64,
-    /// Comparing checksums on the host alone.
+    /// Comparing checksums alone.
     check_ms: f64,
     /// All of them, overlapped.
     load_ms: f64,

@@ -1,4 +1,4 @@
-//! Copies and decodes a frame, some layers at a time.
+//! Copies, checks and decodes a frame, some layers at a time.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -6,17 +6,18 @@ use std::time::Instant;
 
 use codec_core::{BlockIndex, Frame, Side};
 use cudarc::driver::result;
-use kv_gpu::codec::{self, DecodeArguments};
+use kv_gpu::codec::{self, CheckArguments, DecodeArguments};
 use kv_gpu::{AnyElement, DevicePtr};
 
 use super::room::{Lane, Slot};
-use super::{Arriving, Destination, LANES, Level, Loader, check_sums, join};
+use super::{Arriving, Destination, LANES, Level, Loader, join};
 use crate::device::driver;
 use crate::device::rotate::{Direction, KeyRows};
 use crate::{Error, Result};
 
-/// Layers that are copied, and then decoded, at once. With more of them decoding ends later after the copy.
-pub(super) const LAYERS: usize = 4;
+/// Layers that are copied, and then decoded, at once. With more of them decoding ends later after the copy;
+/// with fewer, gaps between copies and launches take longer.
+pub(super) const LAYERS: usize = 8;
 
 /// Layers that are copied and decoded at once.
 pub(super) struct Part {
@@ -45,7 +46,7 @@ pub struct Stages {
     pub copy: f64,
     /// Decoding it there.
     pub decode: f64,
-    /// Comparing its checksums on the host, which a load does meanwhile.
+    /// Comparing its checksums there.
     pub check: f64,
 }
 
@@ -71,7 +72,7 @@ impl Loader {
         Ok(())
     }
 
-    /// The same for a whole frame, first the copies.
+    /// The same for a whole frame, and its checks, one stage after the other.
     pub(super) fn launch_in_stages(
         &self,
         arriving: &mut Arriving,
@@ -90,7 +91,8 @@ impl Loader {
         }
         self.wait()?;
         let decoded = Instant::now();
-        check_sums(bytes)?;
+        self.check(frame)?;
+        self.wait()?;
         stages.copy = (copied - start).as_secs_f64();
         stages.decode = (decoded - copied).as_secs_f64();
         stages.check = decoded.elapsed().as_secs_f64();
@@ -131,6 +133,16 @@ impl Loader {
         // and `Begun` keep the bytes until they have been decoded.
         unsafe { result::memcpy_htod_async(to, bytes, self.copies.cu_stream()) }
             .map_err(|e| driver("copy a frame", e))
+    }
+
+    /// Compares the checksums of a frame, once it has been copied.
+    pub(super) fn check(&self, frame: &Frame<'_>) -> Result<()> {
+        join(&self.checks, &self.copies)?;
+        let (info, Slot { frame: on_device, wrong, .. }) = (frame.info(), &self.slots[self.next]);
+        let arguments =
+            CheckArguments { frame: on_device.pointer(), layers: 0..info.layers, wrong: wrong.pointer() };
+        // SAFETY: the stream waits for the frame, and the slot has PADDING bytes more.
+        Ok(unsafe { self.check.launch(self.checks.cu_stream(), info, &arguments) }?)
     }
 
     /// Decodes layers of a frame that has been copied so far, and rotates their keys.

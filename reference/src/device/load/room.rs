@@ -23,6 +23,7 @@ pub(super) struct Lane {
 /// Room for a frame on the device.
 pub(super) struct Slot {
     pub frame: Buffer<u8>,
+    pub wrong: HostWord,  // whether a block of the frame has another checksum
     pub failed: HostWord, // whether a tile of the frame could not be decoded
     pub landing: Option<Landing>,
 }
