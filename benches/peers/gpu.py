@@ -320,7 +320,7 @@ def report(result):
             f"{row['to_floor']:.2f}",
             *((peer, f"{its_us:.1f}", f"{its_us / row['us']:.2f}") if peer else ("", "", "")),
             *((f"{fp8_us:.1f}", f"{fp8_us / row['us']:.2f}") if fp8_us else ("", "")),
-            f"{row['sm_80_us']:.1f}" if row["sm_80_us"] else "",
+            f"{row['sm_80_us']:.1f}" if "sm_80_us" in row else "",
         ]
         out.append("| " + " | ".join(cells) + " |")
     return out
@@ -349,23 +349,28 @@ def main():
         "flashinfer": flashinfer and flashinfer.__version__,
         "rows": [],
     }
-    rows = list(progress("kernels", lines))
-    older = {}
-    if torch.cuda.get_device_capability() >= (9, 0):
-        lines = measured(arguments.binary, arguments.only, GPU_LIMIT=A100)
-        next(lines)
-        older = {(row["kernel"], row["shape"]): row["us"] for row in progress("kernels of sm_80", lines)}
-    known = {}
     os.makedirs(arguments.results, exist_ok=True)
     partial = os.path.join(arguments.results, "gpu.partial.json")
-    for row in progress("peers", rows):
+
+    def measure(what, rows):
+        """The rows with what they have so far, which outlives a run that is cut short, and replaces no whole table."""
+        for row in progress(what, rows):
+            yield row
+            with open(partial, "w") as file:
+                json.dump(result, file, indent=1)
+
+    for row in measure("kernels", lines):
+        result["rows"].append(row)
+    if torch.cuda.get_device_capability() >= (9, 0):
+        rows = {(row["kernel"], row["shape"]): row for row in result["rows"]}
+        lines = measured(arguments.binary, arguments.only, GPU_LIMIT=A100)
+        next(lines)
+        for row in measure("kernels of sm_80", lines):
+            rows.get((row["kernel"], row["shape"]), {})["sm_80_us"] = row["us"]
+    known = {}
+    for row in measure("peers", result["rows"]):
         for column, peer in zip(("peer", "fp8"), peers_of(row, known)):
             row[column], row[f"{column}_us"] = peer or (None, None)
-        row["sm_80_us"] = older.get((row["kernel"], row["shape"]))
-        result["rows"].append(row)
-        # After every row: what has been measured outlives a run that is cut short, and replaces no whole table.
-        with open(partial, "w") as file:
-            json.dump(result, file, indent=1)
     for name, lines in (("gpu.json", [json.dumps(result, indent=1)]), ("gpu.md", report(result))):
         record.write(os.path.join(arguments.results, name), lines, arguments.commit)
     os.remove(partial)
