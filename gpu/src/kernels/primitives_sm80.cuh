@@ -185,6 +185,15 @@ __device__ __forceinline__ void st_global_v4(void* to, const u32 (&words)[4]) {
                  : "memory");
 }
 
+__device__ __forceinline__ void st_release(u32* to, u32 x) {
+    asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
+}
+__device__ __forceinline__ u32 ld_acquire(const u32* from) {
+    u32 x;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
+    return x;
+}
+
 // atomicAdd with acq_rel order: the block's writes before its last barrier are visible to whoever acquires the new
 // value.
 __device__ __forceinline__ u32 atomic_add_acq_rel(u32* counter, u32 x) {

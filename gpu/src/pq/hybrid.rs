@@ -11,6 +11,7 @@ use crate::pq::attend::{ExactTokens, Pages};
 use crate::pq::layout::Side;
 use crate::pq::select::{
     CommonArguments, ErrorBound, PLAN_BYTES, ROW, Select, SelectArguments, SelectShape, check_quantizer,
+    has_clusters,
 };
 use crate::{Device, Element, Error, Program};
 
@@ -106,16 +107,28 @@ impl HybridShape {
     }
 
     /// The kernels for a compute capability and blocks of up to `shared_memory` bytes
-    /// ([`Device::shared_memory`]): those of [`SelectShape::programs`], and that which attends.
+    /// ([`Device::shared_memory`]): those of [`SelectShape::programs`], that which attends after them and, if
+    /// there is one, that which attends while others select.
     ///
     /// # Errors
     /// [`Error::Unsupported`].
-    pub fn programs(&self, capability: (i32, i32), shared_memory: usize) -> Result<[Program; 3], Error> {
-        let [scores, select] = self.selection().programs_of(self.adaptive, capability, shared_memory)?;
-        Ok([scores, select, self.attend_program(self.plan(shared_memory)?)])
+    pub fn programs(&self, capability: (i32, i32), shared_memory: usize) -> Result<Vec<Program>, Error> {
+        let mut programs = self.selection().programs_of(self.adaptive, capability, shared_memory)?.to_vec();
+        let plan = self.plan(shared_memory)?;
+        programs.push(self.attend_program(plan, false));
+        if self.may_attend_beside(capability, shared_memory) {
+            programs.push(self.attend_program(plan, true));
+        }
+        Ok(programs)
     }
 
-    fn attend_program(&self, plan: Plan) -> Program {
+    /// Whether there is a kernel that attends while others select: not if the selection decides how many rows
+    /// a head has.
+    const fn may_attend_beside(&self, capability: (i32, i32), shared_memory: usize) -> bool {
+        !self.adaptive && has_clusters(capability, shared_memory)
+    }
+
+    fn attend_program(&self, plan: Plan, beside: bool) -> Program {
         let defines = [
             ("VALUE_M", self.values.m()),
             ("VALUE_BITS", self.values.nbits() as usize),
@@ -123,7 +136,7 @@ impl HybridShape {
             ("ATTEND_WARPS", plan.warps),
         ];
         let program = self.selection().program(source!("pq_hybrid/attend.cu"), &defines);
-        program.define_if(self.adaptive, "ADAPTIVE")
+        program.define_if(self.adaptive, "ADAPTIVE").define_if(beside, "BESIDE")
     }
 }
 
@@ -251,7 +264,7 @@ struct KernelArguments {
     rows_arrive: u32,
 }
 
-const _: () = assert!(size_of::<KernelArguments>() == 224);
+const _: () = assert!(size_of::<KernelArguments>() == 232);
 
 /// Decode attention in which codes stand for all tokens but the few of the largest weight, which have their
 /// exact rows: `pq_core::hybrid_select_into`, `pq_core::hybrid_attend_into` and `pq_core::attend_exact_into`
@@ -275,6 +288,7 @@ const _: () = assert!(size_of::<KernelArguments>() == 224);
 pub struct Hybrid {
     select: Select,
     attend: Kernel,
+    attend_beside: Option<Kernel>, // while others select
     shape: HybridShape,
     plan: Plan,
 }
@@ -286,9 +300,13 @@ impl Hybrid {
     /// [`Error::Unsupported`], [`Error::NoNvrtc`], [`Error::Compile`] or [`Error::Driver`].
     pub fn new(device: &Device, shape: HybridShape) -> Result<Self, Error> {
         let plan = shape.plan(device.shared_memory())?;
-        let attend = device.kernel(&shape.attend_program(plan), "pq_hybrid_attend", plan.shared_bytes)?;
+        let attend = |beside| {
+            device.kernel(&shape.attend_program(plan, beside), "pq_hybrid_attend", plan.shared_bytes)
+        };
+        let beside = shape.may_attend_beside(device.capability(), device.shared_memory());
+        let attend_beside = beside.then(|| attend(true)).transpose()?;
         let select = Select::deciding(device, shape.selection(), shape.adaptive)?;
-        Ok(Self { select, attend, shape, plan })
+        Ok(Self { select, attend: attend(false)?, attend_beside, shape, plan })
     }
 
     /// Bytes of the counts of blocks that have finished, and of partial results.
@@ -326,9 +344,9 @@ impl Hybrid {
     }
 
     /// Whether the kernel that attends may start while the one before it selects: not if another one is
-    /// between them, nor if it has to know first how many rows a head has.
+    /// between them.
     const fn attends_beside(&self, arguments: &HybridArguments) -> bool {
-        !self.shape.adaptive && !arguments.rows.arriving
+        self.attend_beside.is_some() && !arguments.rows.arriving
     }
 
     fn check(&self, arguments: &HybridArguments) -> Result<(), Error> {
@@ -382,8 +400,9 @@ impl Hybrid {
         };
         let blocks = self.select.attending_blocks(&common, beside);
         let grid = OPERATION.grid(&[("blocks", blocks), ("heads", a.heads)])?;
+        let attend = self.attend_beside.as_ref().filter(|_| common.is_beside()).unwrap_or(&self.attend);
         // SAFETY: the structure is the kernel's argument; the caller upholds the contract of its pointers.
-        unsafe { self.attend.launch(stream, grid, self.plan.warps as u32 * 32, true, &prepared) }
+        unsafe { attend.launch(stream, grid, self.plan.warps as u32 * 32, true, &prepared) }
     }
 
     fn select_arguments(&self, a: &HybridArguments) -> SelectArguments {

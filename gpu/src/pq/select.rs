@@ -17,6 +17,8 @@ use crate::{Device, Element, Error, Program};
 pub(super) const ROW: usize = 256;
 /// Bytes for a `Plan`.
 pub(super) const PLAN_BYTES: usize = 64;
+/// Bytes of the word that says whether all scores are complete, padded.
+const SCORED_BYTES: usize = 16;
 /// One in this many multiprocessors selects while the others attend.
 const SELECTING_SHARE: usize = 4;
 /// Blocks of a cluster that selects.
@@ -161,15 +163,15 @@ impl SelectShape {
 }
 
 /// Whether a cluster of blocks can select the tokens of a row.
-const fn has_clusters(capability: (i32, i32), shared_memory: usize) -> bool {
+pub(super) const fn has_clusters(capability: (i32, i32), shared_memory: usize) -> bool {
     capability.0 >= 9 && select_shared_bytes(true) <= shared_memory
 }
 
-/// At least the size of `Shared` of `select_sm90.cu`: keys, counts and totals of three digits, and sums; if
+/// At least the size of `Shared` of `select_sm90.cu`: keys, lists, counts and totals of three digits, and sums; if
 /// `adaptive` also `Budget` of `budget.cuh`.
 const fn select_shared_bytes(adaptive: bool) -> usize {
     let budget = if adaptive { 8 * 8 * (32 + 16) + 4 * 8 + 16 } else { 0 };
-    4 * 32_768 + 2 * 4 * 4096 + 8 * (16 + 32) + 4 * 3 * 8 + budget
+    4 * 32_768 + 8 * 32 * 192 + 2 * 4 * 4096 + 8 * (16 + 32) + 4 * 3 * 8 + budget
 }
 
 const OPERATION: Operation = Operation("pq::Select");
@@ -219,6 +221,7 @@ pub struct SelectArguments {
 
 /// Offsets in the workspace. `sharers` come first.
 struct Parts {
+    scored: usize,
     stats: usize,
     scores: usize,
     selection: usize,
@@ -234,6 +237,7 @@ pub(super) struct CommonArguments {
     scores: DevicePtr<u8>,
     sharers: DevicePtr<u8>,
     stats: DevicePtr<u8>,
+    scored: DevicePtr<u8>,
     batch: u32,
     heads: u32,
     page_tiles: u32,
@@ -243,6 +247,13 @@ pub(super) struct CommonArguments {
     blocks: u32,
     scale: f32,
     hides: u32,
+}
+
+impl CommonArguments {
+    /// Whether attention runs while others select.
+    pub(super) const fn is_beside(&self) -> bool {
+        self.hides == 0
+    }
 }
 
 /// `SelectArguments` of the kernels.
@@ -276,7 +287,7 @@ struct BoundArguments {
     bound: f32,
 }
 
-const _: () = assert!(size_of::<CommonArguments>() == 88 && size_of::<KernelArguments>() == 216);
+const _: () = assert!(size_of::<CommonArguments>() == 96 && size_of::<KernelArguments>() == 224);
 
 /// Lets [`Hybrid::select`](super::Hybrid::select) decide how many tokens each head reads exactly:
 /// `pq_core::RowBudget::Error`.
@@ -386,7 +397,7 @@ impl Select {
     /// Blocks of a cluster that selects if the kernel that attends is to run `beside` those of all rows: as
     /// many as leave most of the device to it. `None` where there are too many rows.
     fn cluster_beside(&self, rows: usize, chunks: usize, beside: bool) -> Option<usize> {
-        if !beside || !matches!(self.selection, Selection::Clusters(..)) {
+        if !beside {
             return None;
         }
         let fits = |&blocks: &usize| rows.saturating_mul(blocks) <= self.sm_count / SELECTING_SHARE;
@@ -423,9 +434,10 @@ impl Select {
         let rows = batch.saturating_mul(heads);
         let of_blocks = rows.saturating_mul(self.blocks(heads)).saturating_mul(8 * self.shape.entry());
         let of_tokens = rows.saturating_mul(chunks).saturating_mul(4 * CHUNK * self.shape.group);
-        let stats = rows.saturating_mul(8).next_multiple_of(16);
+        let scored = rows.saturating_mul(8).next_multiple_of(16);
+        let stats = scored.saturating_add(SCORED_BYTES);
         let scores = stats.saturating_add(of_blocks);
-        Parts { stats, scores, selection: scores.saturating_add(of_tokens) }
+        Parts { scored, stats, scores, selection: scores.saturating_add(of_tokens) }
     }
 
     /// Scores all tokens by their codes and selects those of the largest weight.
@@ -534,6 +546,7 @@ impl Select {
             scores: a.workspace.offset(parts.scores),
             sharers: a.workspace,
             stats: a.workspace.offset(parts.stats),
+            scored: a.workspace.offset(parts.scored),
             batch: in_32_bits("sequences", a.batch)?,
             heads: in_32_bits("heads", a.heads)?,
             page_tiles: in_32_bits("tiles of a page", a.tiles)?,

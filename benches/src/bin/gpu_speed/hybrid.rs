@@ -25,19 +25,28 @@ const PAGED: [(Load, usize); 4] = [
     ((32, 32, 1, 32_768), 32),
     ((32, 8, 8, 131_072), 32),
 ];
+/// A load with fewer exact rows: one in this many tokens.
+const LONG: (Load, usize) = ((32, 8, 1, 524_288), 400);
 const DIM: usize = 128;
 /// Sinks and window of a load whose rows a bound decides, and of the one with which it is compared.
 const WINDOW: usize = 132;
 /// Of the coded values, for such a bound.
 const VALUE_ERROR: f32 = 0.5;
 
-/// What a load has besides codes and the exact rows of 1 % of the tokens.
-#[derive(Clone, Copy, Default)]
+/// What a load has besides codes.
+#[derive(Clone, Copy)]
 struct Variant {
+    share: usize, // one in this many tokens has its exact row
     page: Option<usize>,
     exact: usize,   // sinks and window
     addends: bool,  // terms that are added to the scores
-    adaptive: bool, // 1 % is the mean over heads that choose by a bound
+    adaptive: bool, // `share` is the mean over heads that choose by a bound
+}
+
+impl Default for Variant {
+    fn default() -> Self {
+        Self { share: 100, page: None, exact: 0, addends: false, adaptive: false }
+    }
 }
 
 pub fn run(watch: &Stopwatch) {
@@ -56,6 +65,8 @@ pub fn run(watch: &Stopwatch) {
     for (load, page) in PAGED {
         time(watch, [coarse, coarse], load, Variant { page: Some(page), ..Variant::default() });
     }
+    let (load, share) = LONG;
+    time(watch, [coarse, coarse], load, Variant { share, ..Variant::default() });
     for load in LOADS {
         for adaptive in [false, true] {
             time(watch, [coarse, coarse], load, Variant { exact: WINDOW, adaptive, ..Variant::default() });
@@ -67,12 +78,13 @@ fn time(
     watch: &Stopwatch,
     quantizers: [PqShape; 2],
     (query_heads, heads, batch, n): Load,
-    Variant { page, exact, addends, adaptive }: Variant,
+    Variant { share, page, exact, addends, adaptive }: Variant,
 ) {
-    let (group, k) = (query_heads / heads, n / 100);
+    let (group, k) = (query_heads / heads, n / share);
     let [keys, values] = quantizers;
     let codes_of = |shape: PqShape| format!("({}, {})", shape.m(), shape.nbits());
-    let mut name = format!("hybrid {} {}, 1 % exact", codes_of(keys), codes_of(values));
+    let percent = 100.0 / share as f64;
+    let mut name = format!("hybrid {} {}, {percent} % exact", codes_of(keys), codes_of(values));
     if let Some(page) = page {
         name += &format!(", pages of {page}");
     }

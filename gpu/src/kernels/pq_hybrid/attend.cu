@@ -2,8 +2,8 @@
 // sinks and of the window, in one softmax.
 //
 // shape.cuh has the compile-time shape and explains the method. Launch: grid (block of a head's work, head), THREADS
-// threads, one block per multiprocessor. If selected tokens are not hidden, the sums of coded values need the scores
-// alone, so that blocks may start while others select; then they take the selected tokens out (coded_rows.cuh).
+// threads, one block per multiprocessor. If BESIDE, the selection runs at the same time and hides no tokens: sums of
+// coded values need the scores alone, and the selected tokens are taken out afterwards (coded_rows.cuh).
 #include "pq_hybrid/coded_rows.cuh"
 #include "pq_hybrid/rows.cuh"
 #include "pq_hybrid/stats.cuh"
@@ -144,40 +144,44 @@ __device__ __forceinline__ void attend_to_rows(const AttendArguments& a) {
     rows.add_to(warp_results());
 }
 
-// With PDL, registers are left for a warp more in each scheduler: blocks that bring rows (gather.cu) run next to this
-// one.
+#ifdef BESIDE
+constexpr bool IS_BESIDE = true;
+#else
+constexpr bool IS_BESIDE = false;
+#endif
+// On sm_90, registers are left for a warp more in each scheduler, unless the selection runs beside this kernel: blocks
+// that bring rows (gather.cu) run next to it.
 #if __CUDA_ARCH__ >= 900
-constexpr int NEIGHBORS = 4 * LANES;
+constexpr int NEIGHBORS = IS_BESIDE ? 0 : 4 * LANES;
 #else
 constexpr int NEIGHBORS = 0;
 #endif
 
 extern "C" __global__ void __launch_bounds__(THREADS + NEIGHBORS, 1) pq_hybrid_attend(const AttendArguments a) {
     Plan<AttendArguments>& plan = block().plan;
-    const auto find_bases = [&] {
-        if (warp_uniform(plan.entry >= a.batch)) return;
-        for (int q = 0; q < GROUP; q++) {
-            const float base = weight_base(a, (u64)plan.entry * a.heads + blockIdx.y, q);
-            if (threadIdx.x == 0) block().bases[q] = base;
-        }
-    };
-    // The selection hides scores and, if IS_ADAPTIVE, writes the numbers of rows, which the plan reads.
-    const bool waits_first = a.hides && !a.rows_arrive;
-    if (waits_first) pdl_wait(), pdl_trigger();
-    if (warp_uniform(threadIdx.x < LANES)) {
+    // Of what the plan reads, the selection writes the numbers of rows, if IS_ADAPTIVE.
+    const bool waits_first = !IS_BESIDE && !a.rows_arrive;
+    if (warp_uniform(threadIdx.x >= LANES)) {
+        load_value_table<THREADS - LANES>(a, blockIdx.y, threadIdx.x - LANES, shared);
+        if (waits_first) pdl_wait(), pdl_trigger();
+    } else {
+        if (waits_first) pdl_wait(), pdl_trigger();
         plan.find_first(a);
-        __syncwarp();
-        find_bases();
+        if (IS_BESIDE) await_scores(a);
     }
-    load_value_table<THREADS>(a, blockIdx.y, shared);
     __syncthreads();
     while (warp_uniform(plan.entry < a.batch)) {
+        const u64 row = (u64)plan.entry * a.heads + blockIdx.y;
+        if (const u32 query = threadIdx.x / LANES; query < GROUP) {
+            const float base = weight_base(a, row, query);
+            if (threadIdx.x % LANES == 0) block().bases[query] = base;
+        }
+        __syncthreads();
         if (threadIdx.x == 0) plan.find_sharers();
         attend_to_tiles(a);
         if (!waits_first) pdl_wait(), pdl_trigger();
-        if (!a.hides) subtract_selected(a);
+        if (IS_BESIDE) subtract_selected(a);
         attend_to_rows(a);
-        const u64 row = (u64)plan.entry * a.heads + blockIdx.y;
         reduce<VEC, D, WARPS, RESULT>(&block().results[0][0][0], GROUP, plan, blockIdx.x,
                                       a.partials + ((u64)blockIdx.y * gridDim.x + blockIdx.x) * 2 * VEC * RESULT,
                                       a.counts + row, [&](u32 query, int component, const Sum& sum) {
@@ -187,11 +191,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + NEIGHBORS, 1) pq_hybrid_a
                                               a.log_sum_exp[row * GROUP + query] = sum.log_sum_exp();
                                       });
         __syncthreads();
-        if (warp_uniform(threadIdx.x < LANES)) {
-            if (threadIdx.x == 0) plan.find_next(a);
-            __syncwarp();
-            find_bases();
-        }
+        if (threadIdx.x == 0) plan.find_next(a);
         __syncthreads();
     }
 }

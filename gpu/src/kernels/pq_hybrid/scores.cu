@@ -195,8 +195,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) pq_hybrid_scores(const 
         if (is_first) {
             if (warp_uniform(threadIdx.x < LANES)) plan.find_first(a);
             pdl_wait();
-            pdl_trigger();
+            begin_scores(a);
             __syncthreads();
+            pdl_trigger();
             if (!warp_uniform(plan.entry < a.batch)) return;
         }
         const u64 rows = (u64)a.batch * a.heads, row = (u64)plan.entry * a.heads + blockIdx.y;

@@ -32,7 +32,9 @@ extern "C" __global__ void __launch_bounds__(SELECT_THREADS) pq_hybrid_keys(cons
         for (int i = 0; i < BATCH; i++) {
             const u32 token = first + ((batch + i) * WARPS + warp) * TILE + token_at(place);
             if (token >= range.n) continue;
-            const u32 key = normalizers.key_of_scores(score[i]);
+            const float weight = normalizers.weight_of(score[i]);
+            const u32 key = is_heavy(weight) ? heavy_key(weight)
+                                             : normalizers.key_of_any([&](int q) { return score[i][q]; });
             work.keys[token] = key;
             atomicAdd(&counts[key >> 2 * LOW_BITS], 1);
         }

@@ -3,10 +3,10 @@
 // shape.cuh has the compile-time shape and explains the method. Launch: grid (block of the row, row), clusters of all
 // blocks of a row, THREADS threads. Each block
 //
-// 1. computes the keys of its part of the tokens and counts them by their highest 11 bits, then, among those that share
-//    these bits with the k-th highest key of the row, by their next 10 bits, then by their lowest 10: after each count
-//    it adds its counts to those of all blocks, in distributed shared memory;
-//    if ADAPTIVE, the first count decides k;
+// 1. computes the keys of its part of the tokens and counts them by their highest 11 bits; if ADAPTIVE, this count
+//    decides k; lists the tokens whose keys reach the highest bits of the row's k-th highest key; counts those that
+//    share these bits with it by their next 10 bits, then by their lowest 10: after each count it adds its counts to
+//    those of all blocks, in distributed shared memory;
 // 2. counts its tokens above and equal to that key, tells the other blocks, and writes those that are selected.
 //
 // Keys lie in shared memory, or in the workspace where a block has more than KEYS of them.
@@ -38,8 +38,15 @@ struct LaneScores {
     }
 };
 
+constexpr u32 MOST_LISTED = 192; // of a warp
+struct Listed {
+    int key;
+    u32 index; // in the block's part of the tokens
+};
+
 struct Shared {
     u32 keys[KEYS]; // in the order of the scores
+    Listed lists[WARPS][MOST_LISTED];
     // By the digits of a key: the keys of this block, and of all blocks of the cluster, which they add themselves.
     u32 counts[HIGH_BUCKETS + 2 * LOW_BUCKETS], totals[HIGH_BUCKETS + 2 * LOW_BUCKETS];
     uint2 of_block[MOST_BLOCKS], of_warp[WARPS]; // tokens above the threshold, and equal to it
@@ -50,6 +57,14 @@ struct Shared {
 };
 extern __shared__ __align__(16) u8 memory[];
 static_assert(sizeof(Shared) <= SELECT_SHARED_BYTES, "the host reserves it");
+
+// Counts one more, without a branch, between two of which there would be one count at a time.
+__device__ __forceinline__ void count_if(bool condition, u32* count) {
+    asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %0, 0;\n @p red.relaxed.cta.shared.add.u32 [%1], 1;\n}" ::"r"(
+                     (u32)condition),
+                 "r"(smem_address(count))
+                 : "memory");
+}
 
 // Adds the counts of all blocks of the cluster.
 template <int BUCKETS>
@@ -63,43 +78,72 @@ __device__ __forceinline__ void add_in_cluster(const u32* counts, u32* totals) {
     cluster_wait();
 }
 
-// Counts the keys whose highest bits are `high`, by the LOW_BITS bits from bit `shift` on.
-__device__ __forceinline__ void count_digit(u32* counts, const uint4* keys, u32 count, u32 high, int shift) {
-    const u32 least = high << LOW_BITS << shift, range = 1u << LOW_BITS << shift;
-    for (u32 i = threadIdx.x; i < count / 4; i += THREADS) {
-        const uint4 four = keys[i];
-        const u32 lower[4] = {four.x - least, four.y - least, four.z - least, four.w - least};
-        if (min(min(lower[0], lower[1]), min(lower[2], lower[3])) >= range) continue;
-#pragma unroll
-        for (const u32 bits : lower)
-            if (bits < range) atomicAdd(&counts[bits >> shift], 1);
-    }
-}
+// The tokens of a warp whose keys reach the bucket of the threshold by their highest digit, in ascending order: a list
+// of them and, once it is full, all tokens of the tiles from `rest` on.
+struct WarpTokens {
+    u32 listed = 0, rest = 0, end = 0; // `rest` to `end`: tiles of the block
 
-// The row's threshold for its `k` highest keys, whose first digits have been counted and added.
-__device__ __forceinline__ Threshold find_threshold(Shared& shared, const uint4* keys, u32 count, u32 k) {
-    u32 *counts = shared.counts, *totals = shared.totals;
-    Bucket digit = find_bucket<THREADS, HIGH_BUCKETS>(totals, k);
-    u32 high = digit.index;
-    counts += HIGH_BUCKETS, totals += HIGH_BUCKETS;
+    // Lists the tokens of tiles `from` to `to` whose keys are at least `least`. Most tiles have none.
+    __device__ __forceinline__ void list(Listed* list, const u32* keys, u32 from, u32 to, int least) {
+        const u32 lane = threadIdx.x % LANES, lanes_before = (1u << lane) - 1;
+        const uint4* fours = reinterpret_cast<const uint4*>(keys);
+        const auto load = [&](u32 tile) { // the lane's part of four tiles
+            const u32 i = tile * 8 + lane;
+            return i < to * 8 ? fours[i] : make_uint4(NO_KEY, NO_KEY, NO_KEY, NO_KEY);
+        };
+        end = rest = to;
+        uint4 next[2] = {load(from), load(from + 4)}; // they may be in global memory
+        for (u32 begin = from; begin < to; begin += 4) {
+            const uint4 four = next[0];
+            next[0] = next[1], next[1] = load(begin + 8);
+            const int key[4] = {(int)four.x, (int)four.y, (int)four.z, (int)four.w};
+            u32 found[4], count = 0; // lanes whose keys are found
 #pragma unroll
-    for (int shift = LOW_BITS; shift >= 0; shift -= LOW_BITS) {
-        k -= digit.above;
-        if (k == digit.count) return select_from(high << shift << LOW_BITS);
-        count_digit(counts, keys, count, high, shift);
-        add_in_cluster<LOW_BUCKETS>(counts, totals);
-        digit = find_bucket<THREADS, LOW_BUCKETS>(totals, k);
-        high = high << LOW_BITS | digit.index;
-        counts += LOW_BUCKETS, totals += LOW_BUCKETS;
+            for (int i = 0; i < 4; i++) count += __popc(found[i] = __ballot_sync(FULL, key[i] >= least));
+            if (count == 0) continue;
+            if (listed + count > MOST_LISTED) {
+                rest = begin;
+                break;
+            }
+            const u32 in_tile = 0xffu << lane / 8 * 8;
+            u32 place = listed;
+#pragma unroll
+            for (int i = 0; i < 4; i++) place += __popc(found[i] & ((1u << lane / 8 * 8) - 1));
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const u32 token = token_at(lane % 8 * 4 + i), of_tile = found[i] & in_tile;
+                if (key[i] >= least)
+                    list[place + __popc(of_tile & lanes_before)] = {key[i], (begin + lane / 8) * TILE + token};
+                place += __popc(of_tile);
+            }
+            listed += count;
+        }
+        __syncwarp();
     }
-    return {high, k - digit.above};
-}
+
+    // Calls `f` with the key and the index in the block of LANES tokens at a time.
+    template <class F>
+    __device__ __forceinline__ void for_each(const Listed* list, const u32* keys, const F& f) const {
+        const u32 lane = threadIdx.x % LANES, steps = (listed + LANES - 1) / LANES;
+        for (u32 step = 0; step < steps + (end - rest); step++) {
+            if (step < steps) {
+                const u32 i = step * LANES + lane;
+                const Listed token = i < listed ? list[i] : Listed{(int)NO_KEY, 0};
+                f(token.key, token.index);
+            } else {
+                const u32 tile = rest + step - steps;
+                f((int)keys[tile * TILE + place_of(lane)], tile * TILE + lane);
+            }
+        }
+    }
+};
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) pq_hybrid_select(const SelectArguments a) {
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     const u32 row = blockIdx.y, rank = cluster_ctarank(), warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
     for (int i = threadIdx.x; i < HIGH_BUCKETS + 2 * LOW_BUCKETS; i += THREADS) shared.counts[i] = shared.totals[i] = 0;
     cluster_arrive();
+    pdl_trigger(); // blocks that attend load their tables while others score
     SelectRange range = range_of(a, row);
     const u32 tiles = (range.n + TILE - 1) / TILE, span = (tiles + gridDim.x - 1) / gridDim.x;
     const u32 first = min(rank * span, tiles), count = min(span, tiles - first); // tiles of this block
@@ -107,7 +151,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) pq_hybrid_select(const 
     if (warp >= GROUP) shared.budget.load(a, row, rank, gridDim.x);
 #endif
     pdl_wait();
-    pdl_trigger();
+    end_scores(a);
     u32* keys = span * TILE <= KEYS ? shared.keys : selection_of(a, row).keys + first * TILE;
     const u32 place = lane % (TILE / PLACES) * PLACES;
     const float* scores = a.scores_of(row) + (u64)first * (GROUP * TILE) + place;
@@ -133,15 +177,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) pq_hybrid_select(const 
     for (; tile < count; tile += LaneScores::STEP) {
         const LaneScores of_tile = ahead;
         if (tile + LaneScores::STEP < count) ahead.load(scores, tile + LaneScores::STEP);
+        // Nearly all weights are compared as they are. One test for all of the others keeps the loop free of branches,
+        // between which tokens would wait for each other.
         Places<u32> key;
+        bool all_heavy = true;
 #pragma unroll
         for (int i = 0; i < PLACES; i++) {
             float score[GROUP];
 #pragma unroll
             for (int q = 0; q < GROUP; q++) score[q] = of_tile.of_query[q].at[i];
+            const float weight = normalizers.weight_of(score);
+            key.at[i] = heavy_key(weight), all_heavy &= is_heavy(weight);
+        }
+        if (!all_heavy) {
+            const float* again = scores + (u64)tile * (GROUP * TILE);
+#pragma unroll
+            for (int i = 0; i < PLACES; i++)
+                key.at[i] = shared.normalizers.key_of_any([&](int q) { return again[q * TILE + i]; });
+        }
+#pragma unroll
+        for (int i = 0; i < PLACES; i++) {
             const bool exists = (first + tile) * TILE + token_at(place + i) < range.n;
-            key.at[i] = exists ? normalizers.key_of_scores(score) : NO_KEY;
-            if (exists) atomicAdd(&shared.counts[key.at[i] >> 2 * LOW_BITS], 1);
+            count_if(exists, &shared.counts[key.at[i] >> 2 * LOW_BITS]);
+            if (!exists) key.at[i] = NO_KEY;
         }
         *reinterpret_cast<Places<u32>*>(keys + tile * TILE + place) = key;
     }
@@ -157,21 +215,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) pq_hybrid_select(const 
     if (rank == 0 && threadIdx.x == 0) put_found(a, row, range.k);
     if (range.k == 0) return;
 #endif
-    const uint4* fours = reinterpret_cast<const uint4*>(keys);
-    const Threshold threshold =
-        range.k == range.n ? select_all() : find_threshold(shared, fours, count * TILE, range.k);
-
     // A warp has consecutive tiles, four at a time.
     const u32 of_warp = (count + 4 * WARPS - 1) / (4 * WARPS) * 4;
     const u32 from = min(warp * of_warp, count), to = min(from + of_warp, count);
+    Listed* list = shared.lists[warp];
+    WarpTokens tokens;
+    Threshold threshold = select_all();
+    if (range.k == range.n) {
+        tokens.list(list, keys, from, to, 0);
+    } else {
+        u32 k = range.k, *counts = shared.counts + HIGH_BUCKETS, *totals = shared.totals + HIGH_BUCKETS;
+        Bucket digit = find_bucket<THREADS, HIGH_BUCKETS>(shared.totals, k);
+        u32 least = digit.index << 2 * LOW_BITS;
+        tokens.list(list, keys, from, to, least);
+        int shift = 2 * LOW_BITS;
+#pragma unroll 1 // the second round has its instructions at hand
+        while (k - digit.above < digit.count && shift > 0) {
+            k -= digit.above, shift -= LOW_BITS;
+            tokens.for_each(list, keys, [&](int key, u32) {
+                const u32 lower = (key - least) >> shift;
+                if (lower < LOW_BUCKETS) atomicAdd(&counts[lower], 1);
+            });
+            add_in_cluster<LOW_BUCKETS>(counts, totals);
+            digit = find_bucket<THREADS, LOW_BUCKETS>(totals, k);
+            least |= digit.index << shift, counts += LOW_BUCKETS, totals += LOW_BUCKETS;
+        }
+        k -= digit.above;
+        threshold = k == digit.count ? select_from(least) : Threshold{least, k};
+    }
+
     const int limit = threshold.key;
     u32 above = 0, ties = 0;
-    for (u32 i = from * 8 + lane; i < to * 8; i += LANES) {
-        const uint4 four = fours[i];
-        const int of_lane[4] = {(int)four.x, (int)four.y, (int)four.z, (int)four.w};
-#pragma unroll
-        for (const int key : of_lane) above += key > limit, ties += key == limit;
-    }
+    tokens.for_each(list, keys, [&](int key, u32) { above += key > limit, ties += key == limit; });
     above = __reduce_add_sync(FULL, above), ties = __reduce_add_sync(FULL, ties);
     if (lane == 0) shared.of_warp[warp] = make_uint2(above, ties);
     __syncthreads();
@@ -189,21 +264,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) pq_hybrid_select(const 
     above = of_blocks.x + of_warps.x, ties = of_blocks.y + of_warps.y;
     const SelectedOutput out(a, row, range);
     const u32 lanes_before = (1u << lane) - 1;
-    for (u32 begin = from; begin < to; begin += 4) {
-        const u32 i = begin * 8 + lane;
-        const uint4 four = i < to * 8 ? fours[i] : make_uint4(NO_KEY, NO_KEY, NO_KEY, NO_KEY);
-        const int highest = max(max((int)four.x, (int)four.y), max((int)four.z, (int)four.w));
-        // Most tiles have no token of the selection.
-        for (u32 lanes = __ballot_sync(FULL, highest >= limit); lanes;) {
-            const u32 in_four = (__ffs(lanes) - 1) / 8, tile = begin + in_four;
-            lanes &= ~(0xffu << in_four * 8);
-            const int key = keys[tile * TILE + place_of(lane)];
-            const u32 is_above = __ballot_sync(FULL, key > limit), is_tie = __ballot_sync(FULL, key == limit);
-            const u32 tie = ties + __popc(is_tie & lanes_before);
-            if (key > limit || (key == limit && tie < threshold.ties))
-                out.put_selected(above + __popc(is_above & lanes_before) + min(tie, threshold.ties),
-                                 (first + tile) * TILE + lane);
-            above += __popc(is_above), ties += __popc(is_tie);
-        }
-    }
+    tokens.for_each(list, keys, [&](int key, u32 index) {
+        const u32 is_above = __ballot_sync(FULL, key > limit), is_tie = __ballot_sync(FULL, key == limit);
+        const u32 tie = ties + __popc(is_tie & lanes_before);
+        if (key > limit || (key == limit && tie < threshold.ties))
+            out.put_selected(above + __popc(is_above & lanes_before) + min(tie, threshold.ties), first * TILE + index);
+        above += __popc(is_above), ties += __popc(is_tie);
+    });
 }

@@ -35,14 +35,22 @@ struct Normalizers {
         max[query] = all.max * LN_2, scale[query] = 1.f / all.sum;
     }
 
-    // The key of a token: the weight is that of pq_core::combine_group_into, the sum or the maximum of the weights of
-    // the group's queries.
-    __device__ __forceinline__ u32 key_of_scores(const float (&score)[GROUP]) const {
+    // The weight of a token, of pq_core::combine_group_into: the sum or the maximum of those of the group's queries. It
+    // is NaN if a score is.
+    __device__ __forceinline__ float weight_of(const float (&score)[GROUP]) const {
         float weight = 0;
 #pragma unroll
+        for (int q = 0; q < GROUP; q++) weight = combine(weight, exp2_approx(score[q] - log_sum[q]));
+        return weight;
+    }
+
+    // The key of a token of any weight.
+    template <class ScoreOf>
+    __device__ __forceinline__ u32 key_of_any(const ScoreOf& score_of) const {
+        float weight = 0;
         for (int q = 0; q < GROUP; q++) // `fmaxf` replaces NaN
-            weight = combine(weight, exp2_approx(fmaxf(score[q] - log_sum[q], -infinity())));
-        return key_of(weight, max, scale, [&](int q) { return score[q] * LN_2; });
+            weight = combine(weight, exp2_approx(fmaxf(score_of(q) - log_sum[q], -infinity())));
+        return key_of(weight, max, scale, [&](int q) { return score_of(q) * LN_2; });
     }
 };
 

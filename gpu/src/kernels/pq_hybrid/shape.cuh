@@ -57,6 +57,7 @@ struct Arguments {
                         // selected tokens are minus infinity once they are selected
     Sharers* sharers;   // [row]
     Stats* stats;       // [row][block of the head][VEC]
+    u32* scored;        // whether scores, sharers and stats are complete: see `await_scores`
     u32 batch, heads, page_tiles, max_pages, selected_len;
     u32 chunks;  // capacity of a sequence in chunks of CHUNK tokens
     u32 blocks;  // of a head that score

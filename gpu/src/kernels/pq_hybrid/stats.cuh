@@ -1,7 +1,20 @@
 // Merges softmax statistics.
 #pragma once
 #include "pq_hybrid/shape.cuh"
+#include "primitives_sm80.cuh"
 #include "warp.cuh"
+
+// The selection waits for the kernel that scores to end, and says so to blocks that attend beside it, which load their
+// tables before. These start only once all blocks that score have passed `begin_scores`.
+__device__ __forceinline__ void begin_scores(const Arguments& a) {
+    if (blockIdx.x + blockIdx.y + threadIdx.x == 0) st_release(a.scored, 0), __threadfence();
+}
+__device__ __forceinline__ void end_scores(const Arguments& a) {
+    if (blockIdx.x + blockIdx.y + threadIdx.x == 0) st_release(a.scored, 1);
+}
+__device__ __forceinline__ void await_scores(const Arguments& a) {
+    while (ld_acquire(a.scored) == 0) {}
+}
 
 __device__ __forceinline__ Stats no_scores() { return {NOTHING, 0}; }
 

@@ -34,13 +34,14 @@ __device__ __forceinline__ int piece_component(int g, int set) {
     return VALUE_M == 8 ? g * VALUE_DSUB + set * PIECE : (set * 8 + g) * VALUE_DSUB;
 }
 
-// Copies the head's table to shared memory, one piece at a time.
+// Copies the head's table to shared memory, one piece at a time. Called by THREADS threads, of which this one is number
+// `thread`.
 template <int THREADS>
-__device__ __forceinline__ void load_value_table(const AttendArguments& a, u32 head, u8* to) {
+__device__ __forceinline__ void load_value_table(const AttendArguments& a, u32 head, u32 thread, u8* to) {
     constexpr int PIECES = 8 * SETS; // of a code
     const u32* table = a.table + (u64)head * VALUE_KSUB * WORDS;
 #pragma unroll 8
-    for (int i = threadIdx.x; i < VALUE_KSUB * PIECES; i += THREADS) {
+    for (int i = thread; i < VALUE_KSUB * PIECES; i += THREADS) {
         const int code = i / PIECES, set = i % SETS, g = i / SETS % 8;
         const u32* from = table + code * WORDS + (VALUE_M == 8 ? g + set * PIECE_WORDS * 8 : set * 8 + g);
         u32 words[PIECE_WORDS];

@@ -104,11 +104,17 @@ __device__ float half_log_weight(const float* max, const float* scale, const Sco
 #endif
 }
 
+// Whether a weight is compared as it is, and its key then. NaN is not.
+__device__ __forceinline__ bool is_heavy(float weight) { return weight >= MIN_WEIGHT; }
+__device__ __forceinline__ u32 heavy_key(float weight) {
+    return HEAVY | (__float_as_uint(weight) - __float_as_uint(MIN_WEIGHT));
+}
+
 // The key by which a token is selected: its weight or, where that has underflowed, its logarithm; with one query, the
 // score stands for the logarithm. `score_of` is called in that case only.
 template <class ScoreOf>
 __device__ __forceinline__ u32 key_of(float weight, const float* max, const float* scale, const ScoreOf& score_of) {
-    if (weight >= MIN_WEIGHT) return HEAVY | (__float_as_uint(weight) - __float_as_uint(MIN_WEIGHT));
+    if (is_heavy(weight)) return heavy_key(weight);
     return key_of_logarithm(GROUP == 1 ? clean(score_of(0)) : half_log_weight(max, scale, score_of));
 }
 static_assert(GROUP <= 16, "the bits of a weight of at most 16, less those of MIN_WEIGHT, are below HEAVY");
