@@ -14,6 +14,9 @@
 // queries times UNIT_SPANS spans: a lane has a share of the pairs of one query, and rotates it to every span. Rotated
 // coefficients include the scale: where one of them overflows f16, an addend does.
 //
+// All but the queries is read, and the waves and the first centres are there, before the kernel waits for the previous
+// one.
+//
 // Angles are in turns, as 64-bit fractions: products with positions are exact modulo a turn.
 #include "element.cuh"
 #include "primitives_sm80.cuh"
@@ -22,8 +25,8 @@
 constexpr int TILE = 32, WARPS = 8, THREADS = WARPS * LANES;
 constexpr int PAIRS = HEAD_DIM / 2, STEPS = PAIRS / 16; // STEPS: of mma along the pairs
 constexpr int SHARE = PAIRS / 4;                        // pairs of a lane: SHARE l and on
-constexpr int SPAN = 128, SPAN_TILES = SPAN / TILE, DISTANCES = SPAN / 2;
-constexpr int UNIT_ROWS = 8, UNIT_SPANS = 4;
+constexpr int SPAN = 256, SPAN_TILES = SPAN / TILE, DISTANCES = SPAN / 2;
+constexpr int UNIT_ROWS = 8, UNIT_SPANS = 2;
 constexpr int CHUNKS = HEAD_DIM / 8; // 16-byte chunks of a row of waves
 
 struct Arguments {
@@ -107,17 +110,25 @@ __device__ __forceinline__ void load(float (&to)[N], const float* from) {
     }
 }
 
+// A lane's share of a query, or of a mean.
+struct Share {
+    float x[SHARE], y[SHARE];
+
+    template <typename T>
+    __device__ __forceinline__ explicit Share(const T* from) {
+        load(x, from), load(y, from + PAIRS);
+    }
+};
+
 // A lane's share of the coefficients of a query, at position 0, times the scale.
 struct Coefficients {
     float a[SHARE], b[SHARE];
 
-    __device__ __forceinline__ Coefficients(const Element* query, const float* mean, float scale) {
-        float query_x[SHARE], query_y[SHARE], mean_x[SHARE], mean_y[SHARE];
-        load(query_x, query), load(query_y, query + PAIRS), load(mean_x, mean), load(mean_y, mean + PAIRS);
+    __device__ __forceinline__ Coefficients(const Share& query, const Share& mean, float scale) {
 #pragma unroll
         for (int i = 0; i < SHARE; i++) {
-            a[i] = (query_x[i] * mean_x[i] + query_y[i] * mean_y[i]) * scale;
-            b[i] = (query_y[i] * mean_x[i] - query_x[i] * mean_y[i]) * scale;
+            a[i] = (query.x[i] * mean.x[i] + query.y[i] * mean.y[i]) * scale;
+            b[i] = (query.y[i] * mean.x[i] - query.x[i] * mean.y[i]) * scale;
         }
     }
 };
@@ -166,8 +177,7 @@ __device__ __forceinline__ void add_unit(const Arguments& a, u32 sequence, u32 f
     const int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES, g = lane / 4, l = lane % 4;
     const u32 rows = a.heads * GROUP, row = min(first_row + g, rows - 1), head = row / GROUP, query = row % GROUP;
     const u64 place = (u64)sequence * a.heads;
-    const Coefficients coefficients(a.queries + (place * GROUP + row) * HEAD_DIM + SHARE * l,
-                                    a.means + head * HEAD_DIM + SHARE * l, a.scale);
+    const Share mean(a.means + head * HEAD_DIM + SHARE * l);
     __syncwarp(); // all lanes have rotated to the centres of the unit before
 #pragma unroll
     for (int pair = lane; pair < PAIRS; pair += LANES)
@@ -177,7 +187,10 @@ __device__ __forceinline__ void add_unit(const Arguments& a, u32 sequence, u32 f
             centres[warp][span][pair / SHARE][pair % SHARE] = wave_at((u32)(half_turns[pair] * centre >> 32));
         }
     __syncwarp();
-    const Rotated rotated(coefficients, centres[warp], l);
+    pdl_wait(); // the previous kernel may write the queries, and read the addends
+    pdl_trigger();
+    const Share query_share(a.queries + (place * GROUP + row) * HEAD_DIM + SHARE * l);
+    const Rotated rotated(Coefficients(query_share, mean, a.scale), centres[warp], l);
 
     const u32 tile_end = first_row + g < rows ? (length + TILE - 1) / TILE : 0; // no tile of a row without a query
     u16* out = a.addends + ((place + head) * a.tiles * GROUP + query) * TILE;
@@ -213,8 +226,6 @@ __device__ __forceinline__ void add_unit(const Arguments& a, u32 sequence, u32 f
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) pq_rope_mean_scores(const Arguments a) {
     fill_waves(a.frequencies);
-    pdl_wait(); // the previous kernel may write everything but the frequencies
-    pdl_trigger();
     __syncthreads();
     const u32 lane = threadIdx.x % LANES, slices = (a.heads * GROUP + UNIT_ROWS - 1) / UNIT_ROWS;
     // The warps of all blocks take the units of all sequences in turn. Lanes look up the lengths of 32 sequences at a
@@ -232,4 +243,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) pq_rope_mean_scores(con
         }
         unit -= all;
     }
+    pdl_wait(); // warps without a unit, too: a grid ends after the one before it
 }

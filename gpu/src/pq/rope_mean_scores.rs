@@ -68,8 +68,8 @@ pub struct RopeMeanScoresArguments {
     /// [`Addends`](super::Addends).
     pub addends: DevicePtr<f16>,
     /// Programmatic dependent launch (PDL), on sm_90: blocks may start before the previous kernel on the
-    /// stream ends. They read the frequencies *before* they wait for it (`griddepcontrol.wait`), so that
-    /// kernel must not write these. They read everything else after the wait.
+    /// stream ends. They read means, frequencies and lengths *before* they wait for it
+    /// (`griddepcontrol.wait`), so that kernel must not write these. They read the queries after the wait.
     pub pdl: bool,
 }
 

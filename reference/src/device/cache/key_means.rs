@@ -79,7 +79,7 @@ impl KeyMeans {
             pdl: true,
         };
         // SAFETY: the buffers have the lengths of `new`; the decoder keeps lengths within the capacity. The
-        // kernel before this one writes queries, and not frequencies.
+        // kernel before this one writes queries, and not means, frequencies or lengths.
         Ok(unsafe { self.scores.launch(gpu.stream(), &arguments) }?)
     }
 
