@@ -10,7 +10,7 @@ use crate::{Device, Element, Error, Program};
 /// `QUERIES`, `TILE` and `WARPS` of the kernel.
 const QUERIES: usize = 8;
 const TILE: usize = 16;
-const WARPS: usize = 12;
+const WARPS: usize = 8;
 
 /// Minimum tiles of a block, if a head has as many: merging smaller parts costs more than they save.
 const LEAST_TILES: usize = 8;
