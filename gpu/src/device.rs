@@ -264,14 +264,14 @@ impl Kernel {
         unsafe { self.launch_in_clusters(stream, grid, 1, threads, pdl, argument) }
     }
 
-    /// The same in clusters of `cluster` blocks along x. More than one block requires sm_90, more than 8 a
-    /// prior call of [`Kernel::active_clusters`].
+    /// The same in clusters of `cluster` blocks along x. More than one block requires sm_90. More than 8, which
+    /// not every device runs, must be enabled before, as this crate's own kernels do.
     ///
     /// # Errors
     /// [`Error::Driver`].
     /// # Safety
     /// As for [`Kernel::launch`].
-    pub(crate) unsafe fn launch_in_clusters<A: Copy>(
+    pub unsafe fn launch_in_clusters<A: Copy>(
         &self,
         stream: CUstream,
         grid: Grid,

@@ -55,9 +55,12 @@ __device__ __forceinline__ u32 mapa(const void* shared, u32 rank) {
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(smem_address(shared)), "r"(rank));
     return address;
 }
-// Adds to, or stores to, the shared memory of block `rank`.
+// Adds to, sets bits of, or stores to, the shared memory of block `rank`.
 __device__ __forceinline__ void red_add_cluster(void* shared, u32 rank, u32 x) {
     asm volatile("red.relaxed.cluster.shared::cluster.add.u32 [%0], %1;" ::"r"(mapa(shared, rank)), "r"(x) : "memory");
+}
+__device__ __forceinline__ void red_or_cluster(void* shared, u32 rank, u32 x) {
+    asm volatile("red.relaxed.cluster.shared::cluster.or.b32 [%0], %1;" ::"r"(mapa(shared, rank)), "r"(x) : "memory");
 }
 __device__ __forceinline__ void st_cluster(void* shared, u32 rank, uint2 x) {
     asm volatile("st.shared::cluster.v2.u32 [%0], {%1, %2};" ::"r"(mapa(shared, rank)), "r"(x.x), "r"(x.y) : "memory");

@@ -89,9 +89,14 @@ pub(crate) fn int4(element: Element, head_dim: usize, group: usize) -> Program {
     Program::own("int4.cu", include_str!("kernels/int4.cu"), HEADERS, &defines)
 }
 
-/// `tabulate`, `budget`, `reuse`, `leave` and `copy`.
+/// `tabulate`, `budget`, `leave` and `copy`.
 pub(crate) fn retrieval() -> Program {
     Program::own("retrieval.cu", include_str!("kernels/retrieval.cu"), HEADERS, &[])
+}
+
+/// `reuse`.
+pub(crate) fn reuse() -> Program {
+    Program::own("reuse.cu", include_str!("kernels/reuse.cu"), HEADERS, &[])
 }
 
 /// `store` and `load` of rows in 8 bits.
@@ -105,7 +110,7 @@ pub(crate) fn int8_rows(element: Element, head_dim: usize) -> Program {
 /// layouts.
 #[must_use]
 pub fn programs(shared_memory: usize) -> Vec<Program> {
-    let mut programs = vec![weights(0), weights(1), draw(), leaving(), pages(), retrieval()];
+    let mut programs = vec![weights(0), weights(1), draw(), leaving(), pages(), retrieval(), reuse()];
     for element in [Element::F16, Element::Bf16] {
         programs.extend([step(element), prompt(element, 64), prompt(element, 128)]);
         programs.extend([int8_rows(element, 64), int8_rows(element, 128)]);

@@ -5,8 +5,14 @@ use crate::Result;
 use crate::device::memory::Buffer;
 use crate::device::{Gpu, programs};
 
-/// Threads of a block: `REUSE_THREADS` of the kernel.
+/// Threads of a block: `THREADS` of the kernel.
 const THREADS: u32 = 1024;
+
+/// Entries of a list that a block takes at once: `AT_ONCE` of the kernel.
+const AT_ONCE: usize = 4 * THREADS as usize;
+
+/// Most blocks that share a head's lists, as many as every device with clusters runs together.
+const MOST_BLOCKS: usize = 8;
 
 /// Tokens whose bits and indices take 64 KiB of shared memory. Longer sequences are looked up in several
 /// spans.
@@ -34,6 +40,7 @@ pub(super) struct Reuse {
     most: usize,
     held: usize,
     span: usize,
+    blocks: usize, // of a head
 }
 
 #[derive(Clone, Copy)]
@@ -67,8 +74,14 @@ impl Reuse {
         let (heads, held) = (batch * heads, held.max(most));
         let span = stored.min(MOST_SPAN).next_multiple_of(128);
         let shared = (2 * span / 32 + most.div_ceil(32)) * size_of::<u32>();
+        // As many as take the lists at once, if those of all heads run at the same time.
+        let all_at_once = 1 << (gpu.device.sm_count() / heads.max(1)).clamp(1, MOST_BLOCKS).ilog2();
+        let blocks = match gpu.device.capability() >= (9, 0) {
+            true => held.div_ceil(AT_ONCE).next_power_of_two().min(all_at_once),
+            false => 1,
+        };
         Ok(Self {
-            kernel: gpu.device.kernel(&programs::retrieval(), "reuse", shared)?,
+            kernel: gpu.device.kernel(&programs::reuse(), "reuse", shared)?.prefer_shared()?,
             entries: Buffer::zeros(gpu, 2 * n_layers * heads * held)?,
             steps: words(n_layers * heads)?,
             found_at: words(heads * held)?,
@@ -84,6 +97,7 @@ impl Reuse {
             most,
             held,
             span,
+            blocks,
         })
     }
 
@@ -96,7 +110,7 @@ impl Reuse {
         tokens: DevicePtr<u32>,
         counts: DevicePtr<u32>,
     ) -> Result<()> {
-        let Self { heads, most, held, span, .. } = *self;
+        let Self { heads, most, held, span, blocks, .. } = *self;
         let arguments = ReuseArguments {
             tokens,
             counts,
@@ -117,7 +131,10 @@ impl Reuse {
         };
         // SAFETY: the structure is the kernel's argument, and the buffers have the lengths of `new`. Counts
         // are at most `most`, and the tokens of a head ascend.
-        Ok(unsafe { self.kernel.launch(gpu.stream(), Grid::new([heads, 1, 1])?, THREADS, true, &arguments) }?)
+        Ok(unsafe {
+            let grid = Grid::new([blocks, heads, 1])?;
+            self.kernel.launch_in_clusters(gpu.stream(), grid, blocks as u32, THREADS, true, &arguments)
+        }?)
     }
 
     /// The slot of every chosen token: (heads of sequences, most).
