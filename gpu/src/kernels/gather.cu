@@ -1,9 +1,10 @@
 // Gathers rows by index, from device memory or, over PCIe, from pinned host memory.
 //
-// Compile-time shape: ROW_BYTES, a multiple of 16. Launch: grid (blocks, head, 2 or 3: keys, values, and blocks that
-// prefetch), THREADS threads, which stride over the 16-byte chunks of all listed rows of the head. A thread has
-// IN_FLIGHT loads of 16 bytes in flight: over PCIe, the number of outstanding reads limits the throughput. Two blocks a
-// multiprocessor are enough for that, and leave room for the next kernel, which may start at once.
+// Compile-time shape: ROW_BYTES, a multiple of 16. Launch: grid (blocks, head, keys and values), THREADS threads, which
+// stride over the 16-byte chunks of all listed rows of the head. A thread has IN_FLIGHT loads of 16 bytes in flight:
+// over PCIe, the number of outstanding reads limits the throughput. Two blocks a multiprocessor are enough for that.
+// With 40 registers a thread they leave room for the next kernel, which may start at once, also where a multiprocessor
+// gets three of them.
 #include "primitives_sm80.cuh"
 
 constexpr int CHUNKS = ROW_BYTES / 16, THREADS = 128, IN_FLIGHT = 4;
@@ -21,13 +22,13 @@ struct Arguments {
     u64 prefetch_len;
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 8) gather(const Arguments a) {
+extern "C" __global__ void __launch_bounds__(THREADS, 12) gather(const Arguments a) {
+    // Before the wait: what is prefetched may be written meanwhile, since L2 has the last word.
+    const u64 block = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
+    const u64 blocks = (u64)gridDim.z * gridDim.y * gridDim.x;
+    prefetch_global_l2(a.prefetch, a.prefetch_len, block * THREADS + threadIdx.x, blocks * THREADS);
     pdl_wait();
     pdl_trigger();
-    if (blockIdx.z == 2) {
-        const u64 block = blockIdx.y * gridDim.x + blockIdx.x, blocks = (u64)gridDim.y * gridDim.x;
-        return prefetch_global_l2(a.prefetch, a.prefetch_len, block * THREADS + threadIdx.x, blocks * THREADS);
-    }
     const u32 head = blockIdx.y;
     const bool is_values = blockIdx.z;
     const u32* rows = a.rows + head * a.list_len;

@@ -130,11 +130,7 @@ impl Gather {
         }
         let parts = a.list_len.saturating_mul(self.row_bytes / 16);
         let blocks = parts.div_ceil(THREADS).min((self.blocks / (2 * a.heads)).max(1));
-        let grid = OPERATION.grid(&[
-            ("blocks", blocks),
-            ("heads", a.heads),
-            ("parts", if a.prefetch.is_some() { 3 } else { 2 }),
-        ])?;
+        let grid = OPERATION.grid(&[("blocks", blocks), ("heads", a.heads), ("sides", 2)])?;
         let kernel_arguments = KernelArguments {
             keys: a.keys,
             values: a.values,

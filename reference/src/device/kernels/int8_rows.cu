@@ -76,16 +76,13 @@ struct LoadArguments {
 
 // Dequantizes listed rows, or the first ones.
 //
-// Launch: grid (any number, heads, 1 or 2: with blocks that prefetch), THREADS threads. Over PCIe the number of
-// outstanding reads limits the throughput: lanes read a record in pieces, IN_FLIGHT records at a time. A block a
-// multiprocessor leaves room for the next kernel.
+// Launch: grid (any number, heads), THREADS threads. Over PCIe the number of outstanding reads limits the throughput:
+// lanes read a record in pieces, IN_FLIGHT records at a time. A block a multiprocessor leaves room for the next kernel.
 extern "C" __global__ void __launch_bounds__(THREADS, 4) load(const LoadArguments a) {
+    const u64 block = blockIdx.y * gridDim.x + blockIdx.x, blocks = (u64)gridDim.y * gridDim.x;
+    prefetch_global_l2(a.prefetch, a.prefetch_len, block * THREADS + threadIdx.x, blocks * THREADS);
     pdl_wait();
     pdl_trigger();
-    if (blockIdx.z) {
-        const u64 block = blockIdx.y * gridDim.x + blockIdx.x, blocks = (u64)gridDim.y * gridDim.x;
-        return prefetch_global_l2(a.prefetch, a.prefetch_len, block * THREADS + threadIdx.x, blocks * THREADS);
-    }
     const u32 lane = threadIdx.x % LANES, warp = blockIdx.x * WARPS + threadIdx.x / LANES, head = blockIdx.y;
     const u32 count = a.counts ? a.counts[head] : a.count;
     const u32* tokens = a.tokens + (u64)head * a.list_len;

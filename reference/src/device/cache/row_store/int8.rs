@@ -213,8 +213,7 @@ impl Int8Rows {
     }
 
     fn launch_load(&self, gpu: &Gpu, heads: usize, arguments: LoadArguments) -> Result<()> {
-        let parts = if arguments.prefetch.is_some() { 2 } else { 1 };
-        let grid = Grid::new([(self.blocks / heads).max(1), heads, parts])?;
+        let grid = Grid::new([(self.blocks / heads).max(1), heads, 1])?;
         // SAFETY: the structure is the kernel's argument. Tokens are below `stored`, and places are rows that
         // exist.
         Ok(unsafe { self.load.launch(gpu.stream(), grid, THREADS, true, &arguments) }?)
