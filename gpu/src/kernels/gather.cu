@@ -2,9 +2,8 @@
 //
 // Compile-time shape: ROW_BYTES, a multiple of 16. Launch: grid (blocks, head, keys and values), THREADS threads, which
 // stride over the 16-byte chunks of all listed rows of the head. A thread has IN_FLIGHT loads of 16 bytes in flight:
-// over PCIe, the number of outstanding reads limits the throughput. Two blocks a multiprocessor are enough for that.
-// With 40 registers a thread they leave room for the next kernel, which may start at once, also where a multiprocessor
-// gets three of them.
+// over PCIe, the number of outstanding reads limits the throughput, and two blocks per multiprocessor are enough. The
+// next kernel may start at once: with 40 registers per thread, even three blocks leave room for it.
 #include "primitives_sm80.cuh"
 
 constexpr int CHUNKS = ROW_BYTES / 16, THREADS = 128, IN_FLIGHT = 4;
@@ -23,7 +22,7 @@ struct Arguments {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 12) gather(const Arguments a) {
-    // Before the wait: what is prefetched may be written meanwhile, since L2 has the last word.
+    // Before the wait: L2 is coherent, so the previous kernel may still write these bytes.
     const u64 block = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
     const u64 blocks = (u64)gridDim.z * gridDim.y * gridDim.x;
     prefetch_global_l2(a.prefetch, a.prefetch_len, block * THREADS + threadIdx.x, blocks * THREADS);

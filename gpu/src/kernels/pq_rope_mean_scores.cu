@@ -14,8 +14,7 @@
 // queries times UNIT_SPANS spans: a lane has a share of the pairs of one query, and rotates it to every span. Rotated
 // coefficients include the scale: where one of them overflows f16, an addend does.
 //
-// All but the queries is read, and the waves and the first centres are there, before the kernel waits for the previous
-// one.
+// Everything but the queries is read, and the waves and the first centres are computed, before the PDL wait.
 //
 // Angles are in turns, as 64-bit fractions: products with positions are exact modulo a turn.
 #include "element.cuh"
@@ -243,5 +242,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) pq_rope_mean_scores(con
         }
         unit -= all;
     }
-    pdl_wait(); // warps without a unit, too: a grid ends after the one before it
+    pdl_wait(); // warps without a unit, too: the grid must not end before the previous one
 }

@@ -2,8 +2,8 @@
 // sinks and of the window, in one softmax.
 //
 // shape.cuh has the compile-time shape and explains the method. Launch: grid (block of a head's work, head), THREADS
-// threads, one block per multiprocessor. If BESIDE, the selection runs at the same time and hides no tokens: sums of
-// coded values need the scores alone, and the selected tokens are taken out afterwards (coded_rows.cuh).
+// threads, one block per multiprocessor. If BESIDE, the selection runs concurrently and hides no tokens: the sums of
+// coded values depend only on the scores, and the selected tokens are subtracted afterwards (coded_rows.cuh).
 #include "pq_hybrid/coded_rows.cuh"
 #include "pq_hybrid/rows.cuh"
 #include "pq_hybrid/stats.cuh"
@@ -149,8 +149,8 @@ constexpr bool IS_BESIDE = true;
 #else
 constexpr bool IS_BESIDE = false;
 #endif
-// On sm_90, registers are left for a warp more in each scheduler, unless the selection runs beside this kernel: blocks
-// that bring rows (gather.cu) run next to it.
+// On sm_90, unless BESIDE, registers are left for one more warp per scheduler: blocks that fetch rows (gather.cu) run
+// concurrently.
 #if __CUDA_ARCH__ >= 900
 constexpr int NEIGHBORS = IS_BESIDE ? 0 : 4 * LANES;
 #else

@@ -58,7 +58,7 @@ struct Shared {
 extern __shared__ __align__(16) u8 memory[];
 static_assert(sizeof(Shared) <= SELECT_SHARED_BYTES, "the host reserves it");
 
-// Counts one more, without a branch, between two of which there would be one count at a time.
+// Adds 1 to a count if `condition` holds, by predication: branches would serialize the atomics of several tokens.
 __device__ __forceinline__ void count_if(bool condition, u32* count) {
     asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %0, 0;\n @p red.relaxed.cta.shared.add.u32 [%1], 1;\n}" ::"r"(
                      (u32)condition),
@@ -78,8 +78,8 @@ __device__ __forceinline__ void add_in_cluster(const u32* counts, u32* totals) {
     cluster_wait();
 }
 
-// The tokens of a warp whose keys reach the bucket of the threshold by their highest digit, in ascending order: a list
-// of them and, once it is full, all tokens of the tiles from `rest` on.
+// The tokens of a warp whose highest digit reaches the threshold's bucket, in ascending order: a list and, once the list
+// is full, all tokens of the tiles from `rest` on.
 struct WarpTokens {
     u32 listed = 0, rest = 0, end = 0; // `rest` to `end`: tiles of the block
 
@@ -177,8 +177,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) pq_hybrid_select(const 
     for (; tile < count; tile += LaneScores::STEP) {
         const LaneScores of_tile = ahead;
         if (tile + LaneScores::STEP < count) ahead.load(scores, tile + LaneScores::STEP);
-        // Nearly all weights are compared as they are. One test for all of the others keeps the loop free of branches,
-        // between which tokens would wait for each other.
+        // Nearly all weights are heavy (`is_heavy`). One test per lane for the others, instead of one per token, leaves
+        // the tokens of the loop independent of each other.
         Places<u32> key;
         bool all_heavy = true;
 #pragma unroll
@@ -229,7 +229,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) pq_hybrid_select(const 
         u32 least = digit.index << 2 * LOW_BITS;
         tokens.list(list, keys, from, to, least);
         int shift = 2 * LOW_BITS;
-#pragma unroll 1 // the second round has its instructions at hand
+#pragma unroll 1 // the second round runs from the instruction cache
         while (k - digit.above < digit.count && shift > 0) {
             k -= digit.above, shift -= LOW_BITS;
             tokens.for_each(list, keys, [&](int key, u32) {

@@ -4,8 +4,8 @@
 #include "primitives_sm80.cuh"
 #include "warp.cuh"
 
-// The selection waits for the kernel that scores to end, and says so to blocks that attend beside it, which load their
-// tables before. These start only once all blocks that score have passed `begin_scores`.
+// A flag from the selection, which waits for the scoring kernel to end, to attention blocks that run concurrently with
+// it and load their tables first. They start only once all scoring blocks have passed `begin_scores`.
 __device__ __forceinline__ void begin_scores(const Arguments& a) {
     if (blockIdx.x + blockIdx.y + threadIdx.x == 0) st_release(a.scored, 0), __threadfence();
 }
