@@ -573,7 +573,7 @@ def gpu(run, on):
         GPU,
         "",
         f"{datetime.date.today()}, {on}, `kv stream time`: {run['model']}, dense bf16, chunks of {run['chunk']} tokens, random keys and values.",
-        "Frames wait in page-locked memory of the host. `copy`, `decode` and `checksums` (on the host) are each stage alone, chunk after chunk; "
+        "Frames wait in page-locked memory of the host. `copy`, `decode` and `checksums` are each stage alone, chunk after chunk; "
         "`load` is all of them together; the floor is the copy.",
         "",
         "| tokens | transform | bits a value | MB | copy | GB/s | decode | G values/s | checksums | load | over the copy |",
