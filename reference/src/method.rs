@@ -29,6 +29,7 @@ mod spelling;
 mod streaming;
 mod zack;
 
+use std::path::Path;
 use std::sync::Arc;
 
 use pq_core::{PqShape, Window};
@@ -122,6 +123,12 @@ impl Method {
     #[must_use]
     pub fn needs_profile(&self) -> bool {
         self.kind.needs_profile()
+    }
+
+    /// The file that a setting names, which runs of the method read.
+    #[must_use]
+    pub fn file(&self) -> Option<&Path> {
+        self.kind.file()
     }
 
     /// Adds the method's entries to `profile`, computed from samples of the model.

@@ -193,6 +193,67 @@ fn an_input_is_never_an_output() {
     assert_eq!(folder_contents(folder.path()), before);
 }
 
+/// Inputs that an option's value names: the trace of a link, the file of a method's setting, a store's objects.
+#[test]
+fn inputs_in_values_of_options_are_never_outputs() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| text(&folder.path().join(name)).to_owned();
+    let (link, cost) = (path("link"), path("cost.json"));
+    fs::write(&link, "0 1\n").unwrap();
+    fs::write(&cost, "{}").unwrap();
+    let method = format!("pqcache:iterations={cost}");
+    let simulate = ["stream", "simulate", "--tokens", "9", "--values", "9", "--recompute", "9=1"];
+    let with =
+        |args: &[&str], more: [&str; 2]| [args, &more].concat().into_iter().map(String::from).collect();
+    let mut cases: Vec<Vec<String>> = vec![
+        with(&["generate", "We", "--method", &method], ["--json", &cost]),
+        with(&["cost", "--method", &method], ["--json", &cost]),
+        with(&["calibrate", &cost], ["--methods", &method]),
+    ];
+    for output in ["--json", "--report"] {
+        cases.push(with(&[&simulate[..], &["--link", &link]].concat(), [output, &link]));
+        cases.push(with(&["stream", "load", "--link", &link], [output, &link]));
+        cases.push(with(&["compare", "--methods", &method], [output, &cost]));
+    }
+    cases.push(with(&["eval", "--methods", &method], ["--json", &cost]));
+    let before = folder_contents(folder.path());
+    for args in cases {
+        let args: Vec<&str> = args.iter().map(String::as_str).collect();
+        refused(&args.join(" "), &args, "would overwrite");
+    }
+    assert_eq!(folder_contents(folder.path()), before);
+    // A rate is no file, whatever has its name.
+    let mut command = kv(&[&simulate[..], &["--link", "3", "--json", "3"]].concat());
+    command.current_dir(folder.path());
+    assert!(run("a rate", command).status.success());
+}
+
+#[cfg(feature = "store")]
+#[test]
+fn an_output_is_outside_of_the_store() {
+    let folder = tempfile::tempdir().unwrap();
+    let store = folder.path().join("store");
+    fs::create_dir_all(store.join("space")).unwrap();
+    let about = store.join("space/about");
+    fs::write(&about, "about").unwrap();
+    let (url, about) = (text(&store), text(&about));
+    let (file_url, new) = (format!("file://{url}"), store.join("new.json"));
+    for args in [
+        &["store", "ls", url][..],
+        &["store", "ls", &file_url],
+        &["store", "verify", url],
+        &["store", "put", url],
+        &["store", "get", url],
+        &["generate", "We", "--kv", url],
+    ] {
+        for output in [about, text(&new)] {
+            let args = [args, &["--json", output]].concat();
+            refused(&args.join(" "), &args, "is in the folder that ");
+        }
+    }
+    assert!(!new.exists() && fs::read(about).unwrap() == b"about");
+}
+
 fn folder_contents(folder: &Path) -> Vec<(std::path::PathBuf, Vec<u8>)> {
     let mut files: Vec<_> = folder.read_dir().unwrap().map(|entry| entry.unwrap().path()).collect();
     files.sort();

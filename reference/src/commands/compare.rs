@@ -63,6 +63,7 @@ impl Compare {
         files.reads("--model", &self.model.path());
         files.reads("--text", &self.text.path());
         self.profile.iter().for_each(|path| files.reads("--profile", path));
+        files.reads_settings("--methods", &methods);
         let json = files.writes("--json", self.json.json)?;
         let report = files.writes("--report", self.report)?;
         let model = self.model.load()?;

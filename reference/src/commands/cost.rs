@@ -45,6 +45,7 @@ impl Cost {
         let mut files = Files::default();
         files.reads("--model", &self.model.path());
         files.reads("--text", &self.text.path());
+        files.reads_settings("--method", std::slice::from_ref(&self.method));
         let json = files.writes("--json", self.json.json.clone())?;
         let model = self.model.load()?;
         #[cfg(feature = "cuda")]

@@ -126,6 +126,7 @@ impl Eval {
         files.reads("--model", &self.model.path());
         files.reads("--text", &self.text.path());
         self.profile.iter().for_each(|path| files.reads("--profile", path));
+        files.reads_settings("--methods", &methods);
         let json = files.writes("--json", self.json.json.clone())?;
         let model = self.model.load()?;
         let (name, tokens) = self.text.tokens(&model)?;

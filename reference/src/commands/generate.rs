@@ -88,6 +88,9 @@ impl Generate {
         files.reads("--model", &self.model.path());
         self.file.iter().for_each(|path| files.reads("--file", path));
         self.profile.iter().for_each(|path| files.reads("--profile", path));
+        files.reads_settings("--method", std::slice::from_ref(&self.method));
+        #[cfg(feature = "store")]
+        self.kv.add_to(&mut files)?;
         let json = files.writes("--json", self.json.json.clone())?;
         let model = self.model.load()?;
         let text = self.prompt()?;

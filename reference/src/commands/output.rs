@@ -4,6 +4,9 @@ use std::fmt::Display;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
+use kv_reference::method::Method;
+#[cfg(feature = "store")]
+use kv_reference::store::folder_of;
 use kv_reference::{Error, Result, files};
 use serde::Serialize;
 
@@ -46,11 +49,31 @@ pub struct Files(Vec<(&'static str, PathBuf)>);
 impl Files {
     /// Adds an input: a file, or the files of a model's folder.
     pub fn reads(&mut self, argument: &'static str, path: &Path) {
-        let entries =
-            std::fs::read_dir(path).into_iter().flatten().filter_map(|entry| Some(entry.ok()?.path()));
+        let Ok(entries) = std::fs::read_dir(path) else { return self.owns(argument, path) };
         let weights = |path: &PathBuf| path.extension().is_some_and(|x| x == "safetensors" || x == "json");
-        let paths = entries.filter(weights).chain([path.to_owned()]);
-        self.0.extend(paths.map(|path| (argument, identity(&path))));
+        entries
+            .filter_map(|entry| Some(entry.ok()?.path()))
+            .filter(weights)
+            .for_each(|path| self.owns(argument, &path));
+    }
+
+    /// Adds a file, or a folder in which no output may be.
+    pub fn owns(&mut self, argument: &'static str, path: &Path) {
+        self.0.push((argument, identity(path)));
+    }
+
+    /// Adds the files that the settings of methods name.
+    pub fn reads_settings(&mut self, argument: &'static str, methods: &[Method]) {
+        methods.iter().filter_map(Method::file).for_each(|path| self.owns(argument, path));
+    }
+
+    /// Adds a store, if it is a folder.
+    #[cfg(feature = "store")]
+    pub fn reads_store(&mut self, argument: &'static str, url: &str) -> Result<()> {
+        if let Some(folder) = folder_of(url)? {
+            self.owns(argument, &folder);
+        }
+        Ok(())
     }
 
     /// Checks that an output can be written, before the long work.
@@ -63,11 +86,12 @@ impl Files {
                 return Err(Error::Argument(what));
             }
             let identity = identity(path);
-            if let Some((other, _)) = self.0.iter().find(|(_, other)| *other == identity) {
+            if let Some((other, owned)) = self.0.iter().find(|(_, owned)| identity.starts_with(owned)) {
                 let path = path.display();
-                return Err(Error::Argument(format!(
-                    "{argument} would overwrite {path}, which {other} names or reads"
-                )));
+                return Err(Error::Argument(match *owned == identity {
+                    true => format!("{argument} would overwrite {path}, which {other} names or reads"),
+                    false => format!("{argument}: {path} is in the folder that {other} names"),
+                }));
             }
             files::check_writable(path).map_err(|e| Error::Argument(format!("{argument}: {e}")))?;
             self.0.push((argument, identity));

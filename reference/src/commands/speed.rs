@@ -77,6 +77,7 @@ impl Speed {
         if self.random.is_none() {
             files.reads("--model", &self.model.path());
         }
+        files.reads_settings("--methods", &methods);
         let json = files.writes("--json", self.json.json.clone())?;
         let logits_file = files.writes("--logits", self.logits.clone())?;
         let report = files.writes("--report", self.report.clone())?;

@@ -160,6 +160,11 @@ pub struct PromptLoader {
 }
 
 impl KvArgs {
+    /// Adds the store to the files of a command.
+    pub fn add_to(&self, files: &mut Files) -> Result<()> {
+        self.kv.as_ref().map_or(Ok(()), |url| files.reads_store("--kv", url))
+    }
+
     /// The store, if one is named.
     pub fn open(&self, model: &Model, profile: Option<&Path>) -> Result<Option<PromptLoader>> {
         let Some(url) = &self.kv else { return Ok(None) };
@@ -419,12 +424,13 @@ impl ContextArgs {
         Ok((model, tokens, store))
     }
 
-    fn files(&self) -> Files {
+    fn files(&self) -> Result<Files> {
         let mut files = Files::default();
+        files.reads_store("URL", &self.url)?;
         files.reads("--model", &self.model.path());
         files.reads("--text", &self.text.path());
         self.profile.iter().for_each(|path| files.reads("--profile", path));
-        files
+        Ok(files)
     }
 }
 
@@ -451,7 +457,7 @@ struct PutReport {
 
 impl Put {
     fn run(self, out: &mut Stdout) -> Result<()> {
-        let json = self.context.files().writes("--json", self.json.json.clone())?;
+        let json = self.context.files()?.writes("--json", self.json.json.clone())?;
         let (model, tokens, open) = self.context.open(true)?;
         let open = open.ok_or_else(|| Error::argument("a store that is written has levels"))?;
         let chunks = open.space.chunks(&tokens);
@@ -500,7 +506,7 @@ struct GetReport {
 
 impl Get {
     fn run(self, out: &mut Stdout) -> Result<()> {
-        let json = self.context.files().writes("--json", self.json.json.clone())?;
+        let json = self.context.files()?.writes("--json", self.json.json.clone())?;
         let levels = self.context.levels.methods()?.len();
         if self.level >= levels {
             return Err(Error::Argument(format!("--level must be 0 to {}, not {}", levels - 1, self.level)));

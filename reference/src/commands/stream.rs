@@ -4,6 +4,7 @@ mod simulate;
 mod time;
 
 use std::path::PathBuf;
+use std::str::FromStr;
 
 use clap::{Args, Subcommand};
 use codec_core::{CHUNK_TOKENS, Encoding, Plans, StreamPolicy};
@@ -11,7 +12,8 @@ use kv_reference::stream::link::{Bandwidth, GBPS};
 use kv_reference::stream::{Choice, Options};
 use kv_reference::{Error, Result};
 
-use super::{JsonArgs, Stdout, count};
+use super::output::Output;
+use super::{Files, JsonArgs, Stdout, count};
 
 #[derive(Args)]
 pub struct Stream {
@@ -43,7 +45,7 @@ impl Stream {
 struct StreamArgs {
     /// Bandwidth: Gbit/s, `random:LOW-HIGH`, or a file with a line `SECONDS GBPS` for every change
     #[arg(long, value_name = "RATE|FILE", default_value = "3", allow_negative_numbers = true)]
-    link: Bandwidth,
+    link: LinkArg,
     /// Seconds between a request and its first byte
     #[arg(long, value_name = "SECONDS", default_value_t = 0.0, allow_negative_numbers = true)]
     latency: f64,
@@ -84,6 +86,21 @@ struct StreamArgs {
     /// Write one HTML page with the decisions and a chart
     #[arg(long, value_name = "FILE")]
     report: Option<PathBuf>,
+}
+
+/// A bandwidth, and the file that it is from.
+#[derive(Clone)]
+struct LinkArg {
+    bandwidth: Bandwidth,
+    file: Option<PathBuf>,
+}
+
+impl FromStr for LinkArg {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        Ok(Self { bandwidth: text.parse()?, file: Bandwidth::file_of(text).map(Into::into) })
+    }
 }
 
 /// Bits a value of the levels unless others are asked for.
@@ -137,6 +154,12 @@ impl StreamArgs {
         };
         let choice = choice("--encoding", &self.encoding, levels, policy)?;
         Ok(Options { choice, batch: self.batch, timeout: self.timeout, fall_back: !self.strict })
+    }
+
+    /// The outputs of `--json` and `--report` of a command that reads `files` and the link's file.
+    fn outputs(&self, mut files: Files) -> Result<[Output; 2]> {
+        self.link.file.iter().for_each(|path| files.reads("--link", path));
+        Ok([files.writes("--json", self.json.json.clone())?, files.writes("--report", self.report.clone())?])
     }
 }
 

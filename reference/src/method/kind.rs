@@ -1,6 +1,7 @@
 //! The interface between the registry and a method: parsing its settings and building its stores.
 
 use std::fmt::Debug;
+use std::path::Path;
 use std::sync::Arc;
 
 #[cfg(feature = "cuda")]
@@ -70,6 +71,11 @@ pub(super) trait Kind: Debug + Send + Sync {
 
     /// A setting that was given but only affects a device.
     fn device_setting(&self) -> Option<&'static str> {
+        None
+    }
+
+    /// The file that a setting names.
+    fn file(&self) -> Option<&Path> {
         None
     }
 

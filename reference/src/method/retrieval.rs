@@ -139,9 +139,12 @@ impl Kind for TopK {
         self.offload.device_setting()
     }
 
+    fn file(&self) -> Option<&Path> {
+        self.quantizer.as_ref()?.iterations.file()
+    }
+
     fn check_on_cpu(&self) -> Result<()> {
-        let file = self.quantizer.as_ref().and_then(|quantizer| quantizer.iterations.file());
-        file.map_or(Ok(()), |path| ClusteringProfile::load(path).map(drop))
+        self.file().map_or(Ok(()), |path| ClusteringProfile::load(path).map(drop))
     }
 
     fn needs_profile(&self) -> bool {

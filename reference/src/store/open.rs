@@ -60,7 +60,10 @@ pub fn open(url: &str, create: bool) -> Result<(Arc<dyn ObjectStore>, Path)> {
 }
 
 /// The folder that a URL names, if it is one.
-fn folder_of(url: &str) -> Result<Option<PathBuf>> {
+///
+/// # Errors
+/// [`Error::Url`] for a `file:` URL that is no path of this system.
+pub fn folder_of(url: &str) -> Result<Option<PathBuf>> {
     let Ok(parsed) = Url::parse(url) else { return Ok(Some(url.into())) };
     if parsed.scheme() != "file" {
         return Ok(None);

@@ -61,6 +61,13 @@ impl Bandwidth {
         }
     }
 
+    /// The file that a text names, if it is neither a rate nor a range of rates.
+    #[must_use]
+    pub fn file_of(text: &str) -> Option<&Path> {
+        let is_file = !text.starts_with("random:") && text.parse::<f64>().is_err();
+        is_file.then(|| Path::new(text))
+    }
+
     fn from_file(path: &Path) -> Result<Self> {
         let (text, mut steps) = (files::read_text(path)?, vec![]);
         for (i, line) in text.lines().enumerate() {
@@ -103,12 +110,10 @@ impl FromStr for Bandwidth {
                 _ => Err(Error::Argument(format!("bandwidth `{text}` is not `random:LOW-HIGH` in Gbit/s"))),
             };
         }
-        match text.parse::<f64>() {
-            Ok(_) => match rate(text) {
-                Some(gbps) => Ok(Self::Steps(vec![(0.0, gbps * GBPS)])),
-                None => Err(Error::Argument(format!("a bandwidth of {text} Gbit/s"))),
-            },
-            Err(_) => Self::from_file(Path::new(text)),
+        match (Self::file_of(text), rate(text)) {
+            (Some(path), _) => Self::from_file(path),
+            (None, Some(gbps)) => Ok(Self::Steps(vec![(0.0, gbps * GBPS)])),
+            (None, None) => Err(Error::Argument(format!("a bandwidth of {text} Gbit/s"))),
         }
     }
 }

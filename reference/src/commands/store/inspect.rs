@@ -9,6 +9,7 @@ use kv_reference::store::{ChunkId, KvStore, ListedChunk, Listing, Options, sweep
 use kv_reference::{Error, Result};
 use serde::Serialize;
 
+use super::super::output::Output;
 use super::super::{Files, JsonArgs, Stdout, count};
 use super::transfer_bar;
 
@@ -23,6 +24,14 @@ struct UrlArgs {
 impl UrlArgs {
     fn open(&self) -> Result<KvStore> {
         Ok(KvStore::open_existing(&self.url, Options::default())?)
+    }
+
+    /// The store, and an output that is outside of it.
+    fn open_with(&self, json: JsonArgs) -> Result<(KvStore, Output)> {
+        let mut files = Files::default();
+        files.reads_store("URL", &self.url)?;
+        let json = files.writes("--json", json.json)?;
+        Ok((self.open()?, json))
     }
 }
 
@@ -115,8 +124,7 @@ fn print(reports: &[SpaceReport], out: &mut Stdout) {
 
 impl Ls {
     pub fn run(self, out: &mut Stdout) -> Result<()> {
-        let json = Files::default().writes("--json", self.json.json)?;
-        let store = self.url.open()?;
+        let (store, json) = self.url.open_with(self.json)?;
         let mut reports = vec![];
         for space in store.spaces()? {
             let listing = store.list(space)?;
@@ -145,8 +153,7 @@ pub struct Verify {
 
 impl Verify {
     pub fn run(self, out: &mut Stdout) -> Result<()> {
-        let json = Files::default().writes("--json", self.json.json)?;
-        let store = self.url.open()?;
+        let (store, json) = self.url.open_with(self.json)?;
         let (mut reports, mut damaged) = (vec![], 0);
         for space in store.spaces()? {
             let mut listing = store.list(space)?;

@@ -92,8 +92,7 @@ impl Load {
         let mut files = Files::default();
         files.reads("--model", &self.model.path());
         files.reads("--text", &self.text.path());
-        let json = files.writes("--json", self.stream.json.json.clone())?;
-        let report = files.writes("--report", self.stream.report.clone())?;
+        let [json, report] = self.stream.outputs(files)?;
         let model = self.model.load()?;
         let (text, tokens) = self.text.tokens(&model)?;
         check_room(&model, self.context, self.decode, "--context")?;
@@ -174,7 +173,7 @@ impl Run<'_> {
 
     fn link(&self, clock: RealClock, contexts: Vec<Arc<EncodedContext>>) -> ShapedLink<RealClock, Memory> {
         let StreamArgs { link, latency, .. } = &self.load.stream;
-        ShapedLink::new(clock, Memory(contexts), link.clone(), *latency)
+        ShapedLink::new(clock, Memory(contexts), link.bandwidth.clone(), *latency)
     }
 
     fn on_cpu(&self, context: &EncodedContext) -> Result<Judged> {

@@ -102,14 +102,12 @@ impl Simulate {
         if !self.rest.is_finite() || self.rest < 0.0 {
             return Err(Error::argument("--rest must not be negative"));
         }
-        let mut files = Files::default();
-        let json = files.writes("--json", self.stream.json.json.clone())?;
-        let report = files.writes("--report", self.stream.report.clone())?;
+        let [json, report] = self.stream.outputs(Files::default())?;
         let requests: Vec<Vec<ChunkCost>> =
             vec![machine.chunks(self.tokens, self.stream.chunk)?; self.stream.requests];
         let (mut trials, mut first) = (vec![], None);
         for trial in 0..self.trials {
-            let link = self.stream.link.clone().seeded(self.seed.wrapping_add(trial));
+            let link = self.stream.link.bandwidth.clone().seeded(self.seed.wrapping_add(trial));
             let trace = simulate(&requests, link, self.stream.latency, &options)?;
             trials.push(Trial::new(&trace, self.rest, self.bits.len()));
             first.get_or_insert(trace);
