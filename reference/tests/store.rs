@@ -291,6 +291,50 @@ fn a_store_that_fails_is_no_error_of_the_prompt() {
     std::fs::create_dir(folder.path()).unwrap();
 }
 
+/// A store that can only be read serves what it holds, and a prompt that was to be kept costs a warning.
+#[cfg(unix)]
+#[test]
+fn a_store_that_is_only_read_is_no_error_of_a_prompt_to_keep() {
+    use std::os::unix::fs::PermissionsExt;
+    let folder = tempfile::tempdir().unwrap();
+    let url = folder.path().to_str().unwrap();
+    let grid = ["--kv-grid", "20/20", "--kv-levels", "cachegen:bits=8", "--device", "cpu"];
+    let words =
+        "We, the people of the United States, in order to form a more perfect union, establish justice";
+    let generate = |prompt: &str| {
+        let keep = ["generate", prompt, "--tokens", "4", "--kv", url, "--kv-keep"];
+        let output = run("generate", kv(&[&keep[..], &grid].concat()));
+        let stderr = String::from_utf8(output.stderr).unwrap();
+        assert!(output.status.success(), "{stderr}");
+        stderr
+    };
+    assert!(generate(words).contains("kv: loaded 0 of "));
+    let all = || std::iter::once(folder.path().to_owned()).chain(folders(folder.path()));
+    let mode = |mode| {
+        all().for_each(|path| std::fs::set_permissions(path, PermissionsExt::from_mode(mode)).unwrap())
+    };
+    mode(0o555);
+    // The superuser may write whatever the mode says.
+    let is_enforced = tempfile::tempfile_in(folder.path()).is_err();
+    let (known, longer) = (generate(words), generate(&format!("{words} {words}")));
+    let put = run("put", kv(&["store", "put", url, "--tokens", "200"]));
+    mode(0o755);
+    assert!(!known.contains("loaded 0 of "), "{known}");
+    assert!(!longer.contains("loaded 0 of "), "{longer}");
+    if is_enforced {
+        assert!(known.lines().count() == 1 && longer.lines().count() == 2, "{known}{longer}");
+        assert!(longer.contains("Permission denied"), "{longer}");
+        one_line("put", &put, 2, "cannot be written to: Permission denied");
+    }
+}
+
+/// The folders in a folder, at any depth.
+#[cfg(unix)]
+fn folders(folder: &Path) -> Vec<PathBuf> {
+    let paths = folder.read_dir().unwrap().map(|entry| entry.unwrap().path());
+    paths.filter(|path| path.is_dir()).flat_map(|path| [folders(&path), vec![path]].concat()).collect()
+}
+
 #[test]
 fn files_of_killed_writers_are_swept() {
     let folder = tempfile::tempdir().unwrap();

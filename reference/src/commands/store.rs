@@ -420,6 +420,9 @@ impl ContextArgs {
                 "a chunk has at least {least} tokens (--kv-grid), the text {tokens}"
             )));
         }
+        if write {
+            store::check_writable(&self.url)?;
+        }
         let store = OpenStore::new(&self.url, &model, self.profile.as_deref(), &self.levels, write)?;
         Ok((model, tokens, store))
     }

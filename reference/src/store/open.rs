@@ -72,12 +72,24 @@ pub fn folder_of(url: &str) -> Result<Option<PathBuf>> {
     parsed.to_file_path().map(Some).map_err(|()| what())
 }
 
+/// Makes the folder that a URL names and checks that it can be written to, before there is something to write.
+/// Other stores are not asked.
+///
+/// # Errors
+/// [`Error::Url`] with what the system said.
+pub fn check_writable(url: &str) -> Result<()> {
+    let Some(path) = folder_of(url)? else { return Ok(()) };
+    let written = fs::create_dir_all(&path).and_then(|()| tempfile::tempfile_in(&path));
+    written.map(drop).map_err(|e| Error::Url {
+        url: path.display().to_string(),
+        what: format!("cannot be written to: {e}"),
+    })
+}
+
 fn folder(path: &std::path::Path, create: bool) -> Result<(Arc<dyn ObjectStore>, Path)> {
     let bad = |what: String| Error::Url { url: path.display().to_string(), what };
     if create {
         fs::create_dir_all(path).map_err(|e| bad(e.to_string()))?;
-        // A writer learns of missing permissions before there is something to write.
-        tempfile::tempfile_in(path).map_err(|e| bad(format!("cannot be written to: {e}")))?;
     } else if !path.is_dir() {
         return Err(bad("there is no such folder".into()));
     }
