@@ -230,6 +230,25 @@ impl Method {
         }
     }
 
+    /// [`Self::codec_planes`] of several methods.
+    ///
+    /// # Errors
+    /// As there; [`Error::Profile`] names all methods of which the profile lacks the planes, and the command that
+    /// makes a profile for the whole list.
+    pub fn planes_of(
+        methods: &[Self],
+        config: &Config,
+        profile: &Profile,
+    ) -> Result<Vec<codec_core::Profile>> {
+        let planes = |method: &Self| method.kind.planes(config, profile);
+        let lacks = |method: &&Self| matches!(planes(method), Some(Err(Error::MissingEntry(_))));
+        let lacking: Vec<&Self> = methods.iter().filter(lacks).collect();
+        match lacking.is_empty() {
+            true => methods.iter().map(|method| method.codec_planes(config, profile)).collect(),
+            false => Err(missing(&lacking, methods)),
+        }
+    }
+
     /// Rejects a profile that lacks entries of any of `methods`, which fit the model.
     ///
     /// # Errors

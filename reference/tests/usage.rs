@@ -177,6 +177,39 @@ fn a_profile_is_not_replaced_and_all_that_it_lacks_is_named_at_once() {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }
 
+/// The levels of a store are in one list with the method of the cache.
+#[cfg(feature = "store")]
+#[test]
+fn all_that_a_profile_lacks_for_a_store_is_named_at_once() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| text(&folder.path().join(name)).to_owned();
+    let (store, old) = (path("store"), path("old"));
+    let calibrate = |file: &str, methods: &str| {
+        let args = ["calibrate", file, "--tokens", "192", "--methods", methods];
+        assert!(run("calibrate", kv(&args)).status.success(), "{methods}");
+    };
+    calibrate(&old, "cachegen:bits=4");
+    let common = ["--tokens", "100", "--profile"];
+    for (args, lacking) in [
+        (&["store", "put", &store][..], &["bits=3`", "bits=2`"][..]),
+        (
+            &["generate", "We", "--device", "cpu", "--kv", &store, "--method", "zack"],
+            &["`zack", "bits=3`", "bits=2`"],
+        ),
+    ] {
+        let with = |profile| run("a profile", kv(&[args, &common, &[profile]].concat()));
+        let output = with(old.as_str());
+        one_line("levels that are not there", &output, 2, "profile: holds nothing for ");
+        let stderr = String::from_utf8(output.stderr).unwrap();
+        let (named, command) = stderr.split_once(": run `kv calibrate NEW-FILE --methods ").unwrap();
+        assert!(lacking.iter().all(|method| named.contains(method)), "{stderr}");
+        let new = path(args[0]);
+        calibrate(&new, command.split('`').next().unwrap());
+        let output = with(&new);
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    }
+}
+
 #[test]
 fn notes_under_a_table_tell_settings_apart() {
     let methods = "zack:k=0.75:v=0.75,zack:k=0.75:v=0.75:bits=4";

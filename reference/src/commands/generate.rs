@@ -149,7 +149,7 @@ impl Generate {
         sampling: Sampling,
     ) -> Result<Started> {
         #[cfg(feature = "store")]
-        let kv = self.kv.open(&model, self.profile.as_deref())?;
+        let kv = self.kv.open(&model, self.profile.is_some().then_some(profile))?;
         #[cfg(feature = "cuda")]
         if let Some(gpu) = self.device.gpu()? {
             let chunk = self.chunk.map_or(device::CHUNK, NonZeroUsize::get);
@@ -209,9 +209,22 @@ impl Generate {
         Ok(Started { model, seconds, next: sampled(decoder, cache, logits, sampling) })
     }
 
-    fn profile(&self, model: &Arc<Model>, rope: &Rope) -> Result<Profile> {
+    /// All methods that take entries of the profile: that of the cache, and the levels of the store.
+    fn methods(&self, model: &Model) -> Result<Vec<Method>> {
+        let methods = [self.method.fitted(&model.config)?];
+        #[cfg(feature = "store")]
+        let methods =
+            methods.into_iter().chain(self.kv.levels()?.into_iter().filter(|level| *level != self.method));
+        Ok(methods.into_iter().collect())
+    }
+
+    fn profile(&self, model: &Arc<Model>, rope: &Arc<Rope>) -> Result<Profile> {
         match &self.profile {
-            Some(path) => load_profile(path, model),
+            Some(path) => {
+                let profile = load_profile(path, model)?;
+                Method::check_profile(&self.methods(model)?, model, rope, &profile)?;
+                Ok(profile)
+            }
             None if self.method.needs_profile() => {
                 let (_, tokens) = TextArgs { text: None }.tokens(model)?;
                 let calibration = CALIBRATION.min(tokens.len()).min(rope.len());

@@ -3,7 +3,7 @@
 mod inspect;
 
 use std::fmt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Instant;
 
@@ -165,8 +165,13 @@ impl KvArgs {
         self.kv.as_ref().map_or(Ok(()), |url| files.reads_store("--kv", url))
     }
 
-    /// The store, if one is named.
-    pub fn open(&self, model: &Model, profile: Option<&Path>) -> Result<Option<PromptLoader>> {
+    /// The levels of the store, if one is named.
+    pub fn levels(&self) -> Result<Vec<Method>> {
+        self.kv.as_ref().map_or(Ok(vec![]), |_| self.levels.methods())
+    }
+
+    /// The store, if one is named. Without a profile its own is used.
+    pub fn open(&self, model: &Model, profile: Option<&Profile>) -> Result<Option<PromptLoader>> {
         let Some(url) = &self.kv else { return Ok(None) };
         if !self.kv_slo.is_finite() || self.kv_slo < 0.0 {
             return Err(Error::argument("--kv-slo must be a number of seconds from 0 on"));
@@ -199,7 +204,7 @@ impl OpenStore {
     fn new(
         url: &str,
         model: &Model,
-        profile: Option<&Path>,
+        profile: Option<&Profile>,
         args: &LevelArgs,
         write: bool,
     ) -> Result<Option<Self>> {
@@ -217,7 +222,7 @@ impl OpenStore {
             false => KvStore::open_existing(url, Options::default())?,
         };
         let profile = match profile {
-            Some(path) => levels(&methods, model, &load_profile(path, model)?)?,
+            Some(profile) => levels(&methods, model, profile)?,
             None => match shared_levels(&store, model, &methods, write)? {
                 Some(profile) => profile,
                 None => return Ok(None),
@@ -420,10 +425,11 @@ impl ContextArgs {
                 "a chunk has at least {least} tokens (--kv-grid), the text {tokens}"
             )));
         }
+        let profile = self.profile.as_ref().map(|path| load_profile(path, &model)).transpose()?;
         if write {
             store::check_writable(&self.url)?;
         }
-        let store = OpenStore::new(&self.url, &model, self.profile.as_deref(), &self.levels, write)?;
+        let store = OpenStore::new(&self.url, &model, profile.as_ref(), &self.levels, write)?;
         Ok((model, tokens, store))
     }
 

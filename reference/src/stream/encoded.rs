@@ -28,8 +28,7 @@ pub fn levels(methods: &[Method], model: &Model, profile: &Profile) -> Result<co
         return Err(Error::Argument(what));
     }
     let (mut planes, mut info) = (vec![], None);
-    for method in methods {
-        let level = method.codec_planes(&model.config, profile)?;
+    for level in Method::planes_of(methods, &model.config, profile)? {
         for layer in 0..model.config.n_layers {
             for side in [codec_core::Side::Keys, codec_core::Side::Values] {
                 planes.push(level.plane(0, layer, side)?.clone());
