@@ -291,6 +291,37 @@ fn a_store_that_fails_is_no_error_of_the_prompt() {
     std::fs::create_dir(folder.path()).unwrap();
 }
 
+/// Damage is named by its object, also that of one that is too long to be read.
+#[test]
+fn objects_that_are_too_long_are_named_and_mended() {
+    let folder = tempfile::tempdir().unwrap();
+    let url = folder.path().to_str().unwrap();
+    let store = KvStore::open(url, quick()).unwrap();
+    let prompt = &SETUP.tokens[..70];
+    SETUP.put(&store, prompt);
+    let (space, id) = (SETUP.space.name(), SETUP.space.chunks(prompt)[0].id);
+    store.describe(space, "about").unwrap();
+    let profile = ProfileId::new("model", "levels", &[]);
+    store.profile(profile, || kv_reference::Result::Ok(SETUP.profile.clone())).unwrap();
+    let objects = [(format!("{space}/about"), 1 << 20), (format!("{space}/chunks/{id}"), 1 << 30)];
+    let profile_object = (format!("profiles/{profile}"), (1 << 30) + 1);
+    for (object, len) in objects.iter().chain([&profile_object]) {
+        let file = std::fs::File::options().write(true).open(folder.path().join(object)).unwrap();
+        file.set_len(*len).unwrap(); // a hole
+    }
+    let output = run("verify", kv(&["store", "verify", url]));
+    let stdout = String::from_utf8(output.stdout).unwrap();
+    for (object, len) in &objects {
+        assert!(stdout.contains(&format!("damaged: {object}: is {len} B long, of at most ")), "{stdout}");
+    }
+    let error = store.stored_profile(profile).unwrap_err();
+    assert!(error.is_damage() && error.to_string().starts_with(&profile_object.0), "{error}");
+    store.profile(profile, || kv_reference::Result::Ok(SETUP.profile.clone())).unwrap();
+    store.describe(space, "about").unwrap();
+    SETUP.put(&store, prompt);
+    assert!(run("verify", kv(&["store", "verify", url])).status.success());
+}
+
 /// A store that can only be read serves what it holds, and a prompt that was to be kept costs a warning.
 #[cfg(unix)]
 #[test]

@@ -51,6 +51,16 @@ pub enum Error {
         /// Bytes received, counted up to the first excess one.
         actual: u64,
     },
+    /// An object is longer than any that is written there.
+    #[error("{path}: is {actual} B long, of at most {limit} B")]
+    TooLong {
+        /// The object.
+        path: String,
+        /// Its bytes.
+        actual: u64,
+        /// The limit.
+        limit: u64,
+    },
     /// Bytes do not match the digest written with them.
     #[error("{path}: is damaged, or another object: its digest differs")]
     Digest {
@@ -113,7 +123,7 @@ impl Error {
 
     /// Whether an object's bytes differ from those written.
     pub(super) const fn is_torn(&self) -> bool {
-        matches!(self, Self::Length { .. } | Self::Digest { .. })
+        matches!(self, Self::Length { .. } | Self::TooLong { .. } | Self::Digest { .. })
     }
 
     /// Whether the store holds wrong data for the chunk, as opposed to not answering: the chunk counts as not
@@ -124,6 +134,7 @@ impl Error {
             self,
             Self::Missing { .. }
                 | Self::Length { .. }
+                | Self::TooLong { .. }
                 | Self::Digest { .. }
                 | Self::Manifest { .. }
                 | Self::Limit { .. }

@@ -123,7 +123,7 @@ impl AsyncStore {
     /// The description of a space; none if there is none.
     ///
     /// # Errors
-    /// [`Error::Manifest`] and [`Error::Limit`] if the object is not what was written; [`Error::Backend`] and
+    /// [`Error::Manifest`] and [`Error::TooLong`] if the object is not what was written; [`Error::Backend`] and
     /// [`Error::Timeout`].
     pub async fn about(&self, space: ChunkId) -> Result<Option<String>> {
         let line = |bytes: &[u8]| {

@@ -42,13 +42,13 @@ impl AsyncStore {
     ///
     /// # Errors
     /// [`Error::Backend`] and [`Error::Timeout`]; [`Error::Digest`] and [`Error::Length`] for a damaged one;
-    /// [`Error::Limit`] for more than a gibibyte; [`Error::Codec`] for bytes that were written as a profile
+    /// [`Error::TooLong`] for more than a gibibyte; [`Error::Codec`] for bytes that were written as a profile
     /// and are not one, or one of another version.
     pub async fn profile(&self, id: ProfileId) -> Result<Option<Profile>> {
         let path = self.profile_path(id);
         let Some(len) = self.remote().size(&path).await? else { return Ok(None) };
         if len > MAX_PROFILE {
-            return Err(Error::Limit { what: "bytes of a profile", actual: len, limit: MAX_PROFILE });
+            return Err(Error::TooLong { path: path.to_string(), actual: len, limit: MAX_PROFILE });
         }
         let verified = |bytes: &[u8]| {
             bytes.split_at_checked(DIGEST).is_some_and(|(expected, profile)| digest(profile) == expected)

@@ -111,13 +111,9 @@ impl Remote {
                 Err(e) => return self.absent(path, e).await.map(|()| None),
                 Ok(got) => got,
             };
-            let expected = got.meta.size;
-            if expected > limit as u64 {
-                return Err(Error::Limit {
-                    what: "bytes of an object",
-                    actual: expected,
-                    limit: limit as u64,
-                });
+            let (expected, limit) = (got.meta.size, limit as u64);
+            if expected > limit {
+                return Err(Error::TooLong { path: path.to_string(), actual: expected, limit });
             }
             let bytes = self.body(path, got, expected, |_| ()).await?;
             parse(&bytes).map(Some).map_err(|what| Error::Manifest { path: path.to_string(), what })
