@@ -169,6 +169,19 @@ fn distinct<T: PartialEq + Display>(option: &str, values: &[T]) -> Result<()> {
     twice.map_or(Ok(()), |(_, value)| Err(Error::Argument(format!("{option}: {value} is given twice"))))
 }
 
+/// Rejects a number unless it is finite and `holds`: what it must be is `what`.
+fn check_number(option: &str, value: f64, what: &str, holds: impl Fn(f64) -> bool) -> Result<()> {
+    match value.is_finite() && holds(value) {
+        true => Ok(()),
+        false => Err(Error::Argument(format!("{option} must be {what}, not {value}"))),
+    }
+}
+
+/// Rejects a negative time.
+fn check_seconds(option: &str, value: f64) -> Result<()> {
+    check_number(option, value, "a number of seconds from 0 on", |x| x >= 0.0)
+}
+
 /// Parses a count of at least one.
 fn at_least_one(text: &str) -> std::result::Result<NonZeroUsize, &'static str> {
     text.parse().map_err(|_| "must be a whole number from 1 on")

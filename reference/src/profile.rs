@@ -113,8 +113,7 @@ impl Profile {
         }
         if field("model_hash") != model.hash {
             let (theirs, ours) = (field("model_name"), &model.name);
-            let short = |hash: &str| hash.chars().take(12).collect::<String>();
-            let (a, b) = (short(field("model_hash")), short(&model.hash));
+            let [a, b] = different_starts([field("model_hash"), &model.hash]);
             return Err(Error::Profile(format!(
                 "{} was made for {theirs} ({a}), not for {ours} ({b})",
                 path.display()
@@ -143,6 +142,12 @@ impl Profile {
             None => Ok(profile),
         }
     }
+}
+
+/// The starts of two hashes that differ: twelve characters, or as many as tell them apart.
+fn different_starts(hashes: [&str; 2]) -> [String; 2] {
+    let same = hashes[0].chars().zip(hashes[1].chars()).take_while(|(a, b)| a == b).count();
+    hashes.map(|hash| hash.chars().take(12.max(same + 1)).collect())
 }
 
 fn missing(key: &str) -> Error {

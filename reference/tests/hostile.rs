@@ -435,6 +435,13 @@ fn a_profile_of_another_model_is_refused_by_name() {
         std::fs::write(profile, &bytes[..cut]).unwrap();
         refused("a cut profile", &["compare", "--profile", profile], "profile");
     }
+    let mut near = bytes.clone();
+    let at = near.windows(12).position(|window| window == b"model_hash\":").unwrap() + 13;
+    near[at + 20] = if near[at + 20] == b'0' { b'1' } else { b'0' };
+    let hash = |bytes: &[u8]| String::from_utf8(bytes[at..at + 21].to_vec()).unwrap();
+    std::fs::write(profile, &near).unwrap();
+    let what = format!("({}), not for tiny-llama-12m ({})", hash(&near), hash(&bytes));
+    refused("a hash that differs late", &["compare", "--profile", profile], &what);
     let mut spoilt = bytes;
     let end = spoilt.len();
     spoilt[end - 10] ^= 1; // inside a plane, which carries its own checksum

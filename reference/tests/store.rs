@@ -564,7 +564,7 @@ fn wrong_stores_are_refused_in_one_line() {
         ("/dev/null/x", "/dev/null/x: "),
         ("file://host/x", "file://host/x: is no path"),
     ] {
-        let args = ["store", "get", url, "--tokens", "10"];
+        let args = ["store", "get", url, "--tokens", "100"];
         refused(url, &args, what);
     }
     let folder = tempfile::tempdir().unwrap();
@@ -575,12 +575,20 @@ fn wrong_stores_are_refused_in_one_line() {
         refused("missing", &[&["store"], args].concat(), "no such folder");
     }
     assert!(!missing.exists());
-    refused("empty", &["store", "get", url, "--tokens", "10"], "holds nothing");
-    refused(
-        "a short text",
-        &["store", "put", url, "--tokens", "10"],
-        "a chunk has at least 100 tokens (--kv-grid), the text 10 tokens",
-    );
+    refused("empty", &["store", "get", url, "--tokens", "100"], "holds nothing");
+    for command in ["put", "get"] {
+        refused(
+            "a short text",
+            &["store", command, url, "--tokens", "10"],
+            "a chunk has at least 100 tokens (--kv-grid), the text 10 tokens",
+        );
+    }
+    let file = folder.path().join("file");
+    std::fs::write(&file, "").unwrap();
+    for command in ["put", "get", "ls", "verify"] {
+        refused("a file", &["store", command, file.to_str().unwrap()], "file: is a file, not a folder");
+        refused("no URL", &["store", command, ""], "the URL of a store is empty");
+    }
     refused("memory", &["store", "ls", "memory:///"], "memory:///: the memory of this process");
     let twice = ["store", "get", url, "--kv-levels", "cachegen:bits=2,cachegen:bits=2"];
     let turned = ["store", "put", url, "--kv-levels", "cachegen:bits=4,cachegen:bits=2,cachegen:bits=3"];

@@ -4,13 +4,13 @@ use std::sync::Arc;
 
 use clap::Args;
 use comfy_table::{CellAlignment, Table, presets};
-use kv_reference::Result;
 #[cfg(feature = "cuda")]
 use kv_reference::device::{DeviceClustering, Gpu, LayerTimes};
 use kv_reference::method::Method;
 use kv_reference::method::cost::{ClusteringProfile, PrefillTimes};
 #[cfg(feature = "cuda")]
 use kv_reference::model::Config;
+use kv_reference::{Error, Result};
 
 use super::device::DeviceArgs;
 use super::{Files, JsonArgs, ModelArgs, Stdout, TextArgs, distinct};
@@ -41,6 +41,9 @@ pub struct Cost {
 
 impl Cost {
     pub fn run(self, out: &mut Stdout) -> Result<()> {
+        if self.lengths.contains(&0) {
+            return Err(Error::argument("--lengths must be at least 1, not 0"));
+        }
         distinct("--lengths", &self.lengths)?;
         let mut files = Files::default();
         files.reads("--model", &self.model.path());

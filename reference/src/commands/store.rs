@@ -28,7 +28,9 @@ use kv_reference::{Error, Profile, Result};
 use serde::Serialize;
 
 use super::stream::{RESERVE, choice, first_level};
-use super::{Files, JsonArgs, ModelArgs, Stdout, TextArgs, count, load_profile, print_error, progress};
+use super::{
+    Files, JsonArgs, ModelArgs, Stdout, TextArgs, check_seconds, count, load_profile, print_error, progress,
+};
 
 /// Default levels of every chunk.
 const LEVELS: &str = "cachegen:bits=4,cachegen:bits=3,cachegen:bits=2";
@@ -173,9 +175,7 @@ impl KvArgs {
     /// The store, if one is named. Without a profile its own is used.
     pub fn open(&self, model: &Model, profile: Option<&Profile>) -> Result<Option<PromptLoader>> {
         let Some(url) = &self.kv else { return Ok(None) };
-        if !self.kv_slo.is_finite() || self.kv_slo < 0.0 {
-            return Err(Error::argument("--kv-slo must be a number of seconds from 0 on"));
-        }
+        check_seconds("--kv-slo", self.kv_slo)?;
         let levels = self.levels.methods()?.len();
         let first_level = first_level(self.kv_slo, levels);
         let slo = self.kv_slo * (1.0 - RESERVE);
@@ -419,7 +419,7 @@ impl ContextArgs {
         }
         tokens.truncate(self.tokens.unwrap_or(most));
         let least = self.levels.kv_grid.0.tail;
-        if write && tokens.len() < least {
+        if tokens.len() < least {
             let tokens = count(tokens.len(), "token");
             return Err(Error::Argument(format!(
                 "a chunk has at least {least} tokens (--kv-grid), the text {tokens}"

@@ -13,7 +13,7 @@ use kv_reference::stream::{Choice, Options};
 use kv_reference::{Error, Result};
 
 use super::output::Output;
-use super::{Files, JsonArgs, Stdout, count};
+use super::{Files, JsonArgs, Stdout, check_number, check_seconds, count};
 
 #[derive(Args)]
 pub struct Stream {
@@ -120,21 +120,16 @@ impl StreamArgs {
             return Err(Error::Argument(what));
         }
         let levels = bits.len();
-        let times = [self.latency, self.slo, self.reserve];
-        if !times.iter().all(|x| x.is_finite() && *x >= 0.0) || self.reserve >= 1.0 {
-            return Err(Error::argument(
-                "--latency, --slo and --reserve must not be negative, and --reserve must be below 1",
-            ));
-        }
+        check_seconds("--latency", self.latency)?;
+        check_seconds("--slo", self.slo)?;
+        check_number("--reserve", self.reserve, "a fraction from 0 to below 1", |x| (0.0..1.0).contains(&x))?;
         if !(1..=MOST_REQUESTS).contains(&self.requests) {
             return Err(Error::Argument(format!("--requests must be 1 to {MOST_REQUESTS}")));
         }
         if self.batch == 0 {
             return Err(Error::argument("--batch must be at least 1"));
         }
-        if !self.timeout.is_finite() || self.timeout <= 0.0 {
-            return Err(Error::argument("--timeout must be a number of seconds above 0"));
-        }
+        check_number("--timeout", self.timeout, "a number of seconds above 0", |x| x > 0.0)?;
         if self.chunk == 0 {
             return Err(Error::argument("--chunk must be at least 1"));
         }
@@ -143,9 +138,7 @@ impl StreamArgs {
                 "--first must be below {levels}, the number of levels, not {first}"
             )));
         }
-        if self.prior.is_some_and(|prior| !prior.is_finite() || prior <= 0.0) {
-            return Err(Error::argument("--prior must be a rate above 0"));
-        }
+        self.prior.map_or(Ok(()), |prior| check_number("--prior", prior, "a rate above 0", |x| x > 0.0))?;
         let policy = StreamPolicy {
             slo: self.slo * (1.0 - self.reserve),
             first_level: self.first.unwrap_or(first_level(self.slo, levels)),

@@ -62,8 +62,11 @@ pub fn open(url: &str, create: bool) -> Result<(Arc<dyn ObjectStore>, Path)> {
 /// The folder that a URL names, if it is one.
 ///
 /// # Errors
-/// [`Error::Url`] for a `file:` URL that is no path of this system.
+/// [`Error::Url`] for a `file:` URL that is no path of this system; [`Error::Argument`] for no URL.
 pub fn folder_of(url: &str) -> Result<Option<PathBuf>> {
+    if url.is_empty() {
+        return Err(Error::Argument("the URL of a store is empty: pass a folder or s3://BUCKET/PATH"));
+    }
     let Ok(parsed) = Url::parse(url) else { return Ok(Some(url.into())) };
     if parsed.scheme() != "file" {
         return Ok(None);
@@ -88,6 +91,9 @@ pub fn check_writable(url: &str) -> Result<()> {
 
 fn folder(path: &std::path::Path, create: bool) -> Result<(Arc<dyn ObjectStore>, Path)> {
     let bad = |what: String| Error::Url { url: path.display().to_string(), what };
+    if path.exists() && !path.is_dir() {
+        return Err(bad("is a file, not a folder".into()));
+    }
     if create {
         fs::create_dir_all(path).map_err(|e| bad(e.to_string()))?;
     } else if !path.is_dir() {

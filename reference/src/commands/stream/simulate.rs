@@ -7,7 +7,7 @@ use kv_reference::stream::{ChunkCost, Trace, page};
 use kv_reference::{Error, Result};
 use serde::Serialize;
 
-use super::super::{Files, Stdout, count};
+use super::super::{Files, Stdout, check_number, check_seconds, count};
 use super::{BITS, StreamArgs};
 
 /// Time streams of contexts of a given shape on a simulated clock
@@ -89,6 +89,14 @@ impl Trial {
 
 impl Simulate {
     pub fn run(self, out: &mut Stdout) -> Result<()> {
+        for &bits in &self.bits {
+            check_number("--bits", bits, "numbers above 0", |x| x > 0.0)?;
+        }
+        check_number("--decode-rate", self.decode_rate, "a rate above 0", |x| x > 0.0)?;
+        check_seconds("--rest", self.rest)?;
+        for (option, count) in [("--tokens", self.tokens), ("--values", self.values)] {
+            check_number(option, count as f64, "above 0", |x| x > 0.0)?;
+        }
         let options = self.stream.options(&self.bits)?;
         let machine = Machine {
             values_per_token: self.values,
@@ -99,9 +107,6 @@ impl Simulate {
                 decode_rate: self.decode_rate * 1e9,
             },
         };
-        if !self.rest.is_finite() || self.rest < 0.0 {
-            return Err(Error::argument("--rest must not be negative"));
-        }
         let [json, report] = self.stream.outputs(Files::default())?;
         let requests: Vec<Vec<ChunkCost>> =
             vec![machine.chunks(self.tokens, self.stream.chunk)?; self.stream.requests];
