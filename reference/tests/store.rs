@@ -314,6 +314,13 @@ fn objects_that_are_too_long_are_named_and_mended() {
     for (object, len) in &objects {
         assert!(stdout.contains(&format!("damaged: {object}: is {len} B long, of at most ")), "{stdout}");
     }
+    let what = "2 damaged objects: --remove deletes what is damaged; 1 damaged profile: `kv store put` with ";
+    refused("damage", &["store", "verify", url], what);
+    refused(
+        "a profile that stays",
+        &["store", "verify", url, "--remove"],
+        "kv: 1 damaged profile: `kv store put` ",
+    );
     let error = store.stored_profile(profile).unwrap_err();
     assert!(error.is_damage() && error.to_string().starts_with(&profile_object.0), "{error}");
     store.profile(profile, || kv_reference::Result::Ok(SETUP.profile.clone())).unwrap();

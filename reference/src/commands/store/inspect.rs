@@ -188,18 +188,21 @@ impl Verify {
                 "profile {id} is damaged: caches that were stored with it are not found\n"
             ));
         }
-        match damaged {
-            0 if profiles.is_empty() => Ok(()),
-            0 => Err(Error::Argument(count(profiles.len(), "damaged profile"))),
-            n if self.remove => {
-                out.print(format_args!("{} removed\n", count(n, "damaged object")));
-                Ok(())
-            }
-            n => Err(Error::Argument(format!(
-                "{}: --remove deletes what is damaged",
-                count(n, "damaged object")
-            ))),
+        if self.remove && damaged > 0 {
+            out.print(format_args!("{} removed\n", count(damaged, "damaged object")));
+            damaged = 0;
         }
+        let left = [
+            (damaged, "damaged object", "--remove deletes what is damaged"),
+            (
+                profiles.len(),
+                "damaged profile",
+                "`kv store put` with the same model and levels makes it again",
+            ),
+        ];
+        let left = left.into_iter().filter(|(n, ..)| *n > 0);
+        let left: Vec<_> = left.map(|(n, what, mend)| format!("{}: {mend}", count(n, what))).collect();
+        if left.is_empty() { Ok(()) } else { Err(Error::Argument(left.join("; "))) }
     }
 }
 
