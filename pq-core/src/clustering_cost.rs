@@ -6,8 +6,8 @@ use crate::Error;
 /// sequence length.
 ///
 /// PQCache trains on the CPU while the GPU prefills the next layer. The time of a k-means iteration is linear
-/// in the sequence length, that of a layer's prefill quadratic. Both are fitted by least squares to profiles
-/// at a few lengths.
+/// in the sequence length, that of a layer's prefill quadratic. Both are fitted by least squares, with no
+/// coefficient below 0, to profiles at a few lengths.
 ///
 /// # Source
 /// PQCache (arXiv 2407.12820), 3.3.
@@ -53,7 +53,8 @@ impl ClusteringCost {
     }
 }
 
-/// Fits a polynomial with `N` coefficients by the normal equations, in lengths divided by the longest.
+/// Fits a polynomial with `N` coefficients of at least 0 by the normal equations, in lengths divided by the
+/// longest.
 fn fit<const N: usize>(what: &'static str, profile: &[(usize, f64)]) -> Result<[f64; N], Error> {
     if let Some(index) = profile.iter().position(|(_, seconds)| !seconds.is_finite()) {
         return Err(Error::NotFinite { what, index });
@@ -74,12 +75,45 @@ fn fit<const N: usize>(what: &'static str, profile: &[(usize, f64)]) -> Result<[
             }
         }
     }
-    // Gaussian elimination needs no pivoting: the matrix is positive definite unless there are too few
-    // lengths.
+    solve(matrix, right).ok_or(Error::Underdetermined { what, needed: N })?;
+    // The best fit without negative coefficients is the least-squares fit of some of the powers. The squared
+    // error of such a fit is below that of zero by `right * coefficients`.
+    let (mut coefficients, mut best) = ([0.0; N], 0.0);
+    for powers in 1..1_usize << N {
+        let Some(fitted) = solve_for(powers, matrix, right) else { continue };
+        let explained: f64 = right.iter().zip(&fitted).map(|(right, c)| right * c).sum();
+        if fitted.iter().all(|&c| c >= 0.0) && explained > best {
+            (coefficients, best) = (fitted, explained);
+        }
+    }
+    let mut scale = 1.0;
+    for coefficient in &mut coefficients {
+        *coefficient /= scale;
+        scale *= longest;
+    }
+    Ok(coefficients)
+}
+
+/// Solves the normal equations for the powers whose bits are set; the other coefficients are 0.
+fn solve_for<const N: usize>(
+    powers: usize,
+    mut matrix: [[f64; N]; N],
+    mut right: [f64; N],
+) -> Option<[f64; N]> {
+    for i in (0..N).filter(|i| powers >> i & 1 == 0) {
+        matrix.iter_mut().for_each(|row| row[i] = 0.0);
+        matrix[i] = [0.0; N];
+        (matrix[i][i], right[i]) = (1.0, 0.0);
+    }
+    solve(matrix, right)
+}
+
+/// Gaussian elimination without pivoting: the matrix is positive definite unless there are too few lengths.
+fn solve<const N: usize>(mut matrix: [[f64; N]; N], mut right: [f64; N]) -> Option<[f64; N]> {
     for i in 0..N {
         let pivot = matrix[i];
         if pivot[i] <= 1e-9 || pivot[i].is_nan() {
-            return Err(Error::Underdetermined { what, needed: N });
+            return None;
         }
         for row in i + 1..N {
             let factor = matrix[row][i] / pivot[i];
@@ -89,17 +123,12 @@ fn fit<const N: usize>(what: &'static str, profile: &[(usize, f64)]) -> Result<[
             right[row] -= factor * right[i];
         }
     }
-    let mut coefficients = [0.0; N];
+    let mut solution = [0.0; N];
     for i in (0..N).rev() {
-        let known: f64 = (i + 1..N).map(|j| matrix[i][j] * coefficients[j]).sum();
-        coefficients[i] = (right[i] - known) / matrix[i][i];
+        let known: f64 = (i + 1..N).map(|j| matrix[i][j] * solution[j]).sum();
+        solution[i] = (right[i] - known) / matrix[i][i];
     }
-    let mut scale = 1.0;
-    for coefficient in &mut coefficients {
-        *coefficient /= scale;
-        scale *= longest;
-    }
-    Ok(coefficients)
+    Some(solution)
 }
 
 #[cfg(test)]
@@ -119,6 +148,29 @@ mod tests {
         ));
         assert!(matches!(ClusteringCost::fit(&[], &layer), Err(Error::Underdetermined { .. })));
         assert!(matches!(ClusteringCost::fit(&[(1, f64::NAN)], &layer), Err(Error::NotFinite { .. })));
+    }
+
+    /// The parabola through these times of a layer is negative at 0 and at 4,096 tokens, and the line through
+    /// those of an iteration at 0.
+    #[test]
+    fn no_coefficient_is_negative() {
+        let layer = [(128, 0.0064), (256, 0.016), (512, 0.0263)];
+        let iteration = [(100, 1.0), (200, 3.0), (400, 7.0)]; // 0.02 s per token, less 1 s
+        let model = ClusteringCost::fit(&iteration, &layer).unwrap();
+        // Least squares by a line, and by a line through the origin.
+        let sum = |points: &[(usize, f64); 3], f: fn(f64, f64) -> f64| -> f64 {
+            points.iter().map(|&(n, t)| f(n as f64, t)).sum()
+        };
+        let (n, t) = (sum(&layer, |n, _| n / 3.0), sum(&layer, |_, t| t / 3.0));
+        let slope = (sum(&layer, |n, t| n * t) - 3.0 * n * t) / (sum(&layer, |n, _| n * n) - 3.0 * n * n);
+        let through_origin = sum(&iteration, |n, t| n * t) / sum(&iteration, |n, _| n * n);
+        let expected = [t - slope * n, slope, 0.0, 0.0, through_origin];
+        for (c, expected) in model.layer.into_iter().chain(model.iteration).zip(expected) {
+            assert!((c - expected).abs() <= 1e-9 * expected, "{model:?}");
+        }
+        let negative = [(100, -1.0), (200, -2.0), (300, -3.0)];
+        let model = ClusteringCost::fit(&negative, &negative).unwrap();
+        assert_eq!((model.iteration, model.layer), ([0.0; 2], [0.0; 3]));
     }
 
     #[test]
