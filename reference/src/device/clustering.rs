@@ -14,6 +14,7 @@ use serde::{Deserialize, Serialize};
 use super::cache::DenseCache;
 use super::memory::Buffer;
 use super::{Decoder, Gpu, Weights, driver, hashed};
+use crate::method::cost::{LayerShape, check_fit};
 use crate::method::{Iterations, Method, Resolved, Retrieval};
 use crate::model::{Config, LayerAttention};
 use crate::{Error, Result, files};
@@ -40,23 +41,11 @@ const RUNS: usize = 3;
 #[derive(Debug, Serialize, Deserialize)]
 pub struct DeviceClustering {
     device: String,
-    shape: Shape,
+    shape: LayerShape,
     /// The measurements.
     pub times: Vec<LayerTimes>,
     iteration: [f64; 2],
     layer: [f64; 3],
-}
-
-/// The shape that times depend on.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-struct Shape {
-    hidden: usize,
-    intermediate: usize,
-    heads: usize,
-    kv_heads: usize,
-    head_dim: usize,
-    m: usize,
-    nbits: usize,
 }
 
 /// Seconds at one length of the prompt.
@@ -68,20 +57,6 @@ pub struct LayerTimes {
     pub layer: f64,
     /// An iteration of k-means over all heads of a layer, with a key of each token.
     pub iteration: f64,
-}
-
-impl Shape {
-    const fn new(config: &Config, quantizer: PqShape) -> Self {
-        Self {
-            hidden: config.hidden_size,
-            intermediate: config.intermediate_size,
-            heads: config.n_heads,
-            kv_heads: config.n_kv_heads,
-            head_dim: config.head_dim,
-            m: quantizer.m(),
-            nbits: quantizer.nbits() as usize,
-        }
-    }
 }
 
 /// Measures the device's times if the method's iterations follow from a file that is missing or invalid.
@@ -98,7 +73,7 @@ pub fn profile_clustering(gpu: &Arc<Gpu>, method: &Method, config: &Config) -> R
     if Weights::check(config).is_err() {
         return Ok(None);
     }
-    let (name, shape) = (device_name(gpu)?, Shape::new(config, retrieval.quantizer));
+    let (name, shape) = (device_name(gpu)?, LayerShape::new(config, retrieval.quantizer));
     let path = beside(path, &name, &shape);
     let why = match load(&path, &name, &shape) {
         Ok(_) => return Ok(None),
@@ -120,7 +95,7 @@ impl DeviceClustering {
     pub fn measure(gpu: &Arc<Gpu>, method: &Method, config: &Config, lengths: &[usize]) -> Result<Self> {
         let quantizer = method.prompt_quantizer(config)?;
         Weights::check(config)?;
-        let of = (device_name(gpu)?, Shape::new(config, quantizer));
+        let of = (device_name(gpu)?, LayerShape::new(config, quantizer));
         measure(gpu, config, method.device_element()?, of, quantizer, lengths)
     }
 
@@ -160,7 +135,7 @@ pub(super) fn iterations(gpu: &Gpu, config: &Config, retrieval: &Retrieval) -> R
         None => return Ok(None),
         Some(Iterations::Count(count)) => Resolved::Count(*count),
         Some(Iterations::Profile(path)) => {
-            let (name, shape) = (device_name(gpu)?, Shape::new(config, retrieval.quantizer));
+            let (name, shape) = (device_name(gpu)?, LayerShape::new(config, retrieval.quantizer));
             load(&beside(path, &name, &shape), &name, &shape)?.cost()
         }
     }))
@@ -172,8 +147,8 @@ fn device_name(gpu: &Gpu) -> Result<String> {
 
 /// The file of a device and a shape, next to that of the CPU's times: `cost.json` has
 /// `cost.NVIDIA-H200.4096x14336.32x8x128.16x8.json` next to it.
-fn beside(path: &Path, device: &str, shape: &Shape) -> PathBuf {
-    let &Shape { hidden, intermediate, heads, kv_heads, head_dim, m, nbits } = shape;
+fn beside(path: &Path, device: &str, shape: &LayerShape) -> PathBuf {
+    let &LayerShape { hidden, intermediate, heads, kv_heads, head_dim, m, nbits } = shape;
     let stem = path.file_stem().unwrap_or_default().to_string_lossy();
     let device: String = device.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '-' }).collect();
     let layer = format!("{hidden}x{intermediate}.{heads}x{kv_heads}x{head_dim}.{m}x{nbits}");
@@ -181,12 +156,13 @@ fn beside(path: &Path, device: &str, shape: &Shape) -> PathBuf {
 }
 
 /// Reads a file of this device and shape.
-fn load(path: &Path, device: &str, shape: &Shape) -> Result<DeviceClustering> {
+fn load(path: &Path, device: &str, shape: &LayerShape) -> Result<DeviceClustering> {
     let read: DeviceClustering =
         serde_json::from_slice(&files::read(path)?).map_err(|e| Error::file(path, e))?;
     if (read.device.as_str(), &read.shape) != (device, shape) {
         return Err(Error::file(path, format!("was measured on {} for {:?}", read.device, read.shape)));
     }
+    check_fit(path, &read.iteration, &read.layer)?;
     Ok(read)
 }
 
@@ -195,7 +171,7 @@ fn measure(
     gpu: &Arc<Gpu>,
     config: &Config,
     element: Element,
-    (device, shape): (String, Shape),
+    (device, shape): (String, LayerShape),
     quantizer: PqShape,
     lengths: &[usize],
 ) -> Result<DeviceClustering> {
@@ -313,7 +289,7 @@ mod tests {
     fn a_file_is_of_one_device_and_shape() {
         let folder = tempfile::tempdir().unwrap();
         let shape =
-            Shape { hidden: 8, intermediate: 16, heads: 4, kv_heads: 2, head_dim: 64, m: 16, nbits: 8 };
+            LayerShape { hidden: 8, intermediate: 16, heads: 4, kv_heads: 2, head_dim: 64, m: 16, nbits: 8 };
         let path = beside(&folder.path().join("cost.json"), "NVIDIA H200", &shape);
         assert_eq!(path.file_name().unwrap(), "cost.NVIDIA-H200.8x16.4x2x64.16x8.json");
         let device = "NVIDIA H200".to_owned();
@@ -326,7 +302,7 @@ mod tests {
         };
         files::write_atomically(&path, &serde_json::to_vec(&made).unwrap()).unwrap();
         assert_eq!(load(&path, "NVIDIA H200", &shape).unwrap().layer, made.layer);
-        for (device, shape) in [("NVIDIA H100", shape), ("NVIDIA H200", Shape { m: 32, ..shape })] {
+        for (device, shape) in [("NVIDIA H100", shape), ("NVIDIA H200", LayerShape { m: 32, ..shape })] {
             let error = load(&path, device, &shape).unwrap_err();
             assert!(error.to_string().contains("was measured on NVIDIA H200"), "{error}");
         }

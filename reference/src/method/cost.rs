@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::cache::{BlockRule, ElementType, Geometry, Offload, OffloadedRows, RowFormat};
 use crate::forward::{Activations, prefill};
-use crate::model::{Model, Rope};
+use crate::model::{Config, Model, Rope};
 use crate::{Error, Result, files};
 
 /// The times of PQCache's prefill on one machine, for one model and quantizer, as stored in a file.
@@ -25,16 +25,40 @@ pub struct ClusteringProfile {
     pub model: String,
     /// Number of threads.
     pub threads: usize,
-    /// Components of a head, subspaces, bits per code.
-    pub code: [usize; 3],
-    /// KV heads of a layer.
-    pub n_kv_heads: usize,
+    /// The shape of its layers and of the quantizer.
+    pub shape: LayerShape,
     /// The measurements.
     pub times: Vec<PrefillTimes>,
     /// Seconds of an iteration over all heads of a layer: `c[0] + c[1] * n`, fitted.
     pub iteration: [f64; 2],
     /// Seconds of a layer: `c[0] + c[1] * n + c[2] * n^2`, fitted.
     pub layer: [f64; 3],
+}
+
+/// The shape that the times of a layer and of its codebooks depend on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LayerShape {
+    pub(crate) hidden: usize,
+    pub(crate) intermediate: usize,
+    pub(crate) heads: usize,
+    pub(crate) kv_heads: usize,
+    pub(crate) head_dim: usize,
+    pub(crate) m: usize,
+    pub(crate) nbits: usize,
+}
+
+impl LayerShape {
+    pub(crate) const fn new(config: &Config, quantizer: PqShape) -> Self {
+        Self {
+            hidden: config.hidden_size,
+            intermediate: config.intermediate_size,
+            heads: config.n_heads,
+            kv_heads: config.n_kv_heads,
+            head_dim: config.head_dim,
+            m: quantizer.m(),
+            nbits: quantizer.nbits() as usize,
+        }
+    }
 }
 
 /// Seconds at one length of the prompt.
@@ -95,8 +119,7 @@ impl ClusteringProfile {
         Ok(Self {
             model: model.name.clone(),
             threads: rayon::current_num_threads(),
-            code: code(shape),
-            n_kv_heads: model.config.n_kv_heads,
+            shape: LayerShape::new(&model.config, shape),
             times,
             iteration,
             layer,
@@ -106,9 +129,12 @@ impl ClusteringProfile {
     /// Reads a file that holds a profile as JSON.
     ///
     /// # Errors
-    /// Errors of [`files::read`], and [`Error::File`] if it is not a profile.
+    /// Errors of [`files::read`], and [`Error::File`] if it is not a profile, or if its fit has a negative
+    /// time or takes none.
     pub fn load(path: &Path) -> Result<Self> {
-        serde_json::from_slice(&files::read(path)?).map_err(|e| Error::file(path, e))
+        let profile: Self = serde_json::from_slice(&files::read(path)?).map_err(|e| Error::file(path, e))?;
+        check_fit(path, &profile.iteration, &profile.layer)?;
+        Ok(profile)
     }
 
     /// The iterations over `n` tokens that take as long as a layer's prefill, from 1 to 25.
@@ -118,8 +144,15 @@ impl ClusteringProfile {
     }
 }
 
-const fn code(shape: PqShape) -> [usize; 3] {
-    [shape.dim(), shape.m(), shape.nbits() as usize]
+/// Refuses the fit of a file from which no iterations follow.
+pub(crate) fn check_fit(path: &Path, iteration: &[f64; 2], layer: &[f64; 3]) -> Result<()> {
+    for (name, seconds) in [("iteration", iteration.as_slice()), ("layer", layer)] {
+        if seconds.iter().any(|&c| c < 0.0) || seconds.iter().all(|&c| c == 0.0) {
+            let what = format!("`{name}` is {seconds:?}: none may be negative, and not all of them 0");
+            return Err(Error::file(path, what));
+        }
+    }
+    Ok(())
 }
 
 /// Training iterations: a count, or derived from a profile in a file.
@@ -138,18 +171,17 @@ impl Iterations {
         }
     }
 
-    /// Reads the profile, if there is one, for codebooks of this shape.
-    pub fn resolve(&self, shape: PqShape, geometry: Geometry) -> Result<Resolved> {
+    /// Reads the profile, if there is one, for a model and codebooks of this shape.
+    pub fn resolve(&self, config: &Config, shape: PqShape) -> Result<Resolved> {
         let path = match self {
             Self::Count(iterations) => return Ok(Resolved::Count(*iterations)),
             Self::Profile(path) => path,
         };
         let profile = ClusteringProfile::load(path)?;
-        if (profile.code, profile.n_kv_heads) != (code(shape), geometry.n_kv_heads) {
-            let [dim, m, nbits] = profile.code;
+        if profile.shape != LayerShape::new(config, shape) {
             return Err(Error::file(
                 path,
-                format!("was measured for {} heads of {dim} components in {m}x{nbits}", profile.n_kv_heads),
+                format!("was measured on {} for {:?}", profile.model, profile.shape),
             ));
         }
         let (iteration, layer) = (profile.iteration, profile.layer);
@@ -293,15 +325,19 @@ fn fastest(mut run: impl FnMut() -> Result<()>) -> Result<f64> {
 mod tests {
     use super::*;
 
-    fn profile() -> ClusteringProfile {
+    fn model() -> Model {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/parity/fixtures/gqa");
         let mut model = Model::load(&folder).unwrap();
         model.config.max_seq_len = 256;
+        model
+    }
+
+    fn profile(model: &Model) -> ClusteringProfile {
         let tokens: Vec<u32> = (0..256).map(|i| i % 96).collect();
         let shape = PqShape::new(model.config.head_dim, 2, 4).unwrap();
         let rows = tempfile::tempdir().unwrap();
         let measure =
-            |lengths: &[usize]| ClusteringProfile::measure(&model, &tokens, lengths, shape, rows.path());
+            |lengths: &[usize]| ClusteringProfile::measure(model, &tokens, lengths, shape, rows.path());
         assert!(matches!(measure(&[64, 128, 64]), Err(Error::Argument(_))), "two lengths fit no square");
         assert!(matches!(measure(&[64, 128, 257]), Err(Error::Argument(_))));
         assert!(matches!(measure(&[0, 64, 128]), Err(Error::Argument(_))));
@@ -312,32 +348,50 @@ mod tests {
     fn iterations_follow_from_a_file() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("cost.json");
-        let mut profile = profile();
+        let model = model();
+        let mut profile = profile(&model);
         assert!(profile.times.iter().all(|at| at.layer > 0.0 && at.iteration > 0.0 && at.offload > 0.0));
         // A layer of 1 us per token and 1 ns per squared token; iterations of 1 us per token.
         (profile.iteration, profile.layer) = ([0.0, 1e-6], [0.0, 1e-6, 1e-9]);
         files::write_atomically(&path, &serde_json::to_vec(&profile).unwrap()).unwrap();
-        let (shape, geometry) =
-            (PqShape::new(16, 2, 4).unwrap(), Geometry { n_heads: 4, n_kv_heads: 2, head_dim: 16 });
+        let (shape, config) = (PqShape::new(16, 2, 4).unwrap(), &model.config);
         let iterations = Iterations::Profile(path.clone());
-        let resolved = iterations.resolve(shape, geometry).unwrap();
+        let resolved = iterations.resolve(config, shape).unwrap();
         let follow = |n| (resolved.of(n), profile.iterations(n));
         assert_eq!([100, 4000, 9000, 100_000].map(follow), [(1, 1), (5, 5), (10, 10), (25, 25)]);
-        assert_eq!(Iterations::Count(7).resolve(shape, geometry).unwrap().of(9), 7);
+        assert_eq!(Iterations::Count(7).resolve(config, shape).unwrap().of(9), 7);
         #[cfg(feature = "cuda")]
         assert_eq!(
             [(4000, 1), (2000, 2), (1000, 100)].map(|(n, step)| resolved.of_keys(n, step)),
             [5, 10, 25]
         );
+        let refused = |config: &Config, shape, what: &str| {
+            let Err(e @ Error::File { .. }) = iterations.resolve(config, shape) else {
+                panic!("{what} is accepted")
+            };
+            assert!(e.to_string().contains(what), "{e}");
+        };
         for other in [PqShape::new(16, 4, 4).unwrap(), PqShape::new(16, 2, 5).unwrap()] {
-            assert!(matches!(iterations.resolve(other, geometry), Err(Error::File { .. })));
+            refused(config, other, "was measured on gqa");
         }
-        for text in ["", "{}", "[1]", &serde_json::to_string(&profile).unwrap().replace("1e-6", "1e999")] {
+        refused(&Config { hidden_size: 128, ..config.clone() }, shape, "was measured on gqa");
+        let good = serde_json::to_string(&profile).unwrap();
+        for text in ["", "{}", "[1]", &good.replace("1e-6", "1e999")] {
             std::fs::write(&path, text).unwrap();
-            assert!(matches!(iterations.resolve(shape, geometry), Err(Error::File { .. })), "{text}");
+            refused(config, shape, "");
+        }
+        for (iteration, layer, what) in [
+            ([0.0, 1e-6], [-1.0, 0.0, 0.0], "`layer` is [-1.0, 0.0, 0.0]"),
+            ([0.0, 1e-6], [0.0; 3], "`layer`"),
+            ([1.0, -1e-6], [1.0; 3], "`iteration`"),
+            ([0.0; 2], [1.0; 3], "`iteration`"),
+        ] {
+            let bad = ClusteringProfile { iteration, layer, ..profile.clone() };
+            std::fs::write(&path, serde_json::to_string(&bad).unwrap()).unwrap();
+            refused(config, shape, what);
         }
         std::fs::remove_file(&path).unwrap();
-        assert!(matches!(iterations.resolve(shape, geometry), Err(Error::Io { .. })));
+        assert!(matches!(iterations.resolve(config, shape), Err(Error::Io { .. })));
     }
 
     #[test]

@@ -87,8 +87,8 @@ impl Quantizer {
         format!("pqcache/{}/{l}/{head}/centroids", self.code)
     }
 
-    fn iterations(&self, geometry: Geometry) -> Result<Resolved> {
-        self.iterations.resolve(self.code.shape(geometry.head_dim)?, geometry)
+    fn iterations(&self, config: &Config) -> Result<Resolved> {
+        self.iterations.resolve(config, self.code.shape(config.head_dim)?)
     }
 
     /// The codebooks of layer `l`, one per KV head.
@@ -114,7 +114,7 @@ impl Quantizer {
         };
         let head = |codebook| PqHead { codebook: Arc::new(codebook), codes: CodesBuf::new(shape) };
         let heads = codebooks.into_iter().map(head).collect();
-        Ok(Scorer::Pq { shape, iterations: self.iterations(site.geometry)?, trained_on, heads })
+        Ok(Scorer::Pq { shape, iterations: self.iterations(site.config)?, trained_on, heads })
     }
 }
 
@@ -124,7 +124,7 @@ impl Kind for TopK {
             quantizer.code.check("pqcache", "code", config)?;
             // A device has its own file; this one may then be missing.
             if quantizer.iterations.file().is_none_or(Path::exists) {
-                quantizer.iterations(Geometry::of(config))?;
+                quantizer.iterations(config)?;
             }
         }
         self.offload.check()
@@ -165,7 +165,7 @@ impl Kind for TopK {
         let sets: Vec<&[f32]> = sets.iter().map(Vec::as_slice).collect();
         let shape = quantizer.code.shape(geometry.head_dim)?;
         let n = sets.first().map_or(0, |rows| rows.len() / geometry.head_dim);
-        let options = train_options(quantizer.iterations(geometry)?.of(n));
+        let options = train_options(quantizer.iterations(&model.config)?.of(n));
         let trained = train_batch(shape, &sets, &options)?;
         keys.into_iter().zip(trained).for_each(|(key, trained)| profile.put_floats(key, trained.centroids));
         Ok(())
