@@ -39,6 +39,10 @@ const ARRIVING: f64 = 0.2e-3;
 /// Window in seconds over which the throughput of a transfer is measured.
 const WINDOW: f64 = 50e-3;
 
+/// Factor on the expected seconds of recomputations for plans with a deadline, until one has been measured.
+/// The policy counts on half the throughput of a link for the same reason.
+const UNMEASURED: f64 = 2.0;
+
 /// Maximum chunks of a context. The work of a decision grows with their square.
 pub const MOST_CHUNKS: usize = 1024;
 
@@ -110,12 +114,13 @@ pub trait Receiver {
         Ok(())
     }
 
-    /// Expected seconds of its remaining work.
-    fn backlog(&self, now: f64) -> f64;
+    /// Expected seconds of its remaining work, where those of recomputations are scaled by `pace`.
+    fn backlog(&self, now: f64, pace: f64) -> f64;
 
-    /// Measured over expected seconds of the recomputations so far, by which later expectations are scaled.
-    fn pace(&self) -> f64 {
-        1.0
+    /// Measured over expected seconds of the recomputations so far, by which later expectations are scaled;
+    /// none before the first one has ended.
+    fn pace(&self) -> Option<f64> {
+        Some(1.0)
     }
 
     /// Waits for all its work, and returns the chunks done since the last call, in order.
@@ -378,10 +383,10 @@ impl Stream<'_> {
         let (Some(emptiest), Some(fullest)) = (waiting.emptiest(), waiting.fullest()) else {
             return Ok(None);
         };
-        let (policy, pace) = (self.policy(), self.receiver.pace());
+        let (policy, pace) = (self.policy(), self.pace());
         let means = waiting.means(emptiest);
         let sizes: Vec<_> = means.iter().map(|mean| mean.sizes(pace)).collect();
-        let mut decision = policy.decide(&sizes, self.progress())?;
+        let mut decision = policy.decide(&sizes, self.progress(pace))?;
         if let Choice::Given(given) = &self.options.choice {
             decision.encoding = given[waiting.next[emptiest] % given.len()];
         }
@@ -402,9 +407,15 @@ impl Stream<'_> {
         }
     }
 
-    fn progress(&self) -> Progress {
+    /// The factor on the expected seconds of recomputations. Without a deadline there is no margin.
+    fn pace(&self) -> f64 {
+        let unmeasured = if self.policy().slo > 0.0 { UNMEASURED } else { 1.0 };
+        self.receiver.pace().unwrap_or(unmeasured)
+    }
+
+    fn progress(&self, pace: f64) -> Progress {
         let now = self.link.now();
-        let (elapsed, computing) = (now - self.arrival, self.receiver.backlog(now));
+        let (elapsed, computing) = (now - self.arrival, self.receiver.backlog(now, pace));
         Progress { measured: self.measured, elapsed, computing }
     }
 
@@ -451,10 +462,10 @@ impl Stream<'_> {
             if let Choice::Adaptive(policy) = self.options.choice
                 && received > 0
             {
-                let pace = self.receiver.pace();
+                let pace = self.pace();
                 let sizes: Vec<_> = chunks.iter().map(|mean| mean.sizes(pace)).collect();
                 let left = total - received;
-                if let Some(decision) = policy.reconsider(&sizes, level, left, self.progress())? {
+                if let Some(decision) = policy.reconsider(&sizes, level, left, self.progress(pace))? {
                     self.link.cancel();
                     return Ok(Transfer::Abandoned(Box::new(decision)));
                 }
@@ -522,7 +533,63 @@ impl Meter {
 
 #[cfg(test)]
 mod tests {
+    use super::link::{ShapedLink, SimulatedClock, Source};
     use super::*;
+
+    /// Chunks of one byte.
+    struct Ones;
+
+    impl Source for Ones {
+        fn bytes(&self, _: ChunkId, _: usize) -> Result<u64> {
+            Ok(1)
+        }
+
+        fn read(&self, _: ChunkId, _: usize) -> Result<Bytes> {
+            Ok(vec![1].into())
+        }
+    }
+
+    /// A receiver that has measured this pace.
+    struct Paced(Option<f64>, Vec<Payload>);
+
+    impl Receiver for Paced {
+        fn submit(&mut self, _: f64, _: ChunkId, payload: Payload) -> Result<()> {
+            self.1.push(payload);
+            Ok(())
+        }
+
+        fn backlog(&self, _: f64, pace: f64) -> f64 {
+            pace * self.1.iter().filter(|payload| **payload == Payload::Text).count() as f64
+        }
+
+        fn pace(&self) -> Option<f64> {
+            self.0
+        }
+
+        fn finish(&mut self) -> Result<Vec<Computed>> {
+            Ok(vec![])
+        }
+    }
+
+    /// Four chunks that take 1 s each to recompute, and no time to transfer.
+    #[test]
+    fn a_recomputation_that_was_never_measured_may_take_twice_as_long() {
+        let chunks = |pace, slo| {
+            let mut receiver = Paced(pace, vec![]);
+            let mut link = ShapedLink::new(SimulatedClock::default(), Ones, "1".parse().unwrap(), 0.0);
+            let policy =
+                StreamPolicy { slo, first_level: 0, prior: Some(1e9), plans: codec_core::Plans::TextFirst };
+            let choice = Choice::Adaptive(policy);
+            let options = Options { choice, batch: 1, timeout: 1.0, fall_back: false };
+            let cost = ChunkCost { tokens: 10, levels: vec![1], decode: 0.0, recompute: 1.0 };
+            serve(&mut link, &mut receiver, &[vec![cost; 4]], &options).unwrap();
+            receiver.1.iter().filter(|payload| **payload == Payload::Text).count()
+        };
+        for (slo, measured, unmeasured) in [(4.5, 4, 2), (9.0, 4, 4), (3.5, 3, 1), (0.0, 0, 0)] {
+            assert_eq!((chunks(Some(1.0), slo), chunks(None, slo)), (measured, unmeasured), "{slo} s");
+        }
+        assert_eq!(chunks(Some(3.0), 9.5), 3);
+    }
 
     #[test]
     fn throughput_is_of_the_last_window() {

@@ -55,6 +55,14 @@ fn prefill_times_are_fitted() {
     }
     assert!((time.of(0, 1000) + time.of(1000, 3000) - time.of(0, 3000)).abs() < 1e-12);
     assert_eq!(PrefillTime::fit(&[(100.0, 0.2)]).unwrap(), PrefillTime { linear: 0.002, quadratic: 0.0 });
+    let of_chunk =
+        |start: u32, end: u32| (f64::from(start)..f64::from(end), time.of(start as usize, end as usize));
+    let fitted = PrefillTime::fit_chunks(&[of_chunk(0, 512), of_chunk(4096, 4608)]).unwrap();
+    assert!((fitted.linear / time.linear - 1.0).abs() < 1e-9, "{fitted:?}");
+    assert!((fitted.quadratic / time.quadratic - 1.0).abs() < 1e-9, "{fitted:?}");
+    for chunk in [(5.0..5.0, 1.0), (-1.0..5.0, 1.0), (0.0..5.0, 0.0), (0.0..f64::NAN, 1.0)] {
+        assert!(matches!(PrefillTime::fit_chunks(&[chunk]), Err(Error::Argument(_))));
+    }
     let concave = PrefillTime::fit(&[(100.0, 0.2), (1000.0, 1.0)]).unwrap();
     assert!(concave.quadratic == 0.0 && concave.linear > 0.0);
     for points in [&[][..], &[(0.0, 1.0)], &[(1.0, f64::NAN)], &[(1.0, -1.0)]] {

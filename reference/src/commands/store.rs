@@ -247,6 +247,10 @@ impl OpenStore {
 /// decoding.
 const SAMPLE: usize = 512;
 
+/// Depth in tokens at which recomputing is measured, at most: attention to cached tokens then takes much of the
+/// time, and the copy of the cache stays small.
+const SAMPLE_DEPTH: usize = 4096;
+
 /// Seconds without a byte after which the rest of a prefix is recomputed.
 const STALL: f64 = 10.0;
 
@@ -261,10 +265,14 @@ impl PromptLoader {
         cache: &mut dyn KvCache,
         (prompt, chunk): (&[u32], usize),
     ) -> Result<(Vec<f32>, f64)> {
-        let sample = &prompt[..prompt.len().min(SAMPLE)];
+        let sample = &prompt[..SAMPLE.min(prompt.len() / 2)];
         let speeds = match self.choice {
             Choice::Adaptive(_) if sample.len() > SINKS => {
-                EncodedContext::encode(model, rope, &self.open.profile, sample, SAMPLE)?.speeds()
+                let planes = &self.open.profile;
+                let encoded = EncodedContext::encode(model, rope, planes, sample, SAMPLE)?;
+                let depth = SAMPLE_DEPTH.min(prompt.len() - sample.len());
+                let prefill = encoded.recomputing(planes, decoder, cache, depth)?;
+                Speeds { prefill, ..encoded.speeds() }
             }
             _ => Speeds::UNKNOWN,
         };
@@ -288,7 +296,7 @@ impl PromptLoader {
         }
         let mut loader = decoder.loader(&self.open.profile)?;
         let speeds = match self.choice {
-            Choice::Adaptive(_) => StreamTarget::speeds(decoder, &prompt[..prompt.len().min(SAMPLE)])?,
+            Choice::Adaptive(_) => StreamTarget::speeds(decoder, &prompt[..prompt.len().min(SAMPLE_DEPTH)])?,
             Choice::Given(_) => Speeds::UNKNOWN,
         };
         let options = self.options(speeds, chunk);

@@ -9,7 +9,8 @@ use super::link::Source;
 use super::receiver::{Context, decode};
 use super::speeds::{PrefillTime, Speeds};
 use super::{Bytes, ChunkCost, ChunkId};
-use crate::forward::prefill;
+use crate::cache::KvCache;
+use crate::forward::{Decoder, prefill};
 use crate::method::Method;
 use crate::model::{Model, Rope};
 use crate::{Error, Profile, Result};
@@ -135,6 +136,38 @@ impl EncodedContext {
     #[must_use]
     pub const fn speeds(&self) -> Speeds {
         self.speeds
+    }
+
+    /// Fits the time of recomputing chunks into `cache`, which is empty and stays so: it is measured in a copy
+    /// on the first chunk's tokens, at its beginning and over the first chunk's rows, repeated up to `depth`
+    /// tokens.
+    ///
+    /// # Errors
+    /// Those of the decoder, the cache and the codec.
+    pub fn recomputing(
+        &self,
+        planes: &codec_core::Profile,
+        decoder: &mut Decoder,
+        cache: &dyn KvCache,
+        depth: usize,
+    ) -> Result<PrefillTime> {
+        let tokens = &self.context.tokens[self.context.chunks[0].clone()];
+        let rows = decode(planes, self.frame(0, 0)?, &self.context.coded(0), 0)?;
+        let mut copy = cache.clone_box();
+        let mut timed = |copy: &mut dyn KvCache| {
+            let (from, start) = (copy.seq_len(), Instant::now());
+            decoder.prefill(tokens, copy)?;
+            let seconds = start.elapsed().as_secs_f64().max(f64::MIN_POSITIVE);
+            Result::Ok((from as f64..copy.seq_len() as f64, seconds))
+        };
+        let first = timed(copy.as_mut())?;
+        while copy.seq_len() + self.context.coded(0).len() <= depth {
+            let pos = copy.seq_len();
+            for (l, LayerKv { keys, values }) in rows.iter().enumerate() {
+                copy.prefill(l, pos, keys, values)?;
+            }
+        }
+        PrefillTime::fit_chunks(&[first, timed(copy.as_mut())?])
     }
 
     /// The costs of the chunks' encodings on this machine.

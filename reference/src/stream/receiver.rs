@@ -88,8 +88,8 @@ pub struct CacheReceiver<'a> {
     takes_arriving: bool,
     results: mpsc::Receiver<Result<Computed>>,
     costs: &'a [Vec<ChunkCost>],
-    waiting: VecDeque<f64>, // expected seconds of every chunk that `finish` waits for
-    done: Arc<AtomicUsize>, // how many of them are done
+    waiting: VecDeque<Expected>, // of every chunk that `finish` waits for
+    done: Arc<AtomicUsize>,      // how many of them are done
     recomputed: Arc<Recomputed>, // by the thread
 }
 
@@ -99,21 +99,37 @@ enum Job {
     Arriving(ChunkId, usize, Bytes),
 }
 
-/// Seconds of all recomputations.
+/// The expected seconds of a chunk.
+struct Expected {
+    seconds: f64,
+    is_text: bool,
+}
+
+/// The recomputations so far.
 #[derive(Default)]
-struct Recomputed(Mutex<(f64, f64)>); // measured, expected
+struct Recomputed(Mutex<Sums>);
+
+/// Seconds, and the pace of the last one.
+#[derive(Clone, Copy, Default)]
+struct Sums {
+    measured: f64,
+    expected: f64,
+    last: f64,
+}
 
 impl Recomputed {
     fn add(&self, measured: f64, expected: f64) {
         let mut sums = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        *sums = (sums.0 + measured, sums.1 + expected);
+        let (before, last) = (*sums, measured / expected);
+        *sums = Sums { measured: before.measured + measured, expected: before.expected + expected, last };
     }
 
-    /// Measured over expected; 1 if nothing was measured.
-    fn pace(&self) -> f64 {
-        let (measured, expected) = *self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let pace = measured / expected;
-        if pace.is_finite() && pace > 0.0 { pace } else { 1.0 }
+    /// Measured over expected of all, or of the last one if that is more: the error of an expectation may grow
+    /// with the depth in a context. None if nothing was measured.
+    fn pace(&self) -> Option<f64> {
+        let sums = *self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let pace = (sums.measured / sums.expected).max(sums.last);
+        (pace.is_finite() && pace > 0.0).then_some(pace)
     }
 }
 
@@ -309,7 +325,9 @@ fn ended() -> Error {
 impl Receiver for CacheReceiver<'_> {
     fn submit(&mut self, _: f64, chunk: ChunkId, payload: Payload) -> Result<()> {
         let cost = &self.costs[chunk.request][chunk.index];
-        self.waiting.push_back(if payload.is_level() { cost.decode } else { cost.recompute });
+        let is_text = !payload.is_level();
+        self.waiting
+            .push_back(Expected { seconds: if is_text { cost.recompute } else { cost.decode }, is_text });
         match self.jobs.send(Job::Begin(chunk, payload)) {
             Ok(()) => Ok(()),
             // The thread reports its error before it ends.
@@ -329,11 +347,12 @@ impl Receiver for CacheReceiver<'_> {
         }
     }
 
-    fn backlog(&self, _: f64) -> f64 {
-        self.waiting.iter().skip(self.done.load(Ordering::Acquire)).sum()
+    fn backlog(&self, _: f64, pace: f64) -> f64 {
+        let waiting = self.waiting.iter().skip(self.done.load(Ordering::Acquire));
+        waiting.map(|expected| expected.seconds * if expected.is_text { pace } else { 1.0 }).sum()
     }
 
-    fn pace(&self) -> f64 {
+    fn pace(&self) -> Option<f64> {
         self.recomputed.pace()
     }
 
@@ -411,6 +430,18 @@ mod tests {
         let choice = Choice::Given(vec![Encoding::Level(0)]);
         let options = Options { choice, batch: 1, timeout: 1.0, fall_back: true };
         serve_into(&mut link, caches, clock, &[vec![cost; 12]], &options)
+    }
+
+    #[test]
+    fn the_pace_is_that_of_all_recomputations_or_of_a_slower_last_one() {
+        let recomputed = Recomputed::default();
+        assert_eq!(recomputed.pace(), None);
+        let after = |measured, expected| {
+            recomputed.add(measured, expected);
+            recomputed.pace()
+        };
+        assert_eq!([after(2.0, 1.0), after(4.0, 1.0), after(0.0, 1.0)], [Some(2.0), Some(4.0), Some(2.0)]);
+        assert_eq!(Recomputed(Mutex::new(Sums { measured: 1.0, ..Sums::default() })).pace(), None);
     }
 
     #[test]

@@ -86,7 +86,7 @@ impl Receiver for SimulatedReceiver<'_> {
         Ok(())
     }
 
-    fn backlog(&self, now: f64) -> f64 {
+    fn backlog(&self, now: f64, _: f64) -> f64 {
         (self.free - now).max(0.0)
     }
 

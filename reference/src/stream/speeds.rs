@@ -25,12 +25,28 @@ impl PrefillTime {
     /// # Errors
     /// [`Error::Argument`] for no points, and for tokens or seconds that are not positive.
     pub fn fit(points: &[(f64, f64)]) -> Result<Self> {
+        Self::fit_chunks(&points.iter().map(|&(n, t)| (0.0..n, t)).collect::<Vec<_>>())
+    }
+
+    /// Fits measured (tokens of a chunk, seconds) as [`Self::fit`] does.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for no chunks, and for tokens or seconds that are not positive.
+    pub fn fit_chunks(chunks: &[(Range<f64>, f64)]) -> Result<Self> {
         let positive = |x: f64| x.is_finite() && x > 0.0;
-        if points.is_empty() || !points.iter().all(|&(n, t)| positive(n) && positive(t)) {
+        let is_valid = |(chunk, t): &(Range<f64>, f64)| {
+            chunk.start >= 0.0 && positive(chunk.end) && positive(chunk.end - chunk.start) && positive(*t)
+        };
+        if chunks.is_empty() || !chunks.iter().all(is_valid) {
             return Err(Error::argument("times of prefill need tokens and seconds above 0"));
         }
-        // Least squares of rows (n / t, n^2 / t) times (linear, quadratic) = 1.
-        let rows = || points.iter().map(|&(n, t)| (n / t, n * n / t));
+        // Least squares of rows (tokens / t, pairs / t) times (linear, quadratic) = 1.
+        let rows = || {
+            chunks.iter().map(|(chunk, t)| {
+                let (start, end) = (chunk.start, chunk.end);
+                ((end - start) / t, (end * end - start * start) / t)
+            })
+        };
         let sum = |f: fn((f64, f64)) -> f64| rows().map(f).sum::<f64>();
         let (aa, ab, bb) = (sum(|(a, _)| a * a), sum(|(a, b)| a * b), sum(|(_, b)| b * b));
         let (a, b) = (sum(|(a, _)| a), sum(|(_, b)| b));
