@@ -482,6 +482,8 @@ fn the_command_line_stores_and_loads() {
     assert_eq!(first, of_file);
     let (third, err) = output(&[&generate[..], &adaptive].concat());
     assert!(first == third && err.contains(" tokens recomputed"), "{err}"); // in time
+    let folded = [&generate[..], &["--kv", &url, "--method", "zack"], &common].concat();
+    refused("weights of the method", &folded, "on the CPU method zack");
     let (put, _) = output(&["store", "put", &url, "--text", &text, "--json", &report]);
     assert!(put.ends_with(": 0 new, 0 repaired\n"), "{put}");
     let (get, _) = output(&["store", "get", &url, "--text", &text, "--level", "1"]);

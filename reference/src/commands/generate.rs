@@ -200,8 +200,10 @@ impl Generate {
     ) -> Result<Started> {
         let Prepared { model, mut cache } = self.method.prepare(&plain, &rope, profile)?;
         if !Arc::ptr_eq(&model, &plain) {
-            let what = "--kv: this method changes the weights, and with them the keys and values";
-            return Err(Error::argument(what));
+            let method = self.method.spec();
+            return Err(Error::Argument(format!(
+                "--kv: on the CPU method {method} changes the weights, and with them the keys and values"
+            )));
         }
         let mut decoder = Decoder::new(model.clone(), rope.clone());
         let chunk = self.chunk.map_or(prompt.len(), NonZeroUsize::get);
