@@ -27,7 +27,7 @@ use kv_reference::stream::encoded::levels;
 use kv_reference::stream::frame::{ChunkFrame, LayerKv};
 use kv_reference::stream::speeds::Speeds;
 use kv_reference::stream::{self, Choice, Outcome};
-use support::kv::{kv, one_line, refused, run};
+use support::kv::{kv, one_line, refused, run, usage_refused};
 use support::s3::{bucket_is_missing, s3};
 
 const GRID: Grid = Grid { chunk: 60, tail: 20 };
@@ -615,5 +615,9 @@ fn wrong_stores_are_refused_in_one_line() {
     refused("encoding", &["generate", "x", "--kv", url, "--kv-encoding", "fine"], "`fine` is neither");
     refused("level", &["generate", "x", "--kv", url, "--kv-encoding", "0,3"], "one of 3 levels");
     refused("slo", &["generate", "x", "--kv", url, "--kv-slo", "nan"], "--kv-slo");
+    refused("slo of a level", &["generate", "x", "--kv", url, "--kv-slo", "1"], "--kv-encoding adaptive");
+    for (option, value) in [("--kv-grid", "100/20"), ("--kv-levels", "cachegen:bits=2")] {
+        usage_refused("no store", &["generate", "x", option, value], &["--kv <URL>"]);
+    }
     refused("grid", &["store", "get", url, "--kv-grid", "10/3"], "chunk");
 }

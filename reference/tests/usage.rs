@@ -34,6 +34,12 @@ fn arguments_that_do_not_parse_get_a_whole_message() {
             &["generate", "a", "--method", "streaming:window=0:sinks=0"],
             &["sinks=0 and window=0 leave no token"],
         ),
+        (
+            "pages of nothing",
+            &["generate", "a", "--method", "dense:pages=0"],
+            &["pages=0: must be a multiple of 16 tokens, at least one"],
+        ),
+        ("a pool of nothing", &["generate", "a", "--method", "dense:pages=64:pool=0"], &["pool=0"]),
         ("a device that is none", &["compare", "--device", "gpu"], &["auto, cpu, cuda", "--device"]),
         (
             "a size that is none",

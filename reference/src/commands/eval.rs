@@ -43,8 +43,8 @@ pub struct Eval {
     /// Tokens to decode after each prompt
     #[arg(long, value_name = "N", default_value_t = 128)]
     decode: usize,
-    /// Windows of each length, from the start of the text, for the perplexity of exact attention on the CPU;
-    /// 0 for none
+    /// Maximum windows of each length, from the start of the text, for the perplexity of exact attention on
+    /// the CPU; 0 for none
     #[arg(long, value_name = "N", default_value_t = 4)]
     windows: usize,
     /// Maximum tokens to calibrate on, from the start of the text

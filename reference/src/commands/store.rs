@@ -127,6 +127,7 @@ impl fmt::Display for GridArg {
 
 /// A store of caches for a prompt.
 #[derive(Args)]
+#[command(mut_arg("kv_levels", |arg| arg.requires("kv")), mut_arg("kv_grid", |arg| arg.requires("kv")))]
 pub struct KvArgs {
     /// Load the longest prefix of the prompt that this store holds: a folder, or s3://BUCKET/PATH
     #[arg(long, value_name = "URL")]
@@ -181,6 +182,9 @@ impl KvArgs {
         let slo = self.kv_slo * (1.0 - RESERVE);
         let policy = StreamPolicy { slo, first_level, prior: None, plans: Plans::TextFirst };
         let choice = choice("--kv-encoding", &self.kv_encoding, levels, policy)?;
+        if self.kv_slo > 0.0 && matches!(choice, Choice::Given(_)) {
+            return Err(Error::argument("--kv-slo has no effect without --kv-encoding adaptive"));
+        }
         let open = match OpenStore::new(url, model, profile, &self.levels, self.kv_keep) {
             // The prompt needs no store.
             Err(Error::Store(e))

@@ -15,15 +15,16 @@ pub(crate) struct PagedMemory {
 impl PagedMemory {
     /// Reads `pages`, a multiple of `step` tokens, and `pool`.
     pub(super) fn take(s: &mut Settings<'_>, step: usize) -> Result<Option<Self>> {
-        let (page, pool) = (s.tokens("pages", 0)?, s.tokens("pool", 0)?);
-        let name = s.name;
+        let (page, pool) = (s.given_tokens("pages")?, s.given_tokens("pool")?);
+        let refused = |what: String| Err(Error::Argument(format!("method {}: {what}", s.name)));
         match (page, pool) {
-            (0, 0) => Ok(None),
-            (0, _) => Err(Error::Argument(format!("method {name}: `pool` has no effect without pages=N"))),
-            (page, _) if !page.is_multiple_of(step) => Err(Error::Argument(format!(
-                "method {name}: pages={page}: must be a multiple of {step} tokens"
-            ))),
-            (page, pool) => Ok(Some(Self { page, pool: (pool > 0).then_some(pool) })),
+            (None, None) => Ok(None),
+            (None, Some(_)) => refused("`pool` has no effect without pages=N".into()),
+            (Some(page), _) if page == 0 || !page.is_multiple_of(step) => {
+                refused(format!("pages={page}: must be a multiple of {step} tokens, at least one"))
+            }
+            (_, Some(0)) => refused("pool=0 holds no tokens".into()),
+            (Some(page), pool) => Ok(Some(Self { page, pool })),
         }
     }
 }
