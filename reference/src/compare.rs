@@ -120,7 +120,8 @@ pub struct Comparison {
     pub calibration: usize,
     /// Seed of the questions.
     pub seed: u64,
-    /// Notes for the reader: why there are no pass keys, or that nothing was compressed.
+    /// Notes for the reader: that the profile has seen the text, why there are no pass keys, or that nothing
+    /// was compressed.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub notes: Vec<String>,
     /// One row per method, in the order asked for.
@@ -155,6 +156,7 @@ pub fn compare(
     let rope = Arc::new(Rope::new(&model.config, (context + room).max(start)));
 
     progress.set_message("calibrating");
+    let overlap = profile.as_ref().and_then(|profile| profile.overlap(text, start));
     let profile = match profile {
         Some(profile) => {
             Method::check_profile(&methods, model, &rope, &profile)?;
@@ -171,7 +173,8 @@ pub fn compare(
         methods.iter().filter(|method| method.keeps_exact(context + decode)).map(Method::spec).collect();
     let nothing = format!("nothing is compressed: sinks and window hold all tokens of {}", exact.join(", "));
     let no_words = needles.is_none().then(|| NO_WORDS.to_owned());
-    let notes = no_words.into_iter().chain((!exact.is_empty()).then_some(nothing)).collect();
+    let nothing = (!exact.is_empty()).then_some(nothing);
+    let notes = [overlap, no_words, nothing].into_iter().flatten().collect();
     let mut runner = Runner::new(model, rope, profile, methods, gpu)?;
     progress.inc(1);
 
@@ -199,7 +202,7 @@ pub fn compare(
 /// # Errors
 /// Errors of gathering and calibrating.
 pub fn calibrated(model: &Model, rope: &Rope, tokens: &[u32], methods: &[Method]) -> Result<Profile> {
-    let mut profile = Profile::default();
+    let mut profile = Profile::of_tokens(tokens);
     if methods.iter().any(Method::needs_profile) {
         let samples = Calibration::gather(model, rope, tokens)?;
         methods.iter().try_for_each(|method| method.calibrate(model, rope, &samples, &mut profile))?;

@@ -16,15 +16,57 @@ const FORMAT: &str = "kv-profile-2";
 /// The results of calibration for one model: codebooks, rotations, probability models.
 ///
 /// It is stored as a safetensors file. Entries are named `method/setting/k or v/layer/head/part`, for a
-/// bitstream `method/setting/planes`; the metadata hold the model's name and hash and a checksum of the
-/// entries. Equal entries for the same model give equal bytes.
+/// bitstream `method/setting/planes`; the metadata hold the model's name and hash, a checksum of the entries,
+/// and, unless the file is older, the number of tokens that it was calibrated on and their digest. Equal
+/// entries from the same tokens for the same model give equal bytes.
 #[derive(Clone, Debug, Default)]
 pub struct Profile {
     floats: BTreeMap<String, Vec<f32>>,
     bytes: BTreeMap<String, Vec<u8>>,
+    tokens: Option<Tokens>, // calibrated on
+}
+
+/// The first tokens of a text.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Tokens {
+    n: usize,
+    sha256: String, // of their little-endian bytes, in hexadecimal
+}
+
+impl Tokens {
+    fn new(tokens: &[u32]) -> Self {
+        let mut hasher = Sha256::new();
+        tokens.iter().for_each(|token| hasher.update(token.to_le_bytes()));
+        Self { n: tokens.len(), sha256: hex(hasher) }
+    }
+}
+
+fn hex(hasher: Sha256) -> String {
+    hasher.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 impl Profile {
+    /// A profile without entries, to be calibrated on these first tokens of a text.
+    pub(crate) fn of_tokens(tokens: &[u32]) -> Self {
+        Self { tokens: Some(Tokens::new(tokens)), ..Self::default() }
+    }
+
+    /// A warning if a run from token `start` of a text sees tokens that the profile was calibrated on. A
+    /// profile that was calibrated on more tokens than the text has gives none.
+    #[must_use]
+    pub fn overlap(&self, text: &[u32], start: usize) -> Option<String> {
+        let tokens = self.tokens.as_ref()?;
+        let beginning = text.get(..tokens.n)?;
+        let overlaps = start < tokens.n && Tokens::new(beginning) == *tokens;
+        overlaps.then(|| {
+            format!(
+                "the profile was calibrated on the first {} tokens of this text, and the run begins at token \
+                 {start}: the methods have seen what they are measured on",
+                tokens.n
+            )
+        })
+    }
+
     /// Adds an entry of finite floats; the methods check its shape when they read it.
     pub(crate) fn put_floats(&mut self, key: String, values: Vec<f32>) {
         self.floats.insert(key, values);
@@ -62,9 +104,13 @@ impl Profile {
     /// # Errors
     /// [`Error::Io`] when it cannot be written; an existing profile is then unchanged.
     pub fn save(&self, path: &Path, model: &Model) -> Result<()> {
-        let metadata = json!({
+        let mut metadata = json!({
             "format": FORMAT, "model_name": model.name, "model_hash": model.hash, "sha256": self.checksum(),
         });
+        if let Some(Tokens { n, sha256 }) = &self.tokens {
+            metadata["tokens"] = n.to_string().into();
+            metadata["tokens_sha256"] = sha256.as_str().into();
+        }
         // `safetensors` writes metadata in hash-map order, which differs from run to run.
         let (mut header, mut data) = (Map::from_iter([("__metadata__".to_owned(), metadata)]), vec![]);
         for (key, dtype, len, bytes) in self.entries() {
@@ -94,7 +140,7 @@ impl Profile {
             hasher.update(format!("{} {key} {dtype:?} {len} ", key.len()));
             hasher.update(bytes);
         }
-        hasher.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
+        hex(hasher)
     }
 
     /// Reads a profile of `model`.
@@ -120,7 +166,9 @@ impl Profile {
             )));
         }
         let tensors = SafeTensors::deserialize(&file).map_err(|e| Error::file(path, e))?;
-        let mut profile = Self::default();
+        let n = field("tokens").parse().ok();
+        let tokens = n.map(|n| Tokens { n, sha256: field("tokens_sha256").to_owned() });
+        let mut profile = Self { tokens, ..Self::default() };
         for (key, view) in tensors.tensors() {
             match view.dtype() {
                 Dtype::F32 => {
@@ -152,4 +200,28 @@ fn different_starts(hashes: [&str; 2]) -> [String; 2] {
 
 fn missing(key: &str) -> Error {
     Error::MissingEntry(key.to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_run_over_calibration_tokens_is_noticed() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("profile");
+        let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/parity/fixtures/gqa");
+        let model = Model::load(&model).unwrap();
+        let text: Vec<u32> = (0..100).collect();
+        let saved = |profile: Profile| {
+            profile.save(&path, &model).unwrap();
+            Profile::load(&path, &model).unwrap()
+        };
+        let profile = saved(Profile::of_tokens(&text[..40]));
+        let warning = profile.overlap(&text, 39).unwrap();
+        assert!(warning.contains("the first 40 tokens") && warning.contains("at token 39"), "{warning}");
+        assert_eq!((profile.overlap(&text, 40), profile.overlap(&text[..39], 0)), (None, None));
+        assert_eq!(profile.overlap(&text[1..], 0), None, "another text");
+        assert_eq!(saved(Profile::default()).overlap(&text, 0), None, "a file without tokens");
+    }
 }

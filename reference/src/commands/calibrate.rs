@@ -11,7 +11,7 @@ use super::{Files, JsonArgs, ModelArgs, Stdout, TextArgs, few_tokens, print_erro
 
 #[derive(Args)]
 #[command(
-    after_help = "Example:\n  kv calibrate million.profile --methods million --tokens 8192\n\nMethods and their settings: kv methods"
+    after_help = "Example:\n  kv calibrate million.profile --text training.txt --methods million --tokens 8192\n  kv compare --text other.txt --methods million --profile million.profile\n\nOn the same text kv compare and kv eval begin at token 4096 (--calibration) and may see calibration tokens.\n\nMethods and their settings: kv methods"
 )]
 pub struct Calibrate {
     /// Profile to write; an existing file is kept unless --replace is given
