@@ -42,7 +42,7 @@ const MOST_POSITIONS: usize = 1 << 17;
 #[derive(Subcommand)]
 #[command(after_help = "Example:\n  kv store put /tmp/caches --text report.txt")]
 pub enum Store {
-    /// Compute the keys and values of a text and store them
+    /// Compute the keys and values of a text and then store them: nothing is stored before all are computed
     Put(Put),
     /// Fetch the longest stored prefix of a text, and say how long it took
     Get(Get),
