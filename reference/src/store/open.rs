@@ -62,17 +62,23 @@ pub fn open(url: &str, create: bool) -> Result<(Arc<dyn ObjectStore>, Path)> {
 /// The folder that a URL names, if it is one.
 ///
 /// # Errors
-/// [`Error::Url`] for a `file:` URL that is no path of this system; [`Error::Argument`] for no URL.
+/// [`Error::Url`] for a `file:` URL that is no path of this system, and for a file; [`Error::Argument`] for no URL.
 pub fn folder_of(url: &str) -> Result<Option<PathBuf>> {
     if url.is_empty() {
         return Err(Error::Argument("the URL of a store is empty: pass a folder or s3://BUCKET/PATH"));
     }
-    let Ok(parsed) = Url::parse(url) else { return Ok(Some(url.into())) };
-    if parsed.scheme() != "file" {
-        return Ok(None);
+    let bad = |what: &str| Error::Url { url: url.to_owned(), what: what.into() };
+    let path = match Url::parse(url) {
+        Err(_) => url.into(),
+        Ok(parsed) if parsed.scheme() == "file" => {
+            parsed.to_file_path().map_err(|()| bad("is no path of this system"))?
+        }
+        Ok(_) => return Ok(None),
+    };
+    match path.exists() && !path.is_dir() {
+        true => Err(bad("is a file, not a folder")),
+        false => Ok(Some(path)),
     }
-    let what = || Error::Url { url: url.to_owned(), what: "is no path of this system".into() };
-    parsed.to_file_path().map(Some).map_err(|()| what())
 }
 
 /// Makes the folder that a URL names and checks that it can be written to, before there is something to write.
@@ -91,9 +97,6 @@ pub fn check_writable(url: &str) -> Result<()> {
 
 fn folder(path: &std::path::Path, create: bool) -> Result<(Arc<dyn ObjectStore>, Path)> {
     let bad = |what: String| Error::Url { url: path.display().to_string(), what };
-    if path.exists() && !path.is_dir() {
-        return Err(bad("is a file, not a folder".into()));
-    }
     if create {
         fs::create_dir_all(path).map_err(|e| bad(e.to_string()))?;
     } else if !path.is_dir() {
