@@ -203,8 +203,8 @@ fn all_that_a_profile_lacks_for_a_store_is_named_at_once() {
     for (args, lacking) in [
         (&["store", "put", &store][..], &["bits=3`", "bits=2`"][..]),
         (
-            &["generate", "We", "--device", "cpu", "--kv", &store, "--method", "zack"],
-            &["`zack", "bits=3`", "bits=2`"],
+            &["generate", "We", "--device", "cpu", "--kv", &store, "--method", "million"],
+            &["`million", "bits=3`", "bits=2`"],
         ),
     ] {
         let with = |profile| run("a profile", kv(&[args, &common, &[profile]].concat()));
@@ -213,7 +213,7 @@ fn all_that_a_profile_lacks_for_a_store_is_named_at_once() {
         let stderr = String::from_utf8(output.stderr).unwrap();
         let (named, command) = stderr.split_once(": run `kv calibrate NEW-FILE --methods ").unwrap();
         assert!(lacking.iter().all(|method| named.contains(method)), "{stderr}");
-        let new = path(args[0]);
+        let new = path(&format!("for-{}", args[0]));
         calibrate(&new, command.split('`').next().unwrap());
         let output = with(&new);
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
