@@ -137,7 +137,8 @@ const _: () = assert!(size_of::<WarpgroupsArguments>() == 4096 + 128);
 /// blocks cost about the same: 64 queries and tiles of 64 tokens, or 128 queries of a head whose ranks are
 /// both at most half of `dim`. The longest blocks run first. The work of a query is that of the higher rank,
 /// rounded up to a multiple of 32 (on sm_80, of `dim / 4`). A NaN or infinite value makes the outputs of all
-/// queries whose block attends to its tile NaN.
+/// queries whose block attends to its tile NaN. There is no sliding window, and rows are contiguous per
+/// sequence and head: no page table.
 ///
 /// The kernel for sm_90 has more than 4 KiB of arguments, which requires CUDA 12.1.
 ///
