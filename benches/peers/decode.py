@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Decode steps and prompts of `kv speed` beside other loops on one GPU: decode.{json,md}, prefill.{json,md}.
+"""Decode steps and prompts of `kv speed` against other loops on one GPU: decode.{json,md}, prefill.{json,md}.
 
     cargo build --release -p kv-reference
     pip install torch flashinfer-python transformers
@@ -7,16 +7,16 @@
     python benches/peers/decode.py target/release/kv benches/results --prefill
 
 All have the same weights and the same cache: hashes of their index (reference/src/device/kernels/random.cuh), so nothing is stored.
-Their logits after token 1 check those of `kv speed`. All run in one call, one after the other; a peer that does not run, since it is not
-installed or has no room, is said to be missing.
+Their logits after token 1 check those of `kv speed`. All run in one call, one after the other; a peer that cannot run, because it is not
+installed or out of memory, is reported as missing.
 
 torch         a plain loop with a static cache in bf16, one CUDA graph a step, compiled norms, RoPE and SwiGLU, and cuDNN's attention;
               a step's time is the median of 15 replays
 flashinfer    the same loop over FlashInfer's attention, with keys and values in fp8 (e4m3) in pages of 64 tokens
 transformers  `generate` with a static cache, which it compiles: the time of 65 tokens less that of one, of which it makes 64 steps; it
               fills its own cache, from tokens 7919 i mod vocabulary, so its logits are not compared
-float32       the torch loop with activations, keys and values in single precision, which is not timed: its logits say which of two
-              loops in bf16 rounds less
+float32       the torch loop with activations, keys and values in single precision, which is not timed: its logits show which of the
+              two bf16 loops rounds less
 
 A prompt is token 7919 i mod vocabulary for each i; torch runs it at once, with cuDNN's causal attention, and keeps its keys and values.
 """
@@ -44,7 +44,7 @@ METHODS = "dense:dtype=bf16,million:exact=bf16,hybrid:keys=rotated:exact=bf16:ro
 # Prompts also fill caches that keep exact rows of all tokens on the host.
 PREFILL_METHODS = METHODS + ",hybrid:keys=rotated:exact=bf16,pqcache:tokens=2048:exact=bf16"
 PEERS = ("torch", "flashinfer", "transformers")
-# transformers is another engine's loop, not another cache, and float32 is no rival: one case shows what they say.
+# transformers is another engine's loop, not another cache, and float32 is not a competitor: one case is enough for them.
 ONE_CASE = ("transformers", "float32")
 PAGE = 64
 AMPLITUDE, ROWS = 0.034641016, 1 << 16
@@ -430,9 +430,9 @@ def prefill_table(results, commit):
     lines = [
         "# Prompts on a GPU",
         "",
-        f"{results[0]['torch']['gpu']}; {time.strftime('%Y-%m-%d')}, commit {commit}; PyTorch {results[0]['torch']['torch']}. By "
-        "`python benches/peers/decode.py target/release/kv benches/results --prefill`, which says how. Time from the prompt to its first "
-        "and to its second token on the host, ms; one sequence.",
+        f"{results[0]['torch']['gpu']}; {time.strftime('%Y-%m-%d')}, commit {commit}; PyTorch {results[0]['torch']['torch']}. Made by",
+        "`python benches/peers/decode.py target/release/kv benches/results --prefill`, which describes the method.",
+        "Time from the prompt to its first and second token on the host, ms; one sequence.",
         "",
         "| shape | tokens | chunk | cache | first token | second | torch, bf16 | this / torch | cosine of the logits |",
         "| --- " * 9 + "|",
@@ -468,10 +468,10 @@ def table(results, commit):
     lines = [
         "# Decode steps on a GPU",
         "",
-        f"{gpu}, copy {copy:.2f} TB/s; {time.strftime('%Y-%m-%d')}, commit {commit}; {', '.join(f'{name} {v}' for name, v in versions.items())}. "
-        "By `python benches/peers/decode.py target/release/kv benches/results`, which says how. Times are of one step of the whole "
-        "batch, ms; parts are timed alone, without their overlap. The floor is the time in which the device copies "
-        "the bytes that a step reads; what only reads can take a little less.",
+        f"{gpu}, copy {copy:.2f} TB/s; {time.strftime('%Y-%m-%d')}, commit {commit}; {', '.join(f'{name} {v}' for name, v in versions.items())}.",
+        "Made by `python benches/peers/decode.py target/release/kv benches/results`, which describes the method. Times are ms per step of the whole",
+        "batch; parts are timed alone, without their overlap. The floor is the time that the device takes to copy the bytes that a step reads; a",
+        "kernel that only reads can take a little less.",
         "",
         "| shape | context | batch | cache | step | mean | floor | over floor | products | attention | rest | tokens/s | "
         + " | ".join(f"{name} | {name} / this" for name in PEERS)
@@ -513,13 +513,13 @@ def table(results, commit):
         if checks:
             lines += [
                 "",
-                f"Logits of dense beside those of {name}, same weights, cache and token: cosine at least {min(c['cosine'] for c in checks):.5f}, "
+                f"Logits of dense against those of {name}, same weights, cache and token: cosine at least {min(c['cosine'] for c in checks):.5f}, "
                 f"the same most likely token in {100 * min(c['top1'] for c in checks):.0f} % of the sequences or more.",
             ]
     checks = [result["dense_beside"] for result in results]
     bf16 = [check["torch beside float32"] for check in checks if "torch beside float32" in check]
     if bf16:
-        lines += ["", f"Those of torch in bf16 beside float32: cosine {min(c['cosine'] for c in bf16):.5f}."]
+        lines += ["", f"Those of torch in bf16 against float32: cosine {min(c['cosine'] for c in bf16):.5f}."]
     return lines + [line for what in missing for line in ("", what)]
 
 
@@ -530,7 +530,7 @@ def main():
     parser.add_argument("kv")
     parser.add_argument("results")
     parser.add_argument("--cases", default="", help="indices of cases, separated by commas")
-    parser.add_argument("--prefill", action="store_true", help="prompts in place of steps")
+    parser.add_argument("--prefill", action="store_true", help="time prompts instead of steps")
     parser.add_argument("--commit", default=None)
     arguments = parser.parse_args()
     commit = arguments.commit or record.commit()
@@ -542,7 +542,7 @@ def main():
     for i in chosen:
         results.append(run_case(os.path.abspath(arguments.kv), *cases[i]))
         lines = make_table(results, commit)
-        # After every case: what a shorter lease has measured stays.
+        # Written after every case, so that an interrupted run keeps its results.
         record.write(os.path.join(arguments.results, f"{name}.md"), lines, commit)
         record.write(
             os.path.join(arguments.results, f"{name}.json"),
