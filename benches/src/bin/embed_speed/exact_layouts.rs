@@ -10,9 +10,9 @@ use crate::{DIM, HEADS, backends, least};
 /// Exact attention over rows of 8 interleaved heads, in one call and head by head, against contiguous heads.
 pub fn measure(rows: &[f32]) {
     println!(
-        "\n## Exact attention, tokens first (NHD) against heads first (HND)\n\n8 heads of 4 queries each: microseconds head by head over HND, and the factors of NHD.\n"
+        "\n## Exact attention, tokens first (NHD) against heads first (HND)\n\n8 heads of 4 queries each: microseconds with HND, one call per head, and the factors of NHD.\n"
     );
-    println!("| elements, tokens, backend | HND | NHD, all heads in a call | NHD, head by head |");
+    println!("| elements, tokens, backend | HND | NHD, all heads in one call | NHD, one call per head |");
     println!("| --- | --- | --- | --- |");
     for n in [512, 4096, 16_384] {
         let rows: Vec<f32> = rows.iter().cycle().take(n * HEADS * DIM).copied().collect();

@@ -51,10 +51,10 @@ type Table = (&'static str, fn(&[f32]));
 fn main() {
     let rows = keys(4096, DIM);
     println!(
-        "# The cores in an engine\n\nMade by `cargo run --release -p kv-benches --bin embed_speed`: one thread, least of 40 rounds in which the"
+        "# The cores in an engine\n\nMade by `cargo run --release -p kv-benches --bin embed_speed`: one thread, minimum of 40 rounds in which"
     );
     println!(
-        "cases of a table take turns; keys of {DIM} components. Only the ratios within a row carry over to other machines."
+        "the cases of a table alternate; keys of {DIM} components. Only the ratios within a row carry over to other machines."
     );
     let chosen: Vec<String> = std::env::args().skip(1).collect();
     let tables: [Table; 8] = [
@@ -74,14 +74,14 @@ fn main() {
     }
 }
 
-/// Encoding by batch length: the best and the worst of all offsets in a block.
+/// Encoding by batch length, at the best and the worst offset in a block.
 fn runs(rows: &[f32]) {
     const RUNS: [usize; 6] = [1, 16, 32, 64, 65, 1000];
     println!(
-        "\n## Encoding a run of keys at any offset\n\nMicroseconds a key at the best and the worst of all offsets in a block, and the"
+        "\n## Encoding a run of keys at any offset\n\nMicroseconds per key at the best and the worst offset in a block, and the ratio of"
     );
     println!(
-        "worst over an aligned run of 64.\n\n| shape, backend | aligned 64 | 1 | 16 | 32 | 64 | 65 | 1,000 |\n| --- | --- | --- | --- | --- | --- | --- | --- |"
+        "the worst to an aligned run of 64.\n\n| shape, backend | aligned 64 | 1 | 16 | 32 | 64 | 65 | 1,000 |\n| --- | --- | --- | --- | --- | --- | --- | --- |"
     );
     for (m, nbits) in [(64, 8), (32, 8), (16, 8), (64, 4)] {
         let shape = PqShape::new(DIM, m, nbits).unwrap();
@@ -118,10 +118,10 @@ fn runs(rows: &[f32]) {
 fn pages(rows: &[f32]) {
     const PAGES: [usize; 5] = [16, 32, 64, 128, 256];
     println!(
-        "\n## Pages\n\n4,096 tokens in pages in random order; microseconds in one piece, and the factor in pages.\n"
+        "\n## Pages\n\n4,096 tokens in pages in random order; microseconds for contiguous codes, and the factor of pages.\n"
     );
     println!(
-        "| what | shape, backend | one piece | 16 tokens | 32 | 64 | 128 | 256 |\n| --- | --- | --- | --- | --- | --- | --- | --- |"
+        "| what | shape, backend | contiguous | 16 tokens | 32 | 64 | 128 | 256 |\n| --- | --- | --- | --- | --- | --- | --- | --- |"
     );
     let n = rows.len() / DIM;
     for (m, nbits) in [(64, 8), (32, 8), (64, 4)] {
