@@ -5,13 +5,14 @@
     python benches/peers/pqcache.py target/release/kv benches/results [--context 4096] \\
         [--smollm2 MODEL.gguf --text WIKITEXT]
 
-Prefill: milliseconds of a layer, of writing its rows to a file in the folder for temporary files, of one iteration of k-means over its
-heads; the iterations that take as long as a layer by the fit of both; a layer with 4 iterations in turn, and with them on threads next
-to the following layers, both on all cores. `hidden` is the part of the iterations that the overlap hides.
-Iterations: KL to the dense cache (teacher-forced) at a tenth of the tokens, and seconds of training all layers.
-Hits: rows that a step asks for and finds in the block cache, at a tenth of the tokens; KiB a step are over all layers and heads.
-Quality: pqcache and oracle with the same number of rows, at 8,192 tokens and, over WIKITEXT, at 16,000 or as many as the model has.
-Sinks and window count towards a share.
+Prefill: milliseconds for a layer, for offloading its rows to a file in the temporary folder, and for one k-means iteration over its heads;
+the number of iterations that take as long as a layer, by a fit of both times; a layer followed by 4 iterations (in turn), and with the
+iterations on threads that run concurrently with the following layers (overlapped), both on all cores. `hidden` is the fraction of the
+iterations that the overlap hides.
+Iterations: KL divergence from the dense cache (teacher-forced) at a tenth of the tokens, and seconds to train all layers.
+Hits: block-cache hit rate of the rows of a step, at a tenth of the tokens; KiB per step are summed over all layers and heads.
+Quality: pqcache and the oracle with the same number of rows, at 8,192 tokens and, on WIKITEXT, at 16,000 or the model's maximum.
+Shares of the tokens include sinks and window.
 """
 
 import argparse, datetime, json, os, subprocess, tempfile
@@ -82,7 +83,7 @@ def prefill_lines(profile):
 
 
 def iterations(bench, code, profile_path, profile):
-    """KL by iterations, and with as many as the profile says."""
+    """KL by iterations, and with the number of iterations that the profile gives."""
     methods = [f"pqcache:ratio=0.1:code={code}:iterations={n}" for n in ITERATIONS + (profile_path,)]
     out = []
     for n, row in zip(ITERATIONS + ("adaptive",), bench.compare(methods)):
@@ -117,7 +118,7 @@ def hits(bench, code, settings, folder):
 
 
 def grid(context):
-    """k-cache, capacity and block length around an eighth of the context in 32 blocks of which a step brings in 8."""
+    """k-cache, capacity and block length around an eighth of the context in 32 blocks of which a step loads 8."""
     cache = context // 8
     block = cache // 32
     points = [(k, cache, block) for k in (1, 2, 4, 8, 32)]
@@ -128,7 +129,7 @@ def grid(context):
 
 def hit_lines(rows):
     lines = [
-        "| cache | block | k-cache | LRU hits | LFU hits | LFU: KiB a step of misses | of blocks |",
+        "| cache | block | k-cache | LRU hits | LFU hits | LFU: KiB of misses per step | of blocks |",
         "|" + " --- |" * 7,
     ]
     for lru, lfu in zip(rows[::2], rows[1::2]):
@@ -165,7 +166,7 @@ def quality(bench, codes):
 
 def quality_lines(rows):
     lines = [
-        "| tokens | method | rows a step and head | bits a value | KL | KL over oracle's | top-1 |",
+        "| tokens | method | rows per step and head | bits per value | KL | KL over oracle's | top-1 |",
         "|" + " --- |" * 7,
     ]
     for row in rows:
@@ -184,18 +185,18 @@ def quality_lines(rows):
 
 
 def summary(texts, codes):
-    """The least and the largest ratio of each code."""
+    """The smallest and the largest ratio of each code."""
     step = 1 + len(codes)
     ratios = [
         [row["over_oracle"] for text in texts for row in text["rows"][1 + i :: step]]
         for i in range(len(codes))
     ]
     parts = [f"{min(found):.2f} to {max(found):.2f} with {code}" for code, found in zip(codes, ratios)]
-    return f"KL over oracle's at equal rows, in all of these: {', '.join(parts)}."
+    return f"Range of KL over oracle's at equal rows: {', '.join(parts)}."
 
 
 def study(bench, code, codes, lengths, texts, settings, out, write):
-    """Adds sections to `out`, and what they show to the result; all is written after each."""
+    """Adds sections to `out` and their data to the result; both are written after each section."""
     result = {"name": bench.name}
     out += [f"## {bench.name}", ""]
 
