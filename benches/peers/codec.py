@@ -4,12 +4,12 @@
     cargo build --release
     python benches/peers/codec.py target/release benches/results/codec.md [--smollm2 MODEL.gguf --text WIKITEXT] [--only SECTIONS]
 
-Speeds are medians of wall time on one thread, unless said. "Through the codec" runs the model over windows of the text with all
-keys and values but the first 4 tokens' replaced by the decoded ones, those of the current token included; positions from 256 on are
-scored against the plain model. Bits are bytes of frames, with index, checksums and headers, over the numbers coded; profiles, which
-belong to the model, are not counted. Profiles are made from the first 4,096 tokens of the text, which are not scored. LMCache's
-bins are those of most layers, the first ten layers' keys and two layers' values have twice as many; what its own format takes is
-computed: the entropy of each channel of 256 tokens, with their tables, lengths and scales.
+Speeds are medians of wall time on one thread unless stated otherwise. "Through the codec" runs the model over windows of the text with all
+keys and values but those of the first 4 tokens replaced by the decoded ones, those of the current token included; positions from 256 on are
+scored against the plain model. Bits are the size of frames, with index, checksums and headers, per coded element; profiles, which belong to
+the model, are not counted. Profiles are made from the first 4,096 tokens of the text, which are not scored. LMCache's bins are those of most
+layers; the keys of the first ten layers and the values of two layers have twice as many. The size of its own format is computed: the entropy
+of each channel of 256 tokens, plus tables, lengths and scales.
 """
 
 import argparse, datetime, json, math, os, platform, subprocess, tempfile
@@ -30,7 +30,7 @@ def speeds(out, folder):
     peers = [r for r in rows[1:] if r["coder"].startswith("constriction")]
     best = {what: max(r[what] for r in peers) for what in ("encode", "decode")}
     out += [
-        f"11.06 M symbols; each channel's own entropy is {entropy:.4f} bits. Million symbols a second.",
+        f"11.06 M symbols; each channel's own entropy is {entropy:.4f} bits. Rates in million symbols per second.",
         "",
         "| coder | bits | over the entropy | encode | decode | decode, 2 threads |",
         "| --- | --- | --- | --- | --- | --- |",
@@ -41,7 +41,7 @@ def speeds(out, folder):
         )
     out += [
         "",
-        "Beside the fastest of constriction, which takes the same models: "
+        "Against the fastest coder of constriction, with the same models:\n"
         + "; ".join(
             f"{r['coder'].split(', ')[1]} encodes {r['encode'] / best['encode']:.1f}x, decodes {r['decode'] / best['decode']:.1f}x, two threads {r['decode2'] / r['decode']:.2f}x one"
             for r in ours
@@ -131,7 +131,7 @@ def sizes(out, folder, model, text, windows, length):
     out += [
         "### Sizes against the entropy of each channel's bins, counted in the window itself",
         "",
-        "Bins less their mean, order 0 and at the same steps; what prediction gains is ours.",
+        "Order-0 entropy of the bins less their mean, at the same steps; the gain of prediction is ours.",
         "",
         "| bits | entropy | blocks of 256 | of 1,024 |",
         "| --- | --- | --- | --- |",
@@ -172,7 +172,7 @@ def sizes(out, folder, model, text, windows, length):
         "",
         "### What each idea is worth",
         "",
-        "Steps are equal in the rows of a half. Error / variance is that of squared errors.",
+        "Steps are equal within each half of the table. Error / variance is of squared errors.",
         "",
         "| setting | bits, blocks of 256 | of 1,024 | error / variance | KL |",
         "| --- | --- | --- | --- | --- |",
@@ -213,8 +213,8 @@ def budgets(out, folder, model, text, context, decode):
     out += [
         f"### Prompt of {context} tokens through the codec, {decode} decoded (`kv compare`)",
         "",
-        "Bits are all that is kept, first 4 and last 0 to 63 tokens in 16 bits included; LMCache's rows have our models in place of its tables.",
-        "The last column is the default's KL at the same bits, between its levels.",
+        "Bits count all that is kept, including the first 4 and last 0 to 63 tokens in 16 bits; LMCache's rows use our models instead of its tables.",
+        "The last column is the default's KL at the same bits, interpolated between its levels.",
         "",
         "| method | setting | bits | perplexity | KL | top-1 | needle | default |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
@@ -237,7 +237,7 @@ def budgets(out, folder, model, text, context, decode):
     ]
     out += [
         "",
-        "Beside 8-bit codes (the paper: 3.5 to 4.3 times smaller at no more than 2 % loss): "
+        "Against 8-bit codes (the paper: 3.5 to 4.3 times smaller at no more than 2 % loss):\n"
         + "; ".join(
             f"{ratio:.1f}x smaller at {100 * loss:+.1f} % perplexity"
             for ratio, loss, _ in levels
@@ -282,9 +282,9 @@ def published(out, folder, model, text, windows, length):
     rows = {r["method"]: r for r in result["rows"]}
     ours = [r for r in result["rows"] if r["method"].startswith("cachegen:mode=transform")]
     out += [
-        f"{windows} windows of {length} tokens, scored as above; tables are counted on {4096 // length} windows of {length} other tokens. Without loss the",
-        f"perplexity is {result['dense']:.3f}. Rates are bytes of range-coded streams that decode, with every row's scale (16 bits). `levels` are bins",
-        "on each side of zero in the first third of the layers; the paper's own bin widths, .5, 1 and 1.5, name no unit, so the whole curve is run.",
+        f"{windows} windows of {length} tokens, scored as above; tables are counted on {4096 // length} other windows of {length} tokens. The lossless perplexity",
+        f"is {result['dense']:.3f}. Rates are sizes of range-coded streams that decode, with every row's scale (16 bits). `levels` are bins on each side",
+        "of zero in the first third of the layers; the paper gives its bin widths, .5, 1 and 1.5, without a unit, so the whole curve is run.",
         "",
         "| levels | fixed width | one distribution | per layer | **per channel** | anchors raw | error / variance | perplexity | KL | top-1 |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
@@ -305,7 +305,7 @@ def published(out, folder, model, text, windows, length):
         "",
         "#### Its ideas one by one (figure 15), at equal KL",
         "",
-        f"Bits between two measured settings, linear in the logarithm of KL; in brackets how much smaller than {bits8:.2f} bits.",
+        f"Bits are interpolated linearly in the logarithm of KL; in brackets, {bits8:.2f} bits over them.",
         "",
         "| codec | " + " | ".join(f"KL {t}" for t in TARGETS) + " |",
         "| --- |" + " --- |" * len(TARGETS),
@@ -328,7 +328,7 @@ def published(out, folder, model, text, windows, length):
             for t in TARGETS
         ]
         out.append(f"| {name} | " + " | ".join(cells) + " |")
-    # What holds of 3.5 to 4.3 times: the smallest setting whose loss, and that of all finer ones, stays below.
+    # The claim of 3.5 to 4.3 times: the smallest setting whose loss, and that of all finer ones, stays below the limit.
     within = lambda rows, limit: [
         r for i, r in enumerate(rows) if all(x["perplexity"] <= limit for x in rows[: i + 1])
     ][-1]
@@ -336,9 +336,9 @@ def published(out, folder, model, text, windows, length):
     mine = sorted(ours, key=lambda r: -r["bits1024"])
     out += [
         "",
-        '#### What holds of "3.5 to 4.3 times smaller than quantization"',
+        '#### The claim "3.5 to 4.3 times smaller than quantization"',
         "",
-        "The smallest setting whose perplexity, with that of every finer one, stays within the paper's limits.",
+        "The smallest setting whose perplexity, and that of every finer one, stays within the paper's limits.",
         "",
         "| loss of perplexity | codec | bits | smaller than 8 bits | smaller than fp16 | perplexity | KL |",
         "| --- | --- | --- | --- | --- | --- | --- |",
@@ -360,15 +360,15 @@ def published(out, folder, model, text, windows, length):
         "",
         f"At a KL of {target} CacheGen as published is {bits8 / bits[names[5]]:.1f} times smaller than 8-bit codes on this model, and ours {bits8 / bits['**ours** (transform)']:.1f} times.",
         f"The arithmetic coder with one distribution changes the bits of plain quantization by {change(names[0], names[1])}, distributions per channel and layer by",
-        f"{change(names[1], names[3])} more; anchors then by {change(names[3], names[4])} and bins by layer third by {change(names[4], names[5])}. In the published codec one distribution for all",
-        f"costs {change(names[5], names[6])} (the paper: up to 53 % saved), raw anchors {change(names[5], names[8])}; without differences it would take {change(names[5], names[9])}, with differences to",
+        f"{change(names[1], names[3])} more; anchors by {change(names[3], names[4])} and bins by layer third by {change(names[4], names[5])}. In the published codec one distribution for all",
+        f"costs {change(names[5], names[6])} (the paper: up to 53 % saved), raw anchors {change(names[5], names[8])}; without differences it would change by {change(names[5], names[9])}, with differences to",
         f"the channel's mean, which needs no anchor, {change(names[5], names[10])}.",
     ]
     out.append("")
 
 
 FAR = [8, 12, 16, 20]
-# Behind the prompt, so that half a batch of 64 tokens is left over, as is on average.
+# Tokens decoded after the prompt: half a batch of 64 tokens is left over, the average.
 FAR_DECODED = 228
 FAR_EXACT = 4 + 32
 
@@ -396,10 +396,10 @@ def far_end(out, folder, contexts, *options):
             return json.load(open(file.name))["methods"]
 
     out += [
-        f"Sizes are all that a sequence keeps: the first 4 tokens and the last, incomplete batch (32 of 64, the average) are in 16 bits. {FAR_DECODED} tokens are",
-        "decoded behind the prompt. `bits` is the setting that gives the size, found between two others; `without both` is the rate of the coded tokens alone.",
+        f"Sizes count all that a sequence keeps: the first 4 tokens and the last, incomplete batch (32 of 64, the average) are in 16 bits. {FAR_DECODED} tokens",
+        "are decoded after the prompt. `setting` is the one that gives the size, found by interpolation; `coded` is the rate of the coded tokens alone.",
         "",
-        "| prompt | smaller than fp16 | setting | bits | without both | bytes a token | perplexity | KL | top-1 | needle |",
+        "| prompt | smaller than fp16 | setting | bits | coded | bytes per token | perplexity | KL | top-1 | needle |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     coded = lambda bits, tokens: (bits * tokens - 16 * FAR_EXACT) / (tokens - FAR_EXACT)
@@ -424,16 +424,16 @@ def pq_codes(out, folder, model, text):
     shapes = ["64x6", "32x6"]
     rows = json.loads(run([f"{folder}/pq_entropy", model, text, "4096", "4096", ",".join(shapes)]))["rows"]
     columns = [
-        ("static", "a table per subspace"),
-        ("adaptive", "it, adaptive"),
-        ("class", "given the class of the previous token's code"),
-        ("previous", "given the previous token's code"),
-        ("neighbour", "given the code of the subspace before"),
+        ("static", "table per subspace"),
+        ("adaptive", "adaptive"),
+        ("class", "given previous token's class"),
+        ("previous", "given previous token's code"),
+        ("neighbour", "given previous subspace's code"),
         ("window", "own entropy"),
     ]
     out += [
-        "Bits per code and what is saved of them, on 4,096 tokens under tables counted on 4,096 others, for each layer, head and subspace; `class` is",
-        "one of four. The last column is the entropy of the test text's own counts, which no coder without context reaches.",
+        "Bits per code and the savings, on 4,096 tokens with tables counted on 4,096 others, per layer, head and subspace; a class is one of four.",
+        "The last column is the entropy of the test text's own counts, a lower bound for coders without context.",
         "",
         "| codes | | " + " | ".join(name for _, name in columns) + " |",
         "| --- | --- |" + " --- |" * len(columns),
@@ -450,18 +450,18 @@ def pq_codes(out, folder, model, text):
     }
     out += [
         "",
-        "The most that is saved of all codes of a shape: "
+        "Largest savings over all codes of a shape:\n"
         + "; ".join(f"{dict(columns)[key]}, {gain:.1f} % ({code})" for key, (gain, code) in best.items())
         + ".",
-        "The values of the first layer depend on nothing but the token, which is why their subspaces predict one another.",
+        "The values of the first layer depend only on the token, so their subspaces predict one another.",
     ]
     if max(gain for gain, _ in best.values()) < 5:
-        out += ["Less than 5 % of all codes: a coder of these codes does not pay, and none is built."]
+        out += ["Less than 5 % over all codes: an entropy coder for these codes does not pay, and there is none."]
     out.append("")
 
 
 def replaced(path, section):
-    """The lines of `path` with a section in place of that of the same heading, or behind all."""
+    """The lines of `path` with a section in place of the one with the same heading, or appended."""
     with open(path) as file:
         parts = file.read().split("\n## ")
     text = "\n".join(section).removeprefix("## ")

@@ -76,7 +76,7 @@ fn words16(bytes: &[u8]) -> Vec<u16> {
 struct Range24;
 impl Coder for Range24 {
     fn name(&self) -> String {
-        "constriction range, 24 bits, a stream a plane".into()
+        "constriction range, 24 bits, one stream per plane".into()
     }
     fn encode(&self, unit: &Unit) -> Vec<u8> {
         let mut encoder = DefaultRangeEncoder::new();
@@ -116,7 +116,7 @@ impl Coder for Range12 {
 struct Ans24;
 impl Coder for Ans24 {
     fn name(&self) -> String {
-        "constriction ANS, 24 bits, a stream a plane".into()
+        "constriction ANS, 24 bits, one stream per plane".into()
     }
     fn encode(&self, unit: &Unit) -> Vec<u8> {
         let mut encoder = DefaultAnsCoder::new();
@@ -156,7 +156,7 @@ impl Coder for Ans12 {
 struct Zstd(i32);
 impl Coder for Zstd {
     fn name(&self) -> String {
-        format!("zstd -{}, channel after channel", self.0)
+        format!("zstd -{}, channel-major", self.0)
     }
     fn encode(&self, unit: &Unit) -> Vec<u8> {
         zstd::bulk::compress(&unit.symbols, self.0).unwrap()
@@ -212,7 +212,7 @@ fn starts(unit: &Unit, channel: usize) -> Vec<u32> {
 
 impl Coder for Bitwise {
     fn name(&self) -> String {
-        "torchac, CacheGen, LMCache: bit by bit, a stream a channel and 256 tokens".into()
+        "torchac, CacheGen, LMCache: bit by bit, one stream per channel and 256 tokens".into()
     }
 
     fn encode(&self, unit: &Unit) -> Vec<u8> {
