@@ -5,6 +5,7 @@
 #pragma once
 #include "element.cuh"
 #include "primitives_sm80.cuh"
+#include "warp.cuh"
 
 constexpr int TILE = 16, QUERIES = 8;
 constexpr int RESULT = DIM + 4; // floats of a result row: components, maximum, sum of weights, padding
