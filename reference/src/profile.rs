@@ -16,9 +16,9 @@ const FORMAT: &str = "kv-profile-2";
 /// The results of calibration for one model: codebooks, rotations, probability models.
 ///
 /// It is stored as a safetensors file. Entries are named `method/setting/k or v/layer/head/part`, for a
-/// bitstream `method/setting/planes`; the metadata hold the model's name and hash, a checksum of the entries,
-/// and, unless the file is older, the number of tokens that it was calibrated on and their digest. Equal
-/// entries from the same tokens for the same model give equal bytes.
+/// bitstream `method/setting/planes`; the metadata hold the model's name and hash, a checksum, and, unless
+/// the file is older, the number of tokens that it was calibrated on and their digest. Equal entries from the
+/// same tokens for the same model give equal bytes.
 #[derive(Clone, Debug, Default)]
 pub struct Profile {
     floats: BTreeMap<String, Vec<f32>>,
@@ -133,12 +133,16 @@ impl Profile {
         floats.chain(self.bytes.iter().map(|(key, x)| (key.as_str(), Dtype::U8, x.len(), Cow::from(x))))
     }
 
-    /// SHA-256 over names, types, lengths and bytes of all entries, in hexadecimal.
+    /// SHA-256 over names, types, lengths and bytes of all entries, and over the number and digest of the
+    /// calibration tokens, if known, in hexadecimal.
     fn checksum(&self) -> String {
         let mut hasher = Sha256::new();
         for (key, dtype, len, bytes) in self.entries() {
             hasher.update(format!("{} {key} {dtype:?} {len} ", key.len()));
             hasher.update(bytes);
+        }
+        if let Some(Tokens { n, sha256 }) = &self.tokens {
+            hasher.update(format!("{n} {sha256}"));
         }
         hex(hasher)
     }
@@ -183,7 +187,7 @@ impl Profile {
             }
         }
         if field("sha256") != profile.checksum() {
-            return Err(Error::file(path, "is damaged: its entries do not have the checksum that it names"));
+            return Err(Error::file(path, "is damaged: its contents do not have the checksum that it names"));
         }
         match profile.floats.iter().find(|(_, values)| values.iter().any(|x| !x.is_finite())) {
             Some((key, _)) => Err(Error::file(path, format!("entry `{key}` holds a NaN or an infinity"))),
