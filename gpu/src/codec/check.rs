@@ -17,18 +17,18 @@ const OPERATION: Operation = Operation("codec::Check");
 /// Pointers and ranges of one launch of [`Check`].
 #[derive(Clone, Debug)]
 pub struct CheckArguments {
-    /// The bytes of the frame, with three more readable bytes after the last one. Layers that this launch
-    /// does not check need not have arrived yet.
+    /// The bytes of the frame, followed by at least three readable bytes. Layers that this launch does not
+    /// check need not have arrived yet.
     pub frame: DevicePtr<u8>,
     /// The layers to check.
     pub layers: Range<usize>,
-    /// One `u32`, 0 before the launch. Afterwards it is 1 + the index in the frame of a block with another
-    /// checksum, or 0. A launch never lowers it.
+    /// One `u32`, 0 before the launch. Afterwards it is 1 + the index in the frame of a block with a wrong
+    /// checksum, or 0 if there is none. A launch never lowers it.
     pub wrong: DevicePtr<u32>,
 }
 
-/// `codec_core::Frame::check_block` for all blocks of many layers: the CRC-32 of their bytes, where
-/// [`Decode`](super::Decode) reads them.
+/// `codec_core::Frame::check_block` for all blocks of a range of layers: compares the CRC-32 of their bytes,
+/// in the memory that [`Decode`](super::Decode) reads, with the frame's index.
 ///
 /// # Cost
 /// One pass over the bytes; a thread block reads one block of tokens of a plane.
@@ -39,7 +39,7 @@ pub struct Check {
 }
 
 impl Check {
-    /// The kernel, which is the same for all shapes, for [`compile`](crate::compile) without a device.
+    /// The kernel, for [`compile`](crate::compile) without a device. It is the same for all shapes.
     #[must_use]
     pub fn program() -> Program {
         Program::new(source!("codec/check.cu"), &[])
@@ -56,12 +56,12 @@ impl Check {
     /// Launches it on a stream.
     ///
     /// # Errors
-    /// [`Error::Argument`] for layers that the frame does not have and for a frame without loss,
+    /// [`Error::Argument`] for layers that the frame does not have and for a lossless frame,
     /// [`Error::Driver`].
     /// # Safety
     /// The [contract of a launch](DevicePtr#launches) holds; the frame may begin at any byte. The header and
-    /// index at `arguments.frame` are those of a frame that [`codec_core::Frame`] has parsed, of which `info`
-    /// is the header, **and three bytes after its last one can be read**.
+    /// index at `arguments.frame` are those of a frame that [`codec_core::Frame`] has parsed, `info` is its
+    /// header, **and the three bytes after its last one are readable**.
     pub unsafe fn launch(
         &self,
         stream: CUstream,

@@ -17,7 +17,7 @@ struct Arguments {
     uint4* keys_out;     // [head][out_len][CHUNKS]
     uint4* values_out;
     u64 head_rows, list_len, out_len;
-    const u8* prefetch; // bytes for L2, which is idle while rows cross the link
+    const u8* prefetch; // bytes to prefetch into L2 while rows cross PCIe
     u64 prefetch_len;
 };
 

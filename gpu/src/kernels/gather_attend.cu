@@ -1,41 +1,42 @@
-// Decode attention to exact rows and to chosen ones, of which some are still in pinned host memory: a warp attends to
-// these as they arrive over PCIe, and keeps them in slots on the device, where later launches find them.
+// Decode attention to exact rows and chosen rows, some of which are still in pinned host memory: a warp attends to
+// these as they arrive over PCIe, and stores them in slots on the device for later launches.
 //
-// CPU twin: pq_core::attend_exact_into over the exact rows and the chosen ones, in this order.
+// CPU twin: pq_core::attend_exact_into over the exact rows, then the chosen ones.
 //
 // Compile-time shape: DIM (64 or 128), ELEMENT (1 for f16, 2 for bf16), WARPS, SHARED_BYTES.
 //
 // Launch: grid (splits, heads of all sequences, slices), WARPS warps per block. A block serves QUERIES = 8 query heads
-// of a group; a larger group has several slices, which all read the rows of the host. A head's tiles of 16 tokens are
-// split evenly over its blocks, which deal them to their warps in turn.
+// of a group; a larger group has several slices, each of which reads the rows from the host. A head's tiles of 16
+// tokens are split evenly over its blocks, which deal them to their warps in turn.
 //
-// The floor is the link: every missing row crosses it once. Each warp has 16 rows of both sides on their way, all
-// warps together many times what a link needs, so that attention hides behind it: rows that are on the device wait for
-// nothing, and few tiles are left when the last row arrives. Device memory is idle meanwhile, so blocks also prefetch
-// what later kernels read.
+// The floor is PCIe: every missing row crosses it once. Each warp has 16 rows of both sides in flight, all warps
+// together many times what saturates the link, so that attention is hidden behind the transfer: resident rows do not
+// wait, and few tiles are left when the last row arrives. Device memory is idle meanwhile, so blocks also prefetch into
+// L2 for later kernels.
 //
-// As fragments of an mma (tile_attention.cuh), four lanes need 64 bytes of a key at a time, but the link is read best
-// in pieces of 128 bytes. So the eight lanes of two keys read a piece of one, then of the other, and exchange halves.
+// As fragments of an mma (tile_attention.cuh), four lanes need 64 bytes of a key at a time, but PCIe reads are most
+// efficient in pieces of 128 bytes. So the eight lanes of two keys read a piece of one, then of the other, and exchange
+// halves.
 #include "element.cuh"
 #include "primitives_sm80.cuh"
 #include "softmax_reduce.cuh"
 #include "tile_attention.cuh"
 
 constexpr int THREADS = WARPS * LANES;
-constexpr int PIECES = DIM / 64; // of 128 bytes of a row
+constexpr int PIECES = DIM / 64; // pieces of 128 bytes per row
 constexpr int SHARED = WARPS * QUERIES * RESULT * 4 + (int)sizeof(Work);
 static_assert(SHARED <= SHARED_BYTES, "the host reserves enough");
 
 struct Arguments {
-    u16* keys; // element [head][capacity][DIM]: exact rows, and slots from `first_slot` on; a head is one of a sequence
+    u16* keys; // element [head of a sequence][capacity][DIM]: exact rows, then slots from `first_slot` on
     u16* values;
     const u32* exact_lengths; // [sequence]
     const u32* counts;        // [sequence]: chosen tokens of each head
-    const u32* slots;         // [head][list_len]: of the chosen tokens
+    const u32* slots;         // [head][list_len]: slots of the chosen tokens
     const u16* host_keys;     // element [head][host_rows][DIM]
     const u16* host_values;
-    const u32* tokens;  // [head][list_len]: the host's row of each chosen token
-    const u32* missing; // [head][list_len / 32, rounded up]: a bit for each whose slot does not have it; null for none
+    const u32* tokens;  // [head][list_len]: host row of each chosen token
+    const u32* missing; // [head][list_len / 32, rounded up]: bit set if a token is not in its slot; null if all are
     const u16* queries; // element [head][query of group][DIM]
     float* partials;    // [slice][head][split][2][QUERIES][RESULT]
     u32* arrived;       // [head][slice], zero between launches
@@ -44,7 +45,7 @@ struct Arguments {
     u32 heads; // of a sequence
     u32 group;
     float scale;        // factor of the scores, times log2(e)
-    const u8* prefetch; // bytes for L2
+    const u8* prefetch; // bytes to prefetch into L2
     u64 prefetch_len;
 };
 
@@ -55,7 +56,7 @@ constexpr u32 NOWHERE = 0xffffffffu;
 // The rows of a token: lane t and lane t + 16 have those of token t of a tile.
 struct Place {
     u32 row;  // on the device, or in host memory
-    u32 kept; // the row of the device that is to keep it, or NOWHERE if that is where it is
+    u32 kept; // the device row to store it in, or NOWHERE if it is resident
 
     __device__ __forceinline__ Place of(int t) const {
         return {__shfl_sync(FULL, row, t), __shfl_sync(FULL, kept, t)};
@@ -100,7 +101,7 @@ struct Head {
     }
 };
 
-// The keys and values of a tile, of lane 4 g + l.
+// A tile's keys and values in lane 4 g + l.
 struct Tile {
     uint4 keys[2][2 * PIECES]; // [i][2 j + r]: token 8 i + g - g % 2 + r, components 64 j + 32 (g % 2) + 8 l to + 7;
                                // exchanged: token 8 i + g, components 64 j + 32 r + 8 l to + 7
@@ -134,7 +135,7 @@ struct Tile {
         }
     }
 
-    // Keeps the keys that have come from the host, before `exchange`.
+    // Stores the keys that have arrived from the host in their slots; called before `exchange`.
     __device__ __forceinline__ void keep_keys(const SideRows& rows, const Place& place, int g, int l) const {
 #pragma unroll
         for (int i = 0; i < 2; i++)

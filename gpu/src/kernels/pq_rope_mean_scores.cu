@@ -1,29 +1,29 @@
-// The part of the scores that comes from a mean of the keys before RoPE, for every coded token:
+// The addends of the scores of coded tokens for a mean of the keys before RoPE:
 // addend = <query, R(position) mean> * scale, in f16.
 //
-// CPU twin: pq_core::RopeMean::scores_into. Compile-time shape: HEAD_DIM 64 or 128; GROUP (query heads per key/value
-// head); ELEMENT of the queries. Launch: grid (blocks), THREADS threads, with PDL.
+// CPU twin: pq_core::RopeMean::scores_into. Compile-time shape: HEAD_DIM 64 or 128; GROUP (query heads per KV head);
+// ELEMENT of the queries. Launch: grid (blocks), THREADS threads, with PDL.
 //
 // With the coefficients a = q_x m_x + q_y m_y and b = q_y m_x - q_x m_y of a pair of components of frequency f, the
-// addend at position p is the sum over pairs of a cos(p f) + b sin(p f). A span of SPAN positions is taken about its
-// centre c. The coefficients are rotated to c in f32, and
+// addend at position p is the sum over pairs of a cos(p f) + b sin(p f). For a span of SPAN positions with centre c,
+// the coefficients are rotated to c in f32, and
 //   addend(c + d) = even(d) + odd(d),  addend(c - d) = even(d) - odd(d),
 //   even(d) = sum of a cos(d f),  odd(d) = sum of b sin(d f),  d = 1/2, 3/2, ..., (SPAN - 1) / 2:
-// products on tensor cores with cosines and sines that are the same for all spans, heads and queries, of half the size
-// of a product with all positions. They are in shared memory (`fill_waves`). A unit of work of a warp is UNIT_ROWS
-// queries times UNIT_SPANS spans: a lane has a share of the pairs of one query, and rotates it to every span. Rotated
-// coefficients include the scale: where one of them overflows f16, an addend does.
+// products on tensor cores, half the size of a product over all positions. Their cosines and sines are the same for all
+// spans, heads and queries, and are kept in shared memory (`fill_waves`). A unit of work of a warp is UNIT_ROWS queries
+// times UNIT_SPANS spans: a lane has a share of the pairs of one query, and rotates it to every span. Rotated
+// coefficients include the scale: if one of them overflows f16, an addend does.
 //
-// Everything but the queries is read, and the waves and the first centres are computed, before the PDL wait.
+// Before the PDL wait, everything but the queries is read, and the waves and the first centres are computed.
 //
-// Angles are in turns, as 64-bit fractions: products with positions are exact modulo a turn.
+// Angles are 64-bit fractions of a turn: products with positions are exact modulo a turn.
 #include "element.cuh"
 #include "primitives_sm80.cuh"
 #include "warp.cuh"
 
 constexpr int TILE = 32, WARPS = 8, THREADS = WARPS * LANES;
-constexpr int PAIRS = HEAD_DIM / 2, STEPS = PAIRS / 16; // STEPS: of mma along the pairs
-constexpr int SHARE = PAIRS / 4;                        // pairs of a lane: SHARE l and on
+constexpr int PAIRS = HEAD_DIM / 2, STEPS = PAIRS / 16; // STEPS: mma steps along the pairs
+constexpr int SHARE = PAIRS / 4;                        // pairs of a lane, from SHARE l on
 constexpr int SPAN = 256, SPAN_TILES = SPAN / TILE, DISTANCES = SPAN / 2;
 constexpr int UNIT_ROWS = 8, UNIT_SPANS = 2;
 constexpr int CHUNKS = HEAD_DIM / 8; // 16-byte chunks of a row of waves
@@ -39,17 +39,17 @@ struct Arguments {
     float scale;
 };
 
-// Half of what each pair turns by from one position to the next, as a fraction of 2^64 of a turn.
+// Half of the angle by which each pair turns per position, in units of 2^-64 turns.
 __shared__ u64 half_turns[PAIRS];
-// f16 [distance][cosines and sines of all pairs], swizzled. Row 32 i + 8 j + c has the distance of index 32 i + 8 (c /
-// 2) + 2 j + c % 2: four products side by side have eight adjacent positions in a lane. Word l of chunk c of a row, of
-// cosines or sines, has the pairs SHARE l + 2 c and the next one.
+// f16 [distance][cosines and sines of all pairs], swizzled. Row 32 i + 8 j + c holds the distance with index
+// 32 i + 8 (c / 2) + 2 j + c % 2, so that four consecutive products give a lane eight adjacent positions. Word l of
+// chunk c of a row's cosines or sines holds the pairs SHARE l + 2 c and the next one.
 __shared__ __align__(16) u16 waves[DISTANCES * HEAD_DIM];
-// [warp][span of the unit][lane's share]: cosine and sine of the angle at the span's centre. The padding takes the
-// shares of four lanes to different banks.
+// [warp][span of the unit][lane's share]: cosine and sine of the angle at the span's centre. The padding puts the
+// shares of four lanes in different banks.
 __shared__ __align__(16) float2 centres[WARPS][UNIT_SPANS][4][SHARE + 2];
 
-// The cosine and the sine of an angle, as a fraction of 2^32 of a turn.
+// The cosine and sine of an angle in units of 2^-32 turns.
 __device__ __forceinline__ float2 wave_at(u32 turn) {
     const float angle = (int)turn * 1.46291808e-9f; // 2 pi / 2^32
     float2 wave;
@@ -65,9 +65,9 @@ __device__ __forceinline__ void fill_waves(const float* frequencies) {
         half_turns[threadIdx.x] = (u64)((turns - floor(turns)) * 18446744073709551616.);
     }
     __syncthreads();
-    constexpr int WORDS = PAIRS / 2, RUN = DISTANCES * WORDS / THREADS; // distances of a thread
+    constexpr int WORDS = PAIRS / 2, RUN = DISTANCES * WORDS / THREADS; // RUN: distances per thread
     const int word = threadIdx.x % WORDS, first = threadIdx.x / WORDS * RUN, pair = word % 4 * SHARE + word / 4 * 2;
-    float2 wave[2], step[2]; // of two pairs, at a distance and from one distance to the next
+    float2 wave[2], step[2]; // of two pairs: at a distance, and per step of the distance
 #pragma unroll
     for (int j = 0; j < 2; j++) {
         const u32 turn = half_turns[pair + j] >> 32;
@@ -109,7 +109,7 @@ __device__ __forceinline__ void load(float (&to)[N], const float* from) {
     }
 }
 
-// A lane's share of a query, or of a mean.
+// A lane's share of a query or a mean.
 struct Share {
     float x[SHARE], y[SHARE];
 
@@ -156,7 +156,7 @@ struct Rotated {
     }
 };
 
-// Adds the products of two steps with the waves of 8 distances, of which `chunk` is the first chunk.
+// Adds the products of two steps with the cosines or sines of 8 distances, which begin at chunk `chunk` of their rows.
 __device__ __forceinline__ void multiply(float (&sums)[UNIT_SPANS / 2][4], const u32 (&rows)[UNIT_SPANS / 2][STEPS][4],
                                          int first_row, int chunk, int step, int lane) {
     u32 columns[4];
@@ -177,7 +177,7 @@ __device__ __forceinline__ void add_unit(const Arguments& a, u32 sequence, u32 f
     const u32 rows = a.heads * GROUP, row = min(first_row + g, rows - 1), head = row / GROUP, query = row % GROUP;
     const u64 place = (u64)sequence * a.heads;
     const Share mean(a.means + head * HEAD_DIM + SHARE * l);
-    __syncwarp(); // all lanes have rotated to the centres of the unit before
+    __syncwarp(); // the centres of the previous unit are no longer in use
 #pragma unroll
     for (int pair = lane; pair < PAIRS; pair += LANES)
 #pragma unroll
@@ -191,7 +191,7 @@ __device__ __forceinline__ void add_unit(const Arguments& a, u32 sequence, u32 f
     const Share query_share(a.queries + (place * GROUP + row) * HEAD_DIM + SHARE * l);
     const Rotated rotated(Coefficients(query_share, mean, a.scale), centres[warp], l);
 
-    const u32 tile_end = first_row + g < rows ? (length + TILE - 1) / TILE : 0; // no tile of a row without a query
+    const u32 tile_end = first_row + g < rows ? (length + TILE - 1) / TILE : 0; // a row without a query has no tiles
     u16* out = a.addends + ((place + head) * a.tiles * GROUP + query) * TILE;
     auto store = [&](u32 tile, u32 token, const u32(&words)[4]) {
         if (tile < tile_end) st_global_v4(out + (u64)tile * GROUP * TILE + token, words);
@@ -208,7 +208,7 @@ __device__ __forceinline__ void add_unit(const Arguments& a, u32 sequence, u32 f
             }
 #pragma unroll
         for (int span = 0; span < UNIT_SPANS; span++) {
-            u32 before[4], after[4]; // the centre: eight tokens each
+            u32 before[4], after[4]; // eight tokens on each side of the centre
 #pragma unroll
             for (int j = 0; j < 4; j++) {
                 const int first = span % 2 * 2;
@@ -242,5 +242,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) pq_rope_mean_scores(con
         }
         unit -= all;
     }
-    pdl_wait(); // warps without a unit, too: the grid must not end before the previous one
+    pdl_wait(); // also by warps without a unit: this grid must not end before the previous one
 }

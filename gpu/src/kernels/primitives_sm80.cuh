@@ -4,7 +4,7 @@
 
 __device__ __forceinline__ u32 smem_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
-// Loads from a 32-bit address of shared memory. The first one is for data that no longer changes.
+// Loads from a 32-bit shared memory address. The first function is for data that no longer changes.
 __device__ __forceinline__ u32 ld_shared_const_u32(u32 address) {
     u32 x;
     asm("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(address));
@@ -63,13 +63,12 @@ __device__ __forceinline__ void mma_m16n8k16_init(float (&c)[4], const u32 (&a)[
 }
 
 // mma.sp.m16n8k32: c += a b, a (16, 32) and b (32, 8) in f16, c (16, 8) in f32. Of every four adjacent columns of a row
-// of a, two are given, and `metadata` say which: four bits for each four columns, 0x4 for the first two and 0xe for the
+// of a, two are stored, and `metadata` selects them: four bits per four columns, 0x4 for the first two and 0xe for the
 // last two. Lane 4 g + l holds
-//   a[i] = the given two of a[g + 8 (i & 1)][4 l + 16 (i >> 1) .. + 4]
+//   a[i] = the stored two of a[g + 8 (i & 1)][4 l + 16 (i >> 1) .. + 4]
 //   b[i] = b[2 l + 8 i .. + 2][g]
 //   c[i] = c[g + 8 (i >> 1)][2 l + (i & 1)]
-// and lanes with l < 2 have the metadata of columns 16 l to 16 l + 15, of row g in the low half and of row g + 8 in the
-// high one.
+// and lanes with l < 2 hold the metadata of columns 16 l to 16 l + 15: row g in the low half, row g + 8 in the high.
 #if __CUDACC_VER_MAJOR__ > 12 || __CUDACC_VER_MAJOR__ == 12 && __CUDACC_VER_MINOR__ >= 5
 #define MMA_SP "mma.sp::ordered_metadata" // PTX 8.5
 #else
@@ -113,7 +112,7 @@ __device__ __forceinline__ void ldmatrix_x4_trans(u32 (&words)[4], const void* r
 }
 
 // A 16-byte chunk of a row of a tile of 16-bit elements, with the 128-byte XOR swizzle: chunk ^= row % 8, so that a
-// column of chunks lies in different banks. Rows of other than a multiple of 8 chunks are not swizzled.
+// column of chunks lies in different banks. Rows whose chunks are not a multiple of 8 are not swizzled.
 template <int CHUNKS>
 __device__ __forceinline__ u16* swizzled(u16* tile, int row, int chunk) {
     return tile + (row * CHUNKS + (CHUNKS % 8 ? chunk : chunk ^ (row & 7))) * 8;
@@ -122,7 +121,7 @@ __device__ __forceinline__ u16* swizzled(u16* tile, int row, int chunk) {
 __device__ __forceinline__ void cp_async_16(void* shared, const void* global) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(smem_address(shared)), "l"(global) : "memory");
 }
-// Writes zeros where not `valid` (a source size of 0); `global` must then still be an address of the device.
+// Writes zeros if not `valid` (a source size of 0); `global` must then still be a device address.
 __device__ __forceinline__ void cp_async_16_zfill(void* shared, const void* global, bool valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem_address(shared)), "l"(global),
                  "r"(valid ? 16 : 0)
@@ -173,7 +172,7 @@ __device__ __forceinline__ void ld_nc_no_allocate(u32* to, const void* from) {
 __device__ __forceinline__ void prefetch_global_l2(const void* from) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
 }
-// The same for many bytes: `threads` threads share the lines of 128 bytes.
+// Prefetches `bytes` bytes: `threads` threads share the lines of 128 bytes.
 __device__ __forceinline__ void prefetch_global_l2(const u8* from, u64 bytes, u64 thread, u64 threads) {
     for (u64 at = 128 * thread; at < bytes; at += 128 * threads) prefetch_global_l2(from + at);
 }
@@ -194,7 +193,7 @@ __device__ __forceinline__ u32 ld_acquire(const u32* from) {
     return x;
 }
 
-// atomicAdd with acq_rel order: the block's writes before its last barrier are visible to whoever acquires the new
+// atomicAdd with acq_rel order: the block's writes before its last barrier are visible to threads that acquire the new
 // value.
 __device__ __forceinline__ u32 atomic_add_acq_rel(u32* counter, u32 x) {
     u32 old;

@@ -2,7 +2,7 @@
 // share an entry of the work. No second kernel is needed: the last block to arrive merges and writes the output.
 //
 // A partial result of a query is the weighted sum of values, the maximum m of the scores (logarithms to base 2) and the
-// sum of the weights 2^(score - m). The order of merging is that of warps, then of blocks, whichever block arrives
+// sum of the weights 2^(score - m). Results are merged in the order of warps, then of blocks, whichever block arrives
 // last, so the same inputs give the same bytes.
 //
 // More than MANY_RESULTS results, counted over blocks and queries, may be merged in two steps, first in groups of
@@ -50,12 +50,12 @@ __device__ __forceinline__ bool is_last_of(Work& work, u32* counter, u32 expecte
     return work.last != 0;
 }
 
-// Merges `count` partial results of other blocks and calls `put(row, component, sum)`. They are STEP floats apart, but
-// the first one lies `shift` floats after its place. `__ldcg` reads them from L2: L1 is not coherent with the writes of
-// other blocks.
+// Merges `count` partial results of other blocks and calls `put(row, component, sum)`. They are STEP floats apart,
+// except that the first one is offset by `shift` floats. `__ldcg` reads them from L2: L1 is not coherent with the
+// writes of other blocks.
 template <int ROWS, int COMPONENTS, int STRIDE, int STEP, int THREADS, typename Put>
 __device__ __forceinline__ void merge(u32 rows, u32 count, const float* partials, int shift, Put put) {
-    constexpr int PAIRS = 2, IN_FLIGHT = 16; // pairs of components of a thread, results in flight
+    constexpr int PAIRS = 2, IN_FLIGHT = 16; // pairs of components per thread, results in flight
     for (int i = 2 * PAIRS * threadIdx.x; i < rows * COMPONENTS; i += 2 * PAIRS * THREADS) {
         const int q = i / COMPONENTS, d = i % COMPONENTS;
         Sum sums[PAIRS];
@@ -152,7 +152,7 @@ __device__ __forceinline__ void reduce(const float* results, u32 rows, Work& wor
                                                                                  STEP, write);
             return;
         }
-        // With 8 queries, the loop below led ptxas to another order of the loop over tiles, which took 2 % longer.
+        // With 8 queries, the loop below made ptxas schedule the loop over tiles differently, which took 2 % longer.
         if constexpr (ROWS > 4) {
             const float* first_partials = own_partials - (u64)(block - first_block) * STEP;
             if (is_last_of(work, arrived, pieces))

@@ -1,4 +1,4 @@
-// Decode attention on keys and values that rotations have projected: every KV head has its own key rank and value rank.
+// Decode attention on projected keys and values: every KV head has its own key rank and value rank.
 //
 // CPU twin: svd_core::attend_exact_into. Source: ZACK, 5.1 and 5.3, with work split over tokens as well as heads.
 //
@@ -6,20 +6,21 @@
 // 16 for DIM 64: registers limit it), SHARED_BYTES, PAGED or not. Ranks are multiples of 8 and are read on the device.
 //
 // Launch: grid (blocks, slices) with about one block per multiprocessor in total; WARPS warps per block. A block serves
-// QUERIES = 8 query heads of a group; a larger group has several slices, which is blockIdx.y. The entries of the work
-// (scheduler.cuh) are the KV heads of all sequences. Work is split by tokens and ranks: a tile of 16 tokens costs its
-// components and a constant, and so does a head. Within its part of an entry, a block deals tiles to its warps in turn.
+// QUERIES = 8 query heads of a group; a larger group has several slices (blockIdx.y). The entries of the work
+// (scheduler.cuh) are the KV heads of all sequences. Work is split by tokens and ranks: the cost of a tile of 16 tokens
+// is proportional to its components plus a constant; a head also has a fixed cost. Within its part of an entry, a block
+// deals tiles to its warps in turn.
 //
-// The floor is reading every kept component once. A warp takes a tile of 16 tokens and keeps all of it in registers:
-// nothing passes through shared memory. Lane 4 g + l:
+// The floor is reading every kept component once. A warp holds a tile of 16 tokens entirely in registers: nothing
+// passes through shared memory. Lane 4 g + l:
 //
 // - Scores = keys (A operand, rows are tokens) times queries (B operand). A lane loads 16 bytes of tokens g and g + 8,
 //   which are its A fragments of two mma. This permutes the components within 32; the queries are loaded in the same
 //   order.
 // - The accumulators have tokens as rows. movmatrix transposes the weights into the B operand of the next mma.
 // - Output = values transposed (A operand, rows are components) times weights. A lane loads 16 bytes, components 8 g to
-//   8 g + 7, of the four tokens that its fragments need. prmt pairs two tokens, and mma i has components 2 i and
-//   2 i + 1 of every 8 as its rows. Its columns are queries, the same ones as those of the lane's maxima.
+//   8 g + 7, of the four tokens that its fragments need. prmt pairs two tokens, and the rows of mma i are components
+//   2 i and 2 i + 1 of every 8. Its columns are the queries whose maxima the lane holds.
 //
 // Bound by, for one sequence of 32,768 tokens with 8 KV heads on an H200: about 8 us of launch, work distribution and
 // reduction in addition to the loads. Loops start after 2.0 us and end after 15 to 20 us, a block finishes its
@@ -55,13 +56,13 @@ struct Arguments {
     const u32* key_ranks;             // [head]
     const u32* value_ranks;           // [head]
     const u64* key_offsets;           // [head]: sum of the key ranks of all earlier heads
-    const u64* value_offsets;         // [head]: the same of the value ranks
+    const u64* value_offsets;         // [head]: sum of the value ranks of all earlier heads
     float* partials;                  // [block][2][QUERIES][RESULT]
     u32* arrived;                     // [sequence][head][slice], zero between launches
     u16* out;                         // element [sequence][head][query of group][DIM]; only the value rank is written
     float* log_sum_exp;               // [sequence][head][query of group], or null
     u64 key_rank_sum, value_rank_sum; // over all heads
-    u64 capacity;                     // tokens per sequence (PAGED: of a page) that the buffers have room for
+    u64 capacity;                     // capacity of a sequence (PAGED: of a page) in tokens
     u32 batch, heads, group;
     float scale;      // factor of the scores, times log2(e)
     const u32* pages; // PAGED: [sequence][max_pages]: in keys and values, a page takes the place of a sequence
@@ -70,7 +71,7 @@ struct Arguments {
 
 extern __shared__ __align__(16) float shared[];
 
-// Units of an entry, which is a KV head of a sequence: first the fixed cost of the entry, then its tiles.
+// Units of an entry (a KV head of a sequence): first the fixed cost of the entry, then its tiles.
 struct Units {
     const Arguments& a;
 
@@ -120,14 +121,14 @@ struct Tile {
     }
 };
 
-// Where a head of a sequence has its keys and values. A tile of 16 tokens is in one page.
+// Addresses of the keys and values of a head of a sequence. A tile of 16 tokens is in one page.
 struct Head {
     const Arguments& a;
     const u16 *keys, *values; // PAGED: of page 0
     u32 key_rank, value_rank;
 #ifdef PAGED
-    u32 first_page; // of the sequence in the table
-    u32 page, next; // numbers of the pages of this tile and of the warp's next one, which is on its way
+    u32 first_page; // index of the sequence's first page in the table
+    u32 page, next; // page numbers of this tile and of the warp's next one, whose load is in flight
     static constexpr bool AHEAD = DIM == 128;
 #endif
 
@@ -146,8 +147,9 @@ struct Head {
     __device__ __forceinline__ u32 load_page(u32 tile) const { return __ldg(a.pages + first_page + page_of(tile)); }
 #endif
 
-    // Called with the warp's first tile, then with each next one, before their rows are used. Page numbers are loaded a
-    // tile ahead, but for DIM 64, where no register is free for that and more warps wait for each other's loads.
+    // `begin` is called with the warp's first tile and `advance` with each next one, before its rows are used. Page
+    // numbers are loaded one tile ahead, except for DIM 64, where no register is free for that and more warps hide the
+    // latency of the loads.
     __device__ __forceinline__ void begin(u32 tile, u32 tile_end) {
 #ifdef PAGED
         if (AHEAD && tile < tile_end) next = load_page(tile);
@@ -161,7 +163,7 @@ struct Head {
 #endif
     }
 
-    // The rows of a tile, less those of all tokens before its page.
+    // The rows of a tile, offset by the tokens before its page, so that `tile` indexes them.
     __device__ __forceinline__ const u16* keys_of(u32 tile) const {
 #ifdef PAGED
         return keys + a.capacity * (page * a.key_rank_sum - (u64)page_of(tile) * key_rank);

@@ -1,5 +1,5 @@
 // Decode attention of a warp to tiles of 16 tokens, for 8 queries: scores, softmax and weighted sums on tensor cores.
-// Whoever includes this loads the tiles.
+// The including kernel loads the tiles.
 //
 // Compile-time shape: DIM (64 or 128), ELEMENT. In the layouts below the lane is 4 g + l.
 #pragma once
@@ -31,7 +31,7 @@ __device__ __forceinline__ u32 word_of(const uint4& words, int i) {
 struct TileQueries {
     u32 words[DIM / 32][4];
 
-    // The first `rank` components of a row, which is that of query g; zeros if there is no such query.
+    // Loads the first `rank` components of row `row`, that of query g; zeros if the query does not exist.
     __device__ __forceinline__ void load(const u16* queries, u64 row, bool exists, u32 rank, int l) {
 #pragma unroll
         for (int j = 0; j < DIM / 32; j++) {
@@ -43,7 +43,7 @@ struct TileQueries {
         }
     }
 
-    // Scores of a tile, before their scale: of token g with queries 2 l and 2 l + 1, then of token g + 8 with both.
+    // Unscaled scores of a tile: token g with queries 2 l and 2 l + 1, then token g + 8 with both.
     // keys[i][j]: token g + 8 i, components 32 j + 8 l to + 7.
     __device__ __forceinline__ void scores(const uint4 (&keys)[2][DIM / 32], float (&scores)[4]) const {
 #pragma unroll
@@ -72,7 +72,7 @@ struct TileSums {
     }
 
     // The tile's weights, as B fragments of the tokens; `first` is the tile's first token. Tokens at or above the
-    // length weigh nothing.
+    // length have weight 0.
     __device__ __forceinline__ uint2 weights(float (&scores)[4], float scale, u32 first, u32 length, int g) {
 #pragma unroll
         for (int t = 0; t < 4; t++) {

@@ -6,7 +6,7 @@ use crate::pointer::DevicePtr;
 /// keys ([`RopeMeanScores`](super::RopeMeanScores)).
 ///
 /// They are in units of the final score: any scale is included, and weights are powers of e. An addend is
-/// rounded to `f16` once, when it is written; it is added in `f32`.
+/// rounded to `f16` once, when it is written; the addition is in `f32`.
 #[derive(Clone, Copy, Debug)]
 pub struct Addends {
     /// `f16` (batch, heads, tiles, group, [`TILE`](super::TILE)), the tokens of a tile in order. Kernels read

@@ -32,7 +32,7 @@ impl GatherAttendShape {
         self.dim + 4
     }
 
-    /// Shared memory of the results and of their places.
+    /// Shared memory of the results and of the kernel's `Work`, in bytes.
     const fn shared_bytes(&self) -> usize {
         WARPS * QUERIES * self.result_len() * 4 + 64
     }
@@ -72,7 +72,7 @@ pub struct GatherAttendArguments {
     pub values: DevicePtr<AnyElement>,
     /// The row of the first slot.
     pub first_slot: usize,
-    /// `u32` (batch,): the number of exact rows of each sequence, the first ones.
+    /// `u32` (batch,): the number of exact rows of each sequence, from row 0 on.
     pub exact_lengths: DevicePtr<u32>,
     /// `u32` (batch,): the number of chosen tokens of each head of a sequence.
     pub counts: DevicePtr<u32>,
@@ -80,7 +80,7 @@ pub struct GatherAttendArguments {
     pub slots: DevicePtr<u32>,
     /// Capacity of a list in tokens.
     pub list_len: usize,
-    /// The chosen rows that are not in their slots yet; by default none.
+    /// The chosen rows that are not in their slots yet; none by default.
     pub missing: Option<MissingRows>,
     /// Elements (batch, heads, group, dim).
     pub queries: DevicePtr<AnyElement>,
@@ -98,7 +98,7 @@ pub struct GatherAttendArguments {
     pub workspace: DevicePtr<u8>,
 }
 
-/// Chosen rows that are in pinned host memory only: a launch reads them there, and stores them in their
+/// Chosen rows that are only in pinned host memory: a launch reads them over PCIe and stores them in their
 /// slots.
 #[derive(Clone, Copy, Debug)]
 pub struct MissingRows {
@@ -110,8 +110,8 @@ pub struct MissingRows {
     pub head_rows: usize,
     /// `u32` (batch, heads, `list_len`): the row of each chosen token.
     pub tokens: DevicePtr<u32>,
-    /// `u32` (batch, heads, `list_len.div_ceil(32)`): a bitmap of the chosen tokens, lowest bit first, with 1
-    /// where the row is missing.
+    /// `u32` (batch, heads, `list_len.div_ceil(32)`): a bitmap of the chosen tokens, lowest bit first: 1 if
+    /// the row is missing.
     pub bits: DevicePtr<u32>,
     /// Memory to prefetch into L2 for later kernels.
     pub prefetch: Option<Prefetch>,
@@ -147,7 +147,7 @@ struct KernelArguments {
 
 const _: () = assert!(size_of::<KernelArguments>() == 168);
 
-/// Decode attention over exact rows and chosen rows, of which missing ones come from pinned host memory:
+/// Decode attention over exact rows and chosen rows; missing rows are read from pinned host memory:
 /// `pq_core::attend_exact_into` over both.
 ///
 /// A launch replaces a [`Gather`](super::Gather) and the attention after it. It attends to resident rows
@@ -174,7 +174,7 @@ impl GatherAttend {
         Ok(Self { kernel: kernel.prefer_l1(32 * WARPS as u32)?, shape, sm_count: device.sm_count() })
     }
 
-    /// Heads of all sequences times slices of a group.
+    /// The heads of all sequences times the slices of a group.
     fn entries(batch: usize, heads: usize, group: usize) -> usize {
         batch.saturating_mul(heads).saturating_mul(group.div_ceil(QUERIES))
     }

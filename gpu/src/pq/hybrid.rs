@@ -40,7 +40,7 @@ pub struct HybridShape {
     pub keys: PqShape,
     /// Quantizer of the values, of the same `dim`.
     pub values: PqShape,
-    /// Query heads per key/value head.
+    /// Query heads per KV head.
     pub group: usize,
     /// Element type of queries, exact rows and outputs.
     pub element: Element,
@@ -48,14 +48,14 @@ pub struct HybridShape {
     pub rule: GroupRule,
     /// Whether the codes are in pages.
     pub paged: bool,
-    /// Whether there are terms that are added to the scores.
+    /// Whether [`Addends`] are added to the scores.
     pub addends: bool,
-    /// Whether [`Hybrid::select`] decides how many tokens each head reads exactly ([`ErrorBound`]), up to k
-    /// of them.
+    /// Whether [`Hybrid::select`] determines how many tokens each head reads exactly ([`ErrorBound`]), up to
+    /// k.
     pub adaptive: bool,
 }
 
-/// Shared memory and warps of the kernel that attends.
+/// Shared memory and warps of the attention kernel.
 #[derive(Clone, Copy)]
 struct Plan {
     shared_bytes: usize,
@@ -72,7 +72,7 @@ impl HybridShape {
         self.plan(usize::MAX).map(|_| ())
     }
 
-    /// The part that selects.
+    /// The shape of the selection.
     const fn selection(&self) -> SelectShape {
         let &Self { keys, group, element, rule, paged, addends, .. } = self;
         SelectShape { keys, group, element, rule, paged, addends }
@@ -107,8 +107,8 @@ impl HybridShape {
     }
 
     /// The kernels for a compute capability and blocks of up to `shared_memory` bytes
-    /// ([`Device::shared_memory`]): those of [`SelectShape::programs`], that which attends after them and, if
-    /// there is one, that which attends while others select.
+    /// ([`Device::shared_memory`]): those of [`SelectShape::programs`], attention after the selection and, if
+    /// it exists, attention concurrent with the selection.
     ///
     /// # Errors
     /// [`Error::Unsupported`].
@@ -122,8 +122,8 @@ impl HybridShape {
         Ok(programs)
     }
 
-    /// Whether there is a kernel that attends while others select: not if the selection decides how many rows
-    /// a head has.
+    /// Whether attention can run concurrently with the selection: not if the selection determines how many
+    /// rows a head reads.
     const fn may_attend_beside(&self, capability: (i32, i32), shared_memory: usize) -> bool {
         !self.adaptive && has_clusters(capability, shared_memory)
     }
@@ -140,12 +140,12 @@ impl HybridShape {
     }
 }
 
-/// Which of [`ExactRows`] is that of the `i`-th selected token.
+/// The row of the `i`-th selected token in [`ExactRows`].
 #[derive(Clone, Copy, Debug)]
 pub enum RowIndex {
     /// Row `i`: the order in which [`Gather`](super::Gather) collects rows.
     Order,
-    /// The row of the token's own number.
+    /// The row with the token's index.
     Token,
     /// Row `i` of the list, `u32` (batch, heads, [`HybridArguments::selected_len`]): slots of a cache of
     /// rows.
@@ -161,12 +161,12 @@ pub struct ExactRows {
     pub values: DevicePtr<AnyElement>,
     /// Rows of a head.
     pub capacity: usize,
-    /// Where the selected tokens have theirs.
+    /// The rows of the selected tokens.
     pub index: RowIndex,
-    /// Whether the kernel before [`Hybrid::attend`] on the stream brings these rows, as
-    /// [`Gather`](super::Gather) does: it writes nothing else that `attend` reads, and lets it start only
-    /// once
-    /// the kernels before have ended. On sm_90 `attend` then sums coded values while rows arrive.
+    /// Whether the kernel before [`Hybrid::attend`] on the stream writes these rows, as
+    /// [`Gather`](super::Gather) does: it writes nothing else that `attend` reads, and triggers its launch
+    /// (PDL) only after all earlier kernels have ended. On sm_90 `attend` then sums coded values while rows
+    /// arrive.
     pub arriving: bool,
 }
 
@@ -177,7 +177,7 @@ const OPERATION: Operation = Operation("pq::Hybrid");
 pub struct HybridArguments {
     /// Number of sequences.
     pub batch: usize,
-    /// Number of key/value heads.
+    /// Number of KV heads.
     pub heads: usize,
     /// Capacity of a page (or of a sequence, without pages) in tiles of [`TILE`](super::TILE) tokens.
     pub tiles: usize,
@@ -197,8 +197,8 @@ pub struct HybridArguments {
     pub key_errors: Option<DevicePtr<f32>>,
     /// Elements (batch, heads, group, dim), within the range of `f16`.
     pub queries: DevicePtr<AnyElement>,
-    /// As `queries`, in the space of the key codes, where these are of rotated or projected keys
-    /// ([`svd::Project`](crate::svd::Project)). [`Hybrid::select`] scores by them; `queries` if absent.
+    /// As `queries`, in the space of the key codes if these encode rotated or projected keys
+    /// ([`svd::Project`](crate::svd::Project)). [`Hybrid::select`] scores with them; `queries` if absent.
     pub code_queries: Option<DevicePtr<AnyElement>>,
     /// `u32` (batch,): the number of coded tokens of each sequence. The kernels read them, so that a captured
     /// graph stays valid as sequences grow.
@@ -206,12 +206,12 @@ pub struct HybridArguments {
     /// The page table, given exactly if the shape is `paged`.
     pub pages: Option<Pages>,
     /// Terms that [`Hybrid::select`] adds to the scores of the codes, given exactly if the shape has
-    /// `addends`. Exact rows have their scores without them.
+    /// `addends`. They are not added to the scores of exact rows.
     pub addends: Option<Addends>,
-    /// `u32` (batch,): k, the number of tokens to select, or the most if the shape is `adaptive`. At most
-    /// `selected_len` are, and at most all.
+    /// `u32` (batch,): k, the number of tokens to select, or its maximum if the shape is `adaptive`, clamped
+    /// to `selected_len` and to the length.
     pub ks: DevicePtr<u32>,
-    /// How many tokens a head reads, given exactly if the shape is `adaptive`.
+    /// The bound that determines how many tokens a head reads, given exactly if the shape is `adaptive`.
     pub bound: Option<ErrorBound>,
     /// `u32` (batch, heads, `selected_len`), written by [`Hybrid::select`]: the selected tokens in ascending
     /// order.
@@ -234,7 +234,7 @@ pub struct HybridArguments {
     /// (`griddepcontrol.wait`), so that kernel must not write these. They read everything else after the
     /// wait.
     pub pdl: bool,
-    /// Bytes ([`Hybrid::workspace_len`],), zeroed before the first step. It carries scores and selection from
+    /// Bytes ([`Hybrid::workspace_len`],), zeroed before the first step. It passes scores and selection from
     /// one launch to the other; no other step may use it in between.
     pub workspace: DevicePtr<u8>,
 }
@@ -266,20 +266,20 @@ struct KernelArguments {
 
 const _: () = assert!(size_of::<KernelArguments>() == 232);
 
-/// Decode attention in which codes stand for all tokens but the few of the largest weight, which have their
-/// exact rows: `pq_core::hybrid_select_into`, `pq_core::hybrid_attend_into` and `pq_core::attend_exact_into`
-/// in one softmax.
+/// Decode attention over the codes of all tokens, except that the few tokens with the largest weights use
+/// their exact rows: `pq_core::hybrid_select_into`, `pq_core::hybrid_attend_into` and
+/// `pq_core::attend_exact_into` in one softmax.
 ///
 /// A step is two launches on one stream, [`Hybrid::select`], which is a [`Select`], and [`Hybrid::attend`].
-/// Where rows are in device
-/// memory, one follows the other; where they are on the host, a [`Gather`](super::Gather) between them
-/// collects the selected ones. Pinned host memory may also be given as it is. A launch allocates nothing and
-/// does not synchronize, and a captured graph stays valid. The same inputs give the same bytes.
+/// If rows are in device memory, one follows the other; if they are on the host, a
+/// [`Gather`](super::Gather) between them collects the selected ones. Alternatively `attend` reads rows from
+/// pinned host memory itself. A launch allocates nothing and does not synchronize, and a captured graph stays
+/// valid. The same inputs give the same bytes.
 ///
-/// Where the weights of two tokens differ by less than rounding, the CPU may select the other one. Of tokens
-/// of equal weight, those of lower index are selected. If the shape is `adaptive`, [`Hybrid::select`]
-/// decides how many tokens each head selects, as [`pq_core::RowBudget::Error`] does: exact tokens are scored
-/// first, to know how much of the attention the codes hold.
+/// If the weights of two tokens differ by less than rounding, the CPU may select the other one. Of tokens of
+/// equal weight, those with lower indices are selected. If the shape is `adaptive`, [`Hybrid::select`]
+/// determines how many tokens each head selects, as [`pq_core::RowBudget::Error`] does: exact tokens are
+/// scored first, to find the share of the attention that the codes hold.
 ///
 /// # Cost
 /// Every code is read once. The coded scores, 4 bytes per token and query, are written once and read twice.
@@ -288,7 +288,7 @@ const _: () = assert!(size_of::<KernelArguments>() == 232);
 pub struct Hybrid {
     select: Select,
     attend: Kernel,
-    attend_beside: Option<Kernel>, // while others select
+    attend_beside: Option<Kernel>, // concurrent with the selection
     shape: HybridShape,
     plan: Plan,
 }
@@ -309,32 +309,32 @@ impl Hybrid {
         Ok(Self { select, attend: attend(false)?, attend_beside, shape, plan })
     }
 
-    /// Bytes of the counts of blocks that have finished, and of partial results.
+    /// Bytes of the counters of finished blocks, and of partial results.
     fn own_workspace(&self, batch: usize, heads: usize) -> [usize; 2] {
         let counts = batch.saturating_mul(heads).saturating_mul(4).next_multiple_of(16);
         let of_block = 2 * 4 * self.shape.selection().entry() * self.shape.result_len();
         [counts, heads.saturating_mul(self.select.blocks(heads)).saturating_mul(of_block)]
     }
 
-    /// Bytes of workspace for `batch` sequences of `heads` key/value heads, with room for `tokens` coded
-    /// tokens each: `tiles` of the arguments, times the pages of a sequence, times
-    /// [`TILE`](super::TILE). Other sizes change its layout: zero it again before the first step with them.
+    /// Bytes of workspace for `batch` sequences of `heads` KV heads, with room for `tokens` coded tokens
+    /// each: `tiles` of the arguments, times the pages of a sequence, times [`TILE`](super::TILE). Other
+    /// sizes change its layout: zero it again before the first step with them.
     #[must_use]
     pub fn workspace_len(&self, batch: usize, heads: usize, tokens: usize) -> usize {
         let [counts, partials] = self.own_workspace(batch, heads);
         counts.saturating_add(partials).saturating_add(self.select.workspace_len(batch, heads, tokens))
     }
 
-    /// Scores all tokens by their codes and selects those of the largest weight.
+    /// Scores all tokens by their codes and selects those with the largest weights.
     ///
     /// # Errors
     /// [`Error::Argument`] for sizes that do not fit, [`Error::Driver`].
     /// # Safety
     /// The [contract of a launch](DevicePtr#launches) holds, with every pointer aligned to 16 bytes. Lengths
-    /// do not exceed the tokens that a sequence or its pages, and its addends, have room for, and every page
-    /// number is that of an existing page: the kernels do not clamp them. The workspace was zeroed before the
-    /// first step of these sizes, and no other step uses it at the same time. With a bound, exact lengths do
-    /// not exceed their capacity.
+    /// do not exceed the capacity of a sequence or its pages, and of its addends, and every page number
+    /// refers to an existing page: the kernels do not clamp them. The workspace was zeroed before the first
+    /// step of these sizes, and no other step uses it at the same time. With a bound, exact lengths do not
+    /// exceed their capacity.
     pub unsafe fn select(&self, stream: CUstream, arguments: &HybridArguments) -> Result<(), Error> {
         self.check(arguments)?;
         let adaptive = arguments.bound.map(|bound| (bound, arguments.queries, arguments.exact));
@@ -343,8 +343,7 @@ impl Hybrid {
         unsafe { self.select.launch_deciding(stream, &select, adaptive, beside) }
     }
 
-    /// Whether the kernel that attends may start while the one before it selects: not if another one is
-    /// between them.
+    /// Whether attention may start while the previous kernel selects: not if another kernel is between them.
     const fn attends_beside(&self, arguments: &HybridArguments) -> bool {
         self.attend_beside.is_some() && !arguments.rows.arriving
     }
@@ -363,8 +362,8 @@ impl Hybrid {
     /// [`Error::Argument`] for sizes that do not fit, [`Error::Driver`].
     /// # Safety
     /// As for [`Hybrid::select`]; rows exist for all selected tokens, and exact lengths do not exceed their
-    /// capacity. A kernel between the two launches lets this one start only once the selection has ended.
-    /// Tables, lengths and k are not outputs of the previous kernel of the stream: they are read before the
+    /// capacity. A kernel between the two launches triggers this one (PDL) only after the selection has
+    /// ended. The previous kernel on the stream does not write tables, lengths or k: they are read before the
     /// PDL wait.
     pub unsafe fn attend(&self, stream: CUstream, arguments: &HybridArguments) -> Result<(), Error> {
         let a = arguments;

@@ -9,7 +9,7 @@ use crate::{Device, Element, Error, Program};
 
 /// `WARPS` of the kernel.
 const WARPS: usize = 8;
-/// Queries, and tiles, of a warp's unit of work: `UNIT_ROWS` and `UNIT_SPANS * SPAN_TILES` of the kernel.
+/// Queries and tiles of a warp's unit of work: `UNIT_ROWS` and `UNIT_SPANS * SPAN_TILES` of the kernel.
 const UNIT: (usize, usize) = (8, 16);
 
 /// Compile-time shape of [`RopeMeanScores`].
@@ -17,7 +17,7 @@ const UNIT: (usize, usize) = (8, 16);
 pub struct RopeMeanScoresShape {
     /// Components of a key: 64 or 128.
     pub dim: usize,
-    /// Query heads per key/value head: 1 to 16.
+    /// Query heads per KV head: 1 to 16.
     pub group: usize,
     /// Element type of the queries.
     pub element: Element,
@@ -47,7 +47,7 @@ const OPERATION: Operation = Operation("pq::RopeMeanScores");
 pub struct RopeMeanScoresArguments {
     /// Number of sequences.
     pub batch: usize,
-    /// Number of key/value heads.
+    /// Number of KV heads.
     pub heads: usize,
     /// Capacity of a sequence in tiles of [`TILE`](super::TILE) tokens.
     pub tiles: usize,
@@ -97,7 +97,7 @@ const _: () = assert!(size_of::<KernelArguments>() == 64);
 /// A launch allocates nothing and does not synchronize, and a captured graph stays valid. The same inputs
 /// give the same bytes. A query with a component that is not finite has addends that are not finite.
 ///
-/// An addend is rounded to `f16`, and has an error of up to 2^-9 of the root of the sum of its pairs' squared
+/// An addend is rounded to `f16`. Its error is up to 2^-9 of the root of the sum of its pairs' squared
 /// amplitudes, since cosines, sines and coefficients are `f16`.
 ///
 /// # Cost
@@ -136,7 +136,7 @@ impl RopeMeanScores {
         let in_32_bits = |what, size| OPERATION.in_32_bits(what, size);
         let group_heads = a.heads.saturating_mul(self.shape.group);
         in_32_bits("tiles of queries", a.batch.saturating_mul(group_heads).saturating_mul(a.tiles))?;
-        // A block has work for a warp at least.
+        // Every block has work for at least one warp.
         let units = a.batch * group_heads.div_ceil(UNIT.0) * a.tiles.div_ceil(UNIT.1);
         let grid = OPERATION.grid(&[("blocks", self.sm_count.min(units))])?;
         let kernel_arguments = KernelArguments {

@@ -17,11 +17,11 @@ use crate::{Device, Element, Error, Program};
 pub(super) const ROW: usize = 256;
 /// Bytes for a `Plan`.
 pub(super) const PLAN_BYTES: usize = 64;
-/// Bytes of the word that says whether all scores are complete, padded.
+/// Bytes of the flag that all scores are complete, padded.
 const SCORED_BYTES: usize = 16;
-/// One in this many multiprocessors selects while the others attend.
+/// The selection takes one in this many multiprocessors while attention runs on the others.
 const SELECTING_SHARE: usize = 4;
-/// Blocks of a cluster that selects.
+/// Cluster sizes of the selection kernel in blocks, largest first.
 const CLUSTERS: [usize; 4] = [16, 8, 4, 2];
 
 /// Compile-time shape of [`Select`].
@@ -45,7 +45,7 @@ const CLUSTERS: [usize; 4] = [16, 8, 4, 2];
 pub struct SelectShape {
     /// Quantizer of the keys.
     pub keys: PqShape,
-    /// Query heads per key/value head.
+    /// Query heads per KV head.
     pub group: usize,
     /// Element type of the queries.
     pub element: Element,
@@ -53,11 +53,11 @@ pub struct SelectShape {
     pub rule: GroupRule,
     /// Whether the codes are in pages.
     pub paged: bool,
-    /// Whether there are terms that are added to the scores.
+    /// Whether [`Addends`] are added to the scores.
     pub addends: bool,
 }
 
-/// Shared memory and warps of the kernel that scores.
+/// Shared memory and warps of the scoring kernel.
 #[derive(Clone, Copy)]
 struct Plan {
     shared_bytes: usize,
@@ -71,7 +71,7 @@ impl Plan {
     }
 }
 
-/// Checks that the kernels have a quantizer of keys or values.
+/// Checks that the kernels support a quantizer of keys or values.
 pub(super) fn check_quantizer(quantizer: PqShape, side: Side) -> Result<(), Error> {
     CodeLayout::new(quantizer, side)?;
     if matches!(quantizer.m(), 8 | 16 | 32) && matches!(quantizer.nbits(), 4 | 8) {
@@ -90,7 +90,7 @@ impl SelectShape {
         self.plan(usize::MAX).map(|_| ())
     }
 
-    /// Queries that a table entry serves: `VEC` of the kernels.
+    /// Queries of a table entry: `VEC` of the kernels.
     pub(super) const fn entry(&self) -> usize {
         match self.group {
             ..=2 => 2,
@@ -118,7 +118,7 @@ impl SelectShape {
     }
 
     /// The kernels for a compute capability and blocks of up to `shared_memory` bytes
-    /// ([`Device::shared_memory`]): those that score and those that select. From 9.0 on, one kernel selects.
+    /// ([`Device::shared_memory`]): scoring, then selection, which is a single kernel from 9.0 on.
     ///
     /// # Errors
     /// [`Error::Unsupported`].
@@ -126,7 +126,7 @@ impl SelectShape {
         self.programs_of(false, capability, shared_memory)
     }
 
-    /// As [`Self::programs`], for a number of tokens that the kernels decide if `adaptive`.
+    /// As [`Self::programs`]; if `adaptive`, the kernels determine the number of tokens.
     pub(super) fn programs_of(
         &self,
         adaptive: bool,
@@ -154,7 +154,7 @@ impl SelectShape {
         Ok([scores, program(select).define_if(adaptive, "ADAPTIVE")])
     }
 
-    /// A kernel of the folder, with definitions in addition to those that all have.
+    /// A kernel of the folder, with definitions in addition to the common ones.
     pub(super) fn program(&self, source: Source, defines: &[(&str, usize)]) -> Program {
         let of_all =
             [("HEAD_DIM", self.keys.dim()), ("GROUP", self.group), ("ELEMENT", self.element as usize)];
@@ -167,8 +167,8 @@ pub(super) const fn has_clusters(capability: (i32, i32), shared_memory: usize) -
     capability.0 >= 9 && select_shared_bytes(true) <= shared_memory
 }
 
-/// At least the size of `Shared` of `select_sm90.cu`: keys, lists, counts and totals of three digits, and sums; if
-/// `adaptive` also `Budget` of `budget.cuh`.
+/// At least the size of `Shared` of `select_sm90.cu`: keys, lists, counts and totals of three digits, and
+/// sums; if `adaptive` also `Budget` of `budget.cuh`.
 const fn select_shared_bytes(adaptive: bool) -> usize {
     let budget = if adaptive { 8 * 8 * (32 + 16) + 4 * 8 + 16 } else { 0 };
     4 * 32_768 + 8 * 32 * 192 + 2 * 4 * 4096 + 8 * (16 + 32) + 4 * 3 * 8 + budget
@@ -181,7 +181,7 @@ const OPERATION: Operation = Operation("pq::Select");
 pub struct SelectArguments {
     /// Number of sequences.
     pub batch: usize,
-    /// Number of key/value heads.
+    /// Number of KV heads.
     pub heads: usize,
     /// Capacity of a page (or of a sequence, without pages) in tiles of [`TILE`] tokens.
     pub tiles: usize,
@@ -199,12 +199,12 @@ pub struct SelectArguments {
     pub lengths: DevicePtr<u32>,
     /// The page table, given exactly if the shape is `paged`.
     pub pages: Option<Pages>,
-    /// Terms that are added to the scores, given exactly if the shape has `addends`.
+    /// Terms to add to the scores, given exactly if the shape has `addends`.
     pub addends: Option<Addends>,
-    /// `u32` (batch,): k, the number of tokens to select. At most `selected_len` are, and at most all.
+    /// `u32` (batch,): k, the number of tokens to select, clamped to `selected_len` and to the length.
     pub ks: DevicePtr<u32>,
-    /// `u32` (batch, heads, `selected_len`), written: the selected tokens in ascending order. Elements behind
-    /// them are left as they are.
+    /// `u32` (batch, heads, `selected_len`), written: the selected tokens in ascending order. Elements after
+    /// them are unchanged.
     pub selected: DevicePtr<u32>,
     /// Capacity of `selected` per head.
     pub selected_len: usize,
@@ -227,7 +227,7 @@ struct Parts {
     selection: usize,
 }
 
-/// What the arguments of all kernels of the folder begin with: `Arguments` of `shape.cuh`.
+/// The common first arguments of all kernels of the folder: `Arguments` of `shape.cuh`.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub(super) struct CommonArguments {
@@ -250,7 +250,7 @@ pub(super) struct CommonArguments {
 }
 
 impl CommonArguments {
-    /// Whether attention runs while others select.
+    /// Whether attention runs concurrently with the selection.
     pub(super) const fn is_beside(&self) -> bool {
         self.hides == 0
     }
@@ -289,23 +289,23 @@ struct BoundArguments {
 
 const _: () = assert!(size_of::<CommonArguments>() == 96 && size_of::<KernelArguments>() == 224);
 
-/// Lets [`Hybrid::select`](super::Hybrid::select) decide how many tokens each head reads exactly:
+/// Lets [`Hybrid::select`](super::Hybrid::select) determine how many tokens each head reads exactly, as
 /// `pq_core::RowBudget::Error`.
 #[derive(Clone, Copy, Debug)]
 pub struct ErrorBound {
-    /// The length of the output's error over the values' deviation (the root of their mean squared distance
-    /// from their mean): finite and not negative.
+    /// Bound of the norm of the output's error over the values' deviation (the root of their mean squared
+    /// distance from their mean): finite and not negative.
     pub bound: f32,
     /// `f32` (heads,): mean squared errors of the coded values over the variance of the values.
     pub value_errors: DevicePtr<f32>,
-    /// `u32` (batch, heads), written: how many tokens each head has selected, at most its k.
+    /// `u32` (batch, heads), written: the number of tokens that each head has selected, at most its k.
     pub found: DevicePtr<u32>,
     /// The sum of `found` over all heads is added to it.
     pub total: Option<DevicePtr<u64>>,
 }
 
-/// What decides how many tokens a row selects: the bound, the queries in the space of the exact rows, and the
-/// tokens that are attended to exactly anyway.
+/// The inputs that determine how many tokens a row selects: the bound, the queries in the space of the exact
+/// rows, and the sinks and window, whose attention is always exact.
 pub(super) type Adaptive = (ErrorBound, DevicePtr<AnyElement>, Option<ExactTokens>);
 
 impl BoundArguments {
@@ -328,20 +328,21 @@ impl BoundArguments {
     }
 }
 
-/// The kernels that select.
+/// The selection kernels.
 enum Selection {
-    /// One, with a cluster of blocks for each row; how many clusters of each of the `CLUSTERS` run at a time.
+    /// One kernel, with a cluster of blocks for each row, and the maximum active clusters by size in
+    /// `CLUSTERS`.
     Clusters(Kernel, [usize; 4]),
-    /// Several in order, with a block for each chunk of a row.
+    /// Several kernels in order, with a block for each chunk of a row.
     Chunks(Vec<Kernel>),
 }
 
-/// The k tokens of the largest softmax weight by coded keys in tiles: `pq_core::hybrid_select_into`. One
-/// look-up scores up to eight queries of a group; table entries are `f16`.
+/// Selects the k tokens with the largest softmax weights, by coded keys in tiles:
+/// `pq_core::hybrid_select_into`. One look-up scores up to eight queries of a group; table entries are `f16`.
 ///
-/// [`Search`](super::Search) does the same by `f32` look-up tables on packed codes of any shape, and can
-/// leave out sinks and a window; this is the faster one for the shapes that it has. [`Hybrid`](super::Hybrid)
-/// consists of this and of attention to codes of values.
+/// [`Search`](super::Search) does the same with `f32` look-up tables on packed codes of any shape, and can
+/// exclude sinks and a window; `Select` is faster for the shapes that it supports.
+/// [`Hybrid`](super::Hybrid) combines it with attention to coded values.
 ///
 /// A launch allocates nothing and does not synchronize, and a captured graph stays valid. The same inputs
 /// give the same bytes. Where the weights of two tokens differ by less than rounding, the CPU may select the
@@ -368,7 +369,7 @@ impl Select {
         Self::deciding(device, shape, false)
     }
 
-    /// As [`Self::new`], for a number of tokens that the kernels decide if `adaptive`.
+    /// As [`Self::new`]; if `adaptive`, the kernels determine the number of tokens.
     pub(super) fn deciding(device: &Device, shape: SelectShape, adaptive: bool) -> Result<Self, Error> {
         let plan = shape.plan(device.shared_memory())?;
         let [scores, select] = shape.programs_of(adaptive, device.capability(), device.shared_memory())?;
@@ -389,13 +390,13 @@ impl Select {
         Ok(Self { scores, selection, shape, plan, sm_count: device.sm_count() })
     }
 
-    /// Blocks of each head.
+    /// Blocks per head.
     pub(super) fn blocks(&self, heads: usize) -> usize {
         (self.sm_count / heads.max(1)).max(1)
     }
 
-    /// Blocks of a cluster that selects if the kernel that attends is to run `beside` those of all rows: as
-    /// many as leave most of the device to it. `None` where there are too many rows.
+    /// Cluster size of the selection if attention is to run concurrently (`beside`) with the clusters of all
+    /// rows: small enough to leave most of the device to attention. `None` if there are too many rows.
     fn cluster_beside(&self, rows: usize, chunks: usize, beside: bool) -> Option<usize> {
         if !beside {
             return None;
@@ -405,7 +406,7 @@ impl Select {
         Some(most.min(chunks.next_power_of_two()))
     }
 
-    /// Blocks of each head that attend, `beside` those that select or after them.
+    /// Attention blocks per head, concurrent with the selection (`beside`) or after it.
     pub(super) fn attending_blocks(&self, common: &CommonArguments, beside: bool) -> usize {
         let CommonArguments { batch, heads, chunks, .. } = *common;
         let (rows, heads) = (batch as usize * heads as usize, heads as usize);
@@ -418,9 +419,9 @@ impl Select {
         tiles.saturating_mul(pages).saturating_mul(TILE).div_ceil(CHUNK)
     }
 
-    /// Bytes of workspace for `batch` sequences of `heads` key/value heads, with room for `tokens` coded
-    /// tokens each: `tiles` of the arguments, times the pages of a sequence, times [`TILE`]. Other sizes
-    /// change its layout: zero it again before the first launch with them.
+    /// Bytes of workspace for `batch` sequences of `heads` KV heads, with room for `tokens` coded tokens
+    /// each: `tiles` of the arguments, times the pages of a sequence, times [`TILE`]. Other sizes change its
+    /// layout: zero it again before the first launch with them.
     #[must_use]
     pub fn workspace_len(&self, batch: usize, heads: usize, tokens: usize) -> usize {
         let rows = batch.saturating_mul(heads);
@@ -446,19 +447,20 @@ impl Select {
     /// [`Error::Argument`] for sizes that do not fit, [`Error::Driver`].
     /// # Safety
     /// The [contract of a launch](DevicePtr#launches) holds, with every pointer aligned to 16 bytes. Lengths
-    /// do not exceed the tokens that a sequence or its pages, and its addends, have room for, and every page
-    /// number is that of an existing page: the kernels do not clamp them. The workspace was zeroed before the
-    /// first launch of these sizes, and no other launch uses it at the same time.
+    /// do not exceed the capacity of a sequence or its pages, and of its addends, and every page number
+    /// refers to an existing page: the kernels do not clamp them. The workspace was zeroed before the first
+    /// launch of these sizes, and no other launch uses it at the same time.
     pub unsafe fn launch(&self, stream: CUstream, arguments: &SelectArguments) -> Result<(), Error> {
         // SAFETY: the caller upholds the contract.
         unsafe { self.launch_deciding(stream, arguments, None, false) }
     }
 
     /// As [`Self::launch`]; `adaptive` is given exactly if the kernels have been compiled for it. If the next
-    /// kernel may start `beside` the one that selects, that one leaves most of the device to it.
+    /// kernel may run concurrently with the selection (`beside`), the selection leaves most of the device to
+    /// it.
     ///
     /// # Errors
-    /// [`Error::Argument`] for sizes that do not fit or a bound that is none, [`Error::Driver`].
+    /// [`Error::Argument`] for sizes that do not fit or an invalid bound, [`Error::Driver`].
     /// # Safety
     /// As for [`Self::launch`]; exact lengths do not exceed their capacity.
     pub(super) unsafe fn launch_deciding(
@@ -475,7 +477,7 @@ impl Select {
         let blocks = match &self.selection {
             Selection::Clusters(_, active) => {
                 self.cluster_beside(rows, chunks, beside).unwrap_or_else(|| {
-                    // The largest clusters of which those of all rows run at the same time.
+                    // The largest clusters with which those of all rows run concurrently.
                     let fitting = CLUSTERS.into_iter().zip(active).find(|&(_, &active)| rows <= active);
                     fitting.map_or(1, |(blocks, _)| blocks.min(chunks.next_power_of_two()))
                 })
@@ -492,8 +494,8 @@ impl Select {
             errors: a.errors,
             selected: a.selected,
             selection: a.workspace.offset(parts.selection),
-            // Blocks of `write` wait for each other. Every multiprocessor has room for at least one, so
-            // `sm_count` blocks are always resident together.
+            // Blocks of `write` wait for each other. Every multiprocessor has room for at least one, so up to
+            // `sm_count` blocks are always co-resident.
             tickets: u32::from(rows.saturating_mul(chunks) > self.sm_count),
             bound: adaptive.map(BoundArguments::new).transpose()?.unwrap_or_default(),
             addends: a.addends.map(|addends| addends.values),
@@ -517,7 +519,7 @@ impl Select {
         }
     }
 
-    /// What the arguments of the kernels begin with; `None` if there is nothing to do.
+    /// The common arguments of the kernels; `None` if there is nothing to do.
     pub(super) fn common(&self, a: &SelectArguments, beside: bool) -> Result<Option<CommonArguments>, Error> {
         if a.batch == 0 || a.heads == 0 {
             return Ok(None);

@@ -1,28 +1,28 @@
-// Compares the checksums of blocks of a frame: the CRC-32 of each block's bytes with that of the frame's index.
+// Compares the CRC-32 of the bytes of each block of a frame with the checksum in the frame's index.
 //
-// CPU twin: codec_core::Frame::check_block. Bitstream: codec-core/FORMAT.md. The frame lies on the device as it was
-// sent; the host has checked its header and index, but not its payload. There is no compile-time shape.
+// CPU twin: codec_core::Frame::check_block. Bitstream: codec-core/FORMAT.md. The frame is on the device as it was sent;
+// the host has checked its header and index, but not its payload. There is no compile-time shape.
 //
-// A CRC is a remainder of polynomials over GF(2): of the message, with its first 32 bits inverted, times x^32, by
-// POLYNOMIAL. Bits are reflected: the highest bit of a word is the coefficient of 1. Zeros in front of a message do not
-// change the remainder, so that words are counted from the end, whatever the length. INITIAL in front of a message
-// inverts its first 32 bits, also where it has fewer.
+// A CRC is a remainder of polynomials over GF(2): the message, with its first 32 bits inverted, times x^32, modulo
+// POLYNOMIAL. Bits are reflected: the highest bit of a word is the coefficient of 1. Leading zeros do not change the
+// remainder, so words are counted from the end, whatever the length. Prepending INITIAL to a message inverts its first
+// 32 bits, even if it has fewer.
 //
-// Launch: grid (blocks of tokens, planes), 256 threads. A thread takes every 256th word by Horner's rule, whose product
-// with x^(32 * 256) is four look-ups in shared memory. The threads' remainders are combined pairwise. The floor is
+// Launch: grid (blocks of tokens, planes), 256 threads. A thread reduces every 256th word by Horner's rule; a product
+// with x^(32 * 256) takes four look-ups in shared memory. The threads' remainders are combined pairwise. The floor is
 // reading the frame.
 #include "codec/frame.cuh"
 #include "warp.cuh"
 
 constexpr int THREADS = 256, WARPS = THREADS / LANES;
-constexpr u32 POLYNOMIAL = 0xedb88320; // x^32, which is its other coefficients
-constexpr u32 INITIAL = 0x9226f562;    // times x^32 it is all ones
+constexpr u32 POLYNOMIAL = 0xedb88320; // the coefficients below x^32, which are also x^32 modulo the polynomial
+constexpr u32 INITIAL = 0x9226f562;    // its product with x^32 is all ones
 
 struct Arguments {
     const u8* frame;
-    u32* wrong; // maximum of (index of the block in the frame) + 1 over blocks with another checksum
+    u32* wrong; // maximum of (index of the block in the frame) + 1 over blocks with a wrong checksum
     u32 frame_planes, frame_blocks, tiles;
-    u32 first_plane; // of this launch
+    u32 first_plane; // first plane of this launch
 };
 
 // The product of two remainders.
@@ -36,12 +36,12 @@ __device__ __forceinline__ u32 product(u32 a, u32 b) {
     return sum;
 }
 
-// The words of a block with INITIAL in front of it. Word 0 is the last one.
+// The words of INITIAL followed by a block. Word 0 is the last one.
 struct Words {
     const u8 *start, *end;
 
     __device__ u32 count() const { return (u32)(end - start + sizeof(INITIAL) + 3) / 4; }
-    // Those that have bytes of the block only.
+    // The number of words that are entirely within the block.
     __device__ u32 whole() const { return (u32)(end - start) / 4; }
 
     __device__ __forceinline__ u32 of_block(u32 i) const {
@@ -64,7 +64,7 @@ struct Words {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS) codec_check(Arguments a) {
-    __shared__ u32 products[4][256]; // of a byte of a remainder with x^(32 * THREADS)
+    __shared__ u32 products[4][256]; // [byte of a remainder][its value]: product with x^(32 * THREADS)
     __shared__ u32 remainders[WARPS];
     u32 power = POLYNOMIAL;
 #pragma unroll
@@ -82,12 +82,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) codec_check(Arguments a) {
                     products[2][remainder >> 16 & 0xff] ^ products[3][remainder >> 24] ^ word;
     };
     u32 rounds = (words.count() + THREADS - 1) / THREADS;
-    const u32 whole = words.whole() / THREADS; // rounds of words of the block only
+    const u32 whole = words.whole() / THREADS; // rounds whose words are all within the block
     for (; rounds > whole; rounds--) add(words.any((rounds - 1) * THREADS + threadIdx.x));
 #pragma unroll 4
     for (; rounds; rounds--) add(words.of_block((rounds - 1) * THREADS + threadIdx.x));
 
-    // A thread's remainder is that of its last word, which is threadIdx.x words from the end.
+    // A thread's remainder ends at its last word, threadIdx.x words from the end of the block.
     power = POLYNOMIAL;
 #pragma unroll
     for (int step = 1; step < LANES; step *= 2) {

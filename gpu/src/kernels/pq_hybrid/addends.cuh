@@ -1,4 +1,4 @@
-// Terms that are added to the coded scores of a tile, if ADDENDS: f16 [GROUP][TILE], tokens of the tile in order.
+// Addends of the coded scores of a tile, if ADDENDS: f16 [GROUP][TILE], tokens of the tile in order.
 #pragma once
 #include "pq_hybrid/shape.cuh"
 #include "primitives_sm80.cuh"
@@ -9,19 +9,19 @@ constexpr bool HAS_ADDENDS = true;
 constexpr bool HAS_ADDENDS = false;
 #endif
 
-// Those of a lane of scores.cu, which has QUERIES queries of SETS tokens. A lane loads two tokens of one query, and a
-// transposition turns these into two queries of one token: half as many loads, of whole lines. They are added in f32.
+// The addends of a lane of scores.cu, for QUERIES queries and SETS tokens. A lane loads two tokens of one query, and
+// movmatrix transposes these into two queries of one token: half as many loads, of whole lines. The sums are in f32.
 template <int QUERIES, int SETS>
 struct TileAddends {
     static constexpr int PAIRS = QUERIES / 2;
     u32 loaded[SETS][PAIRS];
 
-    // Lane 4 g + l loads tokens 2 l and 2 l + 1 of row g of an (8, 8) matrix, whose columns are adjacent tokens. Rows
-    // 2 i and 2 i + 1 have the queries of lanes 4 g + i after the transposition.
+    // Lane 4 g + l loads tokens 2 l and 2 l + 1 of row g of an (8, 8) matrix, whose columns are adjacent tokens. After
+    // the transposition, lanes 4 g + i hold the queries of rows 2 i and 2 i + 1.
     static __device__ __forceinline__ int offset(int lane, int set, int pair) {
         const int g = lane / 4, l = lane % 4, i = g / 2;
         const int query = (VEC == 8 ? i % 2 * 4 : 0) + pair * 2 + g % 2;
-        const int eight = VEC == 8 ? set * 2 + i / 2 : i; // of the tile's tokens
+        const int eight = VEC == 8 ? set * 2 + i / 2 : i; // index of 8 tokens in the tile
         return min(query, GROUP - 1) * TILE + eight * 8 + l * 2;
     }
 

@@ -1,5 +1,5 @@
-// Last kernel of hybrid attention: coded values of all tokens but the selected ones, and the exact rows of those, of
-// sinks and of the window, in one softmax.
+// Last kernel of hybrid attention: one softmax over the coded values of all tokens but the selected ones, and the exact
+// rows of the selected tokens, the sinks and the window.
 //
 // shape.cuh has the compile-time shape and explains the method. Launch: grid (block of a head's work, head), THREADS
 // threads, one block per multiprocessor. If BESIDE, the selection runs concurrently and hides no tokens: the sums of
@@ -24,8 +24,8 @@ static_assert(sizeof(Shared) <= ATTEND_SHARED_BYTES, "the host reserves it");
 __device__ __forceinline__ Shared& block() { return *reinterpret_cast<Shared*>(shared); }
 __device__ __forceinline__ float* warp_results() { return &block().results[threadIdx.x / LANES][0][0]; }
 
-// The block's part of a sequence's exact rows, ROWS_PER_ITEM at a time, and of its tiles. Blocks share both alike: the
-// rows of an item take long to arrive, and a warp has few of them.
+// The block's part of a sequence's exact rows, ROWS_PER_ITEM at a time, and of its tiles. Both are split evenly over
+// the blocks: the loads of an item have a long latency, and a warp has few items.
 struct Part {
     u32 exact_items, item_begin, item_end, tile_begin, tile_end;
 
@@ -59,13 +59,13 @@ __device__ __forceinline__ void attend_to_tiles(const AttendArguments& a) {
         float scores[MMAS][4]; // of the lane's half
     };
     auto load = [&](Tile& ahead) {
-        // The last tile again instead of a branch, after which the lanes of the warp might not converge.
+        // Reloads the last tile instead of branching: the lanes of the warp might not reconverge after a branch.
         const u32 tile = min(walk.tile, end - 1);
         ahead.codes.load(codes + (u64)tiles.take(tile) * Values::TILE_BYTES);
 #pragma unroll
         for (int m = 0; m < MMAS; m++) {
             const int query = min(m * COLUMNS + g % COLUMNS, GROUP - 1);
-            // Not through L1, which may have those of the last launch: this may come before `pdl_wait`.
+            // Bypasses L1, which may hold scores of the previous launch: this may precede `pdl_wait`.
             const float4 four =
                 __ldcg(reinterpret_cast<const float4*>(scores + query * TILE + (u64)tile * (GROUP * TILE)));
             ahead.scores[m][0] = four.x, ahead.scores[m][1] = four.y;
@@ -82,12 +82,12 @@ __device__ __forceinline__ void attend_to_tiles(const AttendArguments& a) {
         auto add = [&](Tile& tile, Tile& next) {
             walk.advance();
             if (warp_uniform(tiles.left() == 0 && walk.tile < end)) begin_run();
-            load(next); // a whole tile ahead
+            load(next); // prefetches one tile ahead
             u32 weights[2][MMAS][2], any = 0;
             sums.weigh(weights, tile.scores, lane);
 #pragma unroll
             for (int i = 0; i < 4 * MMAS; i++) any |= weights[i / 2 / MMAS][i / 2 % MMAS][i % 2];
-            // Tiles whose weights have all underflowed need no values.
+            // A tile is skipped if all its weights have underflowed.
             if (warp_uniform(any != 0)) sums.add(tile.codes, weights, offsets, shared, lane);
         };
         do {
@@ -99,12 +99,13 @@ __device__ __forceinline__ void attend_to_tiles(const AttendArguments& a) {
     sums.store(warp_results(), lane);
 }
 
-// Takes the coded values of the selected tokens out of the warp's results.
+// Subtracts the coded values of the selected tokens from the warp's results.
 __device__ __forceinline__ void subtract_selected(const AttendArguments& a) {
-    const u32 warp = WARPS - 1 - threadIdx.x / LANES; // few warps have items in `attend_to_rows`, the others here
+    // In reverse order: the few warps with items in `attend_to_rows` are not those with items here.
+    const u32 warp = WARPS - 1 - threadIdx.x / LANES;
     const Plan<AttendArguments>& plan = block().plan;
     const Part part(plan);
-    // The same items as in `attend_to_rows`, whose exact ones have no codes.
+    // The items of `attend_to_rows`, without those of exact tokens, which have no codes.
     u32 item = part.item_begin + warp;
     if (item < part.exact_items) item += (part.exact_items - item + WARPS - 1) / WARPS * WARPS;
     if (!warp_uniform(item < part.item_end)) return;
@@ -149,8 +150,7 @@ constexpr bool IS_BESIDE = true;
 #else
 constexpr bool IS_BESIDE = false;
 #endif
-// On sm_90, unless BESIDE, registers are left for one more warp per scheduler: blocks that fetch rows (gather.cu) run
-// concurrently.
+// On sm_90, unless BESIDE, registers are left for one more warp per scheduler: blocks of gather.cu run concurrently.
 #if __CUDA_ARCH__ >= 900
 constexpr int NEIGHBORS = IS_BESIDE ? 0 : 4 * LANES;
 #else
@@ -159,7 +159,7 @@ constexpr int NEIGHBORS = 0;
 
 extern "C" __global__ void __launch_bounds__(THREADS + NEIGHBORS, 1) pq_hybrid_attend(const AttendArguments a) {
     Plan<AttendArguments>& plan = block().plan;
-    // Of what the plan reads, the selection writes the numbers of rows, if IS_ADAPTIVE.
+    // If IS_ADAPTIVE, the plan reads the numbers of rows that the selection writes.
     const bool waits_first = !IS_BESIDE && !a.rows_arrive;
     if (warp_uniform(threadIdx.x >= LANES)) {
         load_value_table<THREADS - LANES>(a, blockIdx.y, threadIdx.x - LANES, shared);

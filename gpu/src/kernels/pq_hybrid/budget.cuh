@@ -1,7 +1,8 @@
-// How many rows a head reads, if ADAPTIVE: as many as keep the expected error of every query's output below a bound.
+// The number of rows that a head reads, if ADAPTIVE: enough to keep the expected error of every query's output below a
+// bound.
 //
-// CPU twin: pq_core::RowBudget::Error, whose module derives the estimate. Its buckets of weights are those of the first
-// digit of their keys, so that the counts of the radix select have all that it needs of the coded tokens.
+// CPU twin: pq_core::RowBudget::Error, whose module derives the estimate. Weights are bucketed by the first digit of
+// their keys, so that the histogram of the radix select is all that the estimate needs of the coded tokens.
 #pragma once
 #include "element.cuh"
 #include "pq_hybrid/selection.cuh"
@@ -10,17 +11,17 @@ constexpr float MARGIN = 2.5f; // MARGIN of the CPU twin
 
 struct alignas(8) Budget {
     static constexpr int WARPS = SELECT_THREADS / LANES, MOST_BLOCKS = 16;
-    // Buckets of weights from 2^-40 to 2^8, the lower end of the first one, and its place among the counts of digits.
+    // Buckets of weights from 2^-40 to 2^8, the lower end of the first one, and its index in the counts of digits.
     static constexpr u32 BUCKETS = 8 * 48, FIRST_BITS = (127 - 40) << 3,
                          FIRST = (HEAVY >> 20) + FIRST_BITS - ((127 - 100) << 3), PER_LANE = BUCKETS / LANES;
 
     Stats of_warp[GROUP][WARPS];      // of the row's sinks and window
     Stats of_block[MOST_BLOCKS][GROUP];
-    float variance[GROUP]; // of the exact scores around the coded ones
+    float variance[GROUP]; // of the exact scores about the coded ones
     u32 rows;
 
-    // Called by the warps of a block behind the first GROUP ones: the statistics of every `step`-th exact token from
-    // `first` on, and the variances. It may come before `pdl_wait`: scores.cu has waited for all that it reads.
+    // Called by all warps of a block but the first GROUP: the statistics of every `step`-th exact token from `first`
+    // on, and the variances. It may precede `pdl_wait`: scores.cu has already waited for the inputs that this reads.
     __device__ __forceinline__ void load(const SelectArguments& a, u32 row, u32 first, u32 step) {
         const u32 warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
         if (warp < 2 * GROUP) find_variance(a, row, warp - GROUP);
@@ -34,12 +35,12 @@ struct alignas(8) Budget {
         return merged_lanes(lane >= GROUP ? of_warp[query][lane] : no_scores());
     }
 
-    // Called by one warp: the rows that a head of `n` coded tokens reads, whose keys have these counts of their first
-    // digit. `of_block` has the statistics of `blocks` blocks.
+    // Called by one warp: the number of rows that a head with `n` coded tokens reads, given the counts of the first
+    // digits of its keys. `of_block` holds the statistics of `blocks` blocks.
     __device__ __forceinline__ u32 find(const SelectArguments& a, u32 row, const u32* counts, u32 n,
                                         const Normalizers& normalizers, u32 blocks) const {
         const u32 lane = threadIdx.x % LANES;
-        float factor = 0; // `fmaxf` leaves out a query that is not finite
+        float factor = 0; // `fmaxf` ignores the NaN of a query that is not finite
         if (lane < GROUP) {
             float max = NOTHING, sum = 0;
             for (u32 i = 0; i < blocks; i++) max = fmaxf(max, of_block[i][lane].max);
@@ -49,7 +50,7 @@ struct alignas(8) Budget {
         }
         factor = warp_max(factor);
         const float expected = a.bound.bound / MARGIN;
-        return factor == 0 ? 0 : above(counts, n, expected * expected / factor); // without an error, codes are exact
+        return factor == 0 ? 0 : above(counts, n, expected * expected / factor); // codes without an error are exact
     }
 
 private:
@@ -69,12 +70,12 @@ private:
 
     // A warp's statistics of exact tokens: lane q has those of query q.
     __device__ __forceinline__ static Stats exact_stats(const SelectArguments& a, u32 row, u32 first, u32 step) {
-        constexpr int PAIRS = D / 2 / LANES; // of components of a lane
+        constexpr int PAIRS = D / 2 / LANES; // pairs of components of a lane
         const u32 lane = threadIdx.x % LANES, at = lane * PAIRS;
         const u32 length = a.bound.exact_lengths ? __ldg(a.bound.exact_lengths + row / a.heads) : 0;
         Stats stats = no_scores();
         if (!warp_uniform(first < length)) return stats;
-        // Not through L1, which may have those of the last launch.
+        // Bypasses L1, which may hold queries of the previous launch.
         const u32* queries = reinterpret_cast<const u32*>(a.bound.queries) + (u64)row * GROUP * WORDS + at;
         u32 query[GROUP][PAIRS];
 #pragma unroll
@@ -107,14 +108,14 @@ private:
         x[0] = to_float((u16)pair), x[1] = to_float((u16)(pair >> 16));
     }
 
-    // How many of the largest weights must go so that the squares of the others sum to at most `budget`.
+    // The number of largest weights to leave out so that the squares of the others sum to at most `budget`.
     static __device__ __forceinline__ u32 above(const u32* counts, u32 n, float budget) {
         const u32 lane = threadIdx.x % LANES;
         const auto end = [](u32 bucket) { return __uint_as_float((bucket + FIRST_BITS) << 20); };
         u32 count[PER_LANE], tokens = 0;
 #pragma unroll
         for (int i = 0; i < PER_LANE; i++) tokens += count[i] = counts[FIRST + lane * PER_LANE + i];
-        // The first bucket has all smaller weights, too.
+        // The first bucket includes all smaller weights.
         const u32 smaller = n - __reduce_add_sync(FULL, tokens);
         if (lane == 0) count[0] += smaller, tokens += smaller;
         float square[PER_LANE], squares = 0;

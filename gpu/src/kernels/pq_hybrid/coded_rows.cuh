@@ -1,41 +1,42 @@
-// Takes the coded values of selected tokens out of the sums of all coded values.
+// Subtracts the coded values of selected tokens from the sums of all coded values.
 //
-// Values are summed before it is known which tokens are selected. The weights here are bit for bit those of ValueSums,
-// products of halves are exact, and what a token leaves behind is the rounding of sums in f32, which tensor cores cut
-// off: up to 2^-16 of the weight that is taken out. Exact rows take its place, so that this is below the rounding of
-// weights to f16 even if the selected tokens have nearly all weight, unless their coded scores exceed the exact ones by
-// 3 or more (natural logarithm).
+// Values are summed before the selection is known. The weights here are bit for bit those of ValueSums and products of
+// f16 are exact, so the residue of a token is the rounding of f32 sums, which tensor cores truncate: up to 2^-16 of the
+// subtracted weight. Exact rows replace that weight, so the residue is below the rounding of weights to f16 even if the
+// selected tokens have nearly all of the weight, unless their coded scores exceed the exact ones by 3 or more (natural
+// logarithm).
 #pragma once
 #include "pq_hybrid/rows.cuh"
 #include "pq_hybrid/stats.cuh"
 #include "pq_hybrid/values.cuh"
 #include "tile_indices.cuh"
 
-// Weights are at most 2^WEIGHT_BITS: as f16 they then reach from 2^-39 of all weight on.
+// Weights are at most 2^WEIGHT_BITS, so that f16 represents weights down to 2^-39 of their sum.
 constexpr float WEIGHT_BITS = 15;
 
-// The logarithm to base 2 of the weight 1 of a query of a sequence with coded tokens. Called by a warp.
+// The score (a logarithm to base 2) of weight 1 for a query of a sequence with coded tokens. Called by a warp.
 __device__ __forceinline__ float weight_base(const AttendArguments& a, u64 row, u32 query) {
     const Stats all = row_stats(a, row, query);
     return all.sum == 0 ? NOTHING : all.max + __log2f(all.sum) - WEIGHT_BITS;
 }
 
-// As the exact rows of its base, with negative weights.
+// Sums like those of exact rows, with negative weights.
 struct CodedRows : RowSums {
-    static constexpr int PIECES = 8 / PIECE; // of a chunk of 8 components
+    static constexpr int PIECES = 8 / PIECE; // pieces of a chunk of 8 components
 
-    // `bases`: of the queries; `table`: of the values, in shared memory.
+    // `bases`: the base of each query.
     __device__ __forceinline__ void begin(const float* bases) {
         clear();
 #pragma unroll
         for (int q = 0; q < 2; q++) max[q] = bases[min(threadIdx.x % 4 * 2 + q, GROUP - 1)];
     }
 
-    // Takes out `count` tokens of a head of a sequence, those of the list `selected`.
+    // Subtracts the `count` tokens of the list `selected` of a head of a sequence. `table`: of the values, in shared
+    // memory.
     __device__ __forceinline__ void subtract(const AttendArguments& a, u32 sequence, u32 head, const u32* selected,
                                              u32 count, const u8* table) {
         const int lane = threadIdx.x % LANES, g = lane / 4, l = lane % 4;
-        // Not through L1: this may come before `pdl_wait`.
+        // Bypasses L1: this may precede `pdl_wait`.
         const auto token_of = [&](u32 i) { return __ldcg(selected + min(i, count - 1)); };
         const float* scores = a.scores_of((u64)sequence * a.heads + head);
         float p[4]; // row g + 8 (i / 2), query 2 l + i % 2
@@ -54,7 +55,7 @@ struct CodedRows : RowSums {
             const u8* tile = a.codes + (u64)tiles.own(token / TILE) * Values::TILE_BYTES;
 #pragma unroll
             for (int k = 0; k < PARTS * PIECES; k++) {
-                const int piece = (g + k / PIECES * 8) * PIECES + k % PIECES; // of the value
+                const int piece = (g + k / PIECES * 8) * PIECES + k % PIECES; // index in the value
                 const int of_g = VALUE_M == 8 ? piece / SETS : piece % 8, set = VALUE_M == 8 ? piece % SETS : piece / 8;
                 const u32 code = ValueLookUp::code(tile, token % TILE, of_g, set);
                 const u8* at = table + ValueLookUp::address(code, of_g, set);

@@ -11,13 +11,13 @@ struct Packed {
     static constexpr int LANE_BYTES = WIDTH * 4, TILE_BYTES = COUNT * 4 * LANES;
     u32 words[COUNT];
 
-    // `tile`: its bytes, from lane * LANE_BYTES on.
+    // `tile`: the bytes of the tile, from lane * LANE_BYTES on.
     __device__ __forceinline__ void load(const u8* tile) {
 #pragma unroll
         for (int i = 0; i < LOADS; i++) ld_nc_no_allocate<WIDTH>(words + i * WIDTH, tile + i * LANES * LANE_BYTES);
     }
 
-    // Code `k` of register `i` of what `expand` gives lane `lane`; `tile`: its bytes.
+    // Code `k` of register `i` of the result of `expand` in lane `lane`; `tile`: the bytes of the tile.
     static __device__ __forceinline__ u32 code(const u8* tile, int lane, int i, int k) {
         const int word = BITS == 8 ? i : i / 2;
         const u32 byte = __ldg(tile + (word / WIDTH * LANES + lane) * LANE_BYTES + word % WIDTH * 4 + k);

@@ -1,8 +1,8 @@
 // ADC table of a head's queries in shared memory: inner products with every centroid, without bank conflicts.
 //
-// An entry has the scores of VEC queries as f16, each less the maximum of its subspace, which the base of the query
-// collects in f32: rounding then matters least for the tokens of the largest scores. Lanes 4 g + l that are served
-// together look up entries of different subspaces or, where there are too few, of different copies.
+// An entry holds the scores of VEC queries as f16, each minus the maximum of its subspace; the base of the query is the
+// sum of these maxima in f32. Rounding then matters least for the tokens with the largest scores. Lanes 4 g + l of one
+// wavefront look up entries of different subspaces or, where there are too few, of different copies.
 #pragma once
 #include "element.cuh"
 #include "pq_hybrid/codes.cuh"
@@ -30,15 +30,15 @@ struct LutOffsets {
     }
 };
 
-// A table is made by MMAs whose rows are codes, whose columns are queries, and whose inner dimension are components.
-// Lane 4 g + l has pairs of components in two halves of the inner dimension, for codes g and g + 8.
-constexpr int PAIRS = DSUB / 2, CHUNKS = PAIRS == 8 ? 2 : 1; // pairs of components, and how many halves these take
+// MMAs compute the table: their rows are codes, their columns queries, and their inner dimension (k) components. Lane
+// 4 g + l has pairs of components in two halves of the inner dimension, for codes g and g + 8.
+constexpr int PAIRS = DSUB / 2, CHUNKS = PAIRS == 8 ? 2 : 1; // pairs of components, and the halves that they fill
 constexpr int SHARE = VEC <= 4 && CHUNKS == 1 ? 2 : 1;       // subspaces that share an MMA
 constexpr int FOURS = KEY_M / 4, PRODUCTS = 4 / SHARE;       // MMAs for four subspaces
-constexpr bool ALL_FOUR = PAIRS < 4; // whether one operand has all four subspaces, of which an MMA reads its own
-constexpr int CODE_WORDS = ALL_FOUR ? PAIRS : 4 * CHUNKS; // of a lane, for four subspaces of a code
+constexpr bool ALL_FOUR = PAIRS < 4; // whether one operand has all four subspaces; an MMA uses only its own
+constexpr int CODE_WORDS = ALL_FOUR ? PAIRS : 4 * CHUNKS; // words of a lane for four subspaces of a code
 
-// The subspace (of four) of which the lane has a pair of components in a half of the inner dimension, and which pair.
+// The subspace (of four) and the pair of components that the lane holds in a half of the inner dimension.
 struct LutSlot {
     int subspace, pair;
     bool exists;
@@ -67,7 +67,7 @@ __device__ __forceinline__ void load_words(u32* to, const u32* from) {
 template <int WARPS>
 struct LutWords {
     static constexpr int ALL = KSUB / 16 * FOURS, ITEMS = (ALL + WARPS - 1) / WARPS;
-    static constexpr int STEP = WARPS / FOURS * 16; // codes from item to item of a warp
+    static constexpr int STEP = WARPS / FOURS * 16; // codes between consecutive items of a warp
     static_assert(WARPS % FOURS == 0, "all items of a warp have the same subspaces");
     u32 words[ITEMS][2][CODE_WORDS]; // [item][code]
 
@@ -93,7 +93,7 @@ struct LutWords {
         }
     }
 
-    // The A operand of a product.
+    // The A operand of an MMA.
     __device__ __forceinline__ void operand(u32 (&words_of)[4], int item, int product) const {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
@@ -105,7 +105,7 @@ struct LutWords {
     }
 };
 
-// What the warps share while a table is made.
+// Shared state of the warps during the construction of a table.
 struct LutBuilder {
     int maxima[KEY_M][VEC]; // ordered like floats
     float base[VEC];
@@ -125,7 +125,7 @@ struct LutBuilder {
         using Words = LutWords<WARPS>;
         const int lane = threadIdx.x % LANES, g = lane / 4, l = lane % 4, subspace = Words::first_subspace();
         const u16* queries = a.queries + ((u64)sequence * a.heads + head) * GROUP * D;
-        u32 query[PRODUCTS][2]; // B operands: zeros for the components of other subspaces than the column's
+        u32 query[PRODUCTS][2]; // B operands: zeros for components outside the column's subspace
 #pragma unroll
         for (int i = 0; i < PRODUCTS * 2; i++) {
             const int product = i / 2, half = i % 2, q = SHARE == 2 ? g % 4 : g;
@@ -134,8 +134,8 @@ struct LutBuilder {
             const u16* pair = queries + q * D + (subspace + column) * DSUB + slot.pair * 2;
             query[product][half] = q < GROUP && slot.exists && slot.subspace == column ? as_halves(pair) : 0;
         }
-        const float variance = half_variance(a, queries, head); // loaded at the same time
-        __syncthreads();                                        // nobody reads the previous table
+        const float variance = half_variance(a, queries, head); // its loads overlap with those above
+        __syncthreads();                                        // the previous table is no longer in use
         static_assert(KEY_M * VEC <= WARPS * LANES, "a thread for each maximum");
         if (threadIdx.x < KEY_M * VEC) (&maxima[0][0])[threadIdx.x] = ordered(-1e30f);
         __syncthreads();
@@ -182,13 +182,13 @@ struct LutBuilder {
                 multiply(dots, item, product);
                 const int* of_queries = &maxima[own + product * SHARE][has_queries ? first_query : 0];
                 const float max[2] = {from_ordered(of_queries[0]), from_ordered(of_queries[1])};
-                // `fmaxf` replaces NaN, which only a query that is not finite has; `base` is NaN then.
+                // `fmaxf` replaces NaN, which only a query that is not finite causes; `base` is then NaN.
 #pragma unroll
                 for (int half = 0; half < 2; half++)
                     entries[half][product] = pack_half2(fmaxf(dots[2 * half] - max[0], LEAST_ENTRY),
                                                         fmaxf(dots[2 * half + 1] - max[1], LEAST_ENTRY));
             }
-            // The entries of a subspace lie in one bank, so that lanes of different g write different ones at a time.
+            // The entries of a subspace lie in one bank, so lanes of different g write different subspaces at a time.
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 const u32(&e)[PRODUCTS] = entries[half];

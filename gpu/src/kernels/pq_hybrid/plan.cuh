@@ -4,16 +4,16 @@
 #include "scheduler.cuh"
 
 constexpr int ROWS_PER_ITEM = 16; // exact rows of a work item
-constexpr int ROW_ITEM_UNITS = 4; // tiles that take as long as such an item
+constexpr int ROW_ITEM_UNITS = 4; // cost of such an item in tiles
 
-// Whether the kernel with arguments A attends to rows.
+// Whether the kernel with arguments A attends to exact rows.
 template <class A>
 constexpr bool WITH_ROWS = false;
 template <>
 constexpr bool WITH_ROWS<AttendArguments> = true;
 
-// The work of a sequence: its exact tokens and its selected rows, ROWS_PER_ITEM at a time, and its tiles. Scores have
-// tiles only.
+// The work of a sequence: its exact tokens and its selected rows, ROWS_PER_ITEM at a time, and its tiles. The scoring
+// kernel has tiles only.
 template <class A>
 struct Items {
     const A& a;
@@ -24,7 +24,7 @@ struct Items {
         u32 items = (length + TILE - 1) / TILE;
         if constexpr (WITH_ROWS<A>) {
             exact_length = a.exact_lengths ? a.exact_lengths[sequence] : 0;
-            // Not through L1: this may come before `pdl_wait`.
+            // Bypasses L1: this may precede `pdl_wait`.
             selected = IS_ADAPTIVE ? __ldcg(a.found + (u64)sequence * a.heads + blockIdx.y)
                                    : min(min(a.ks[sequence], a.selected_len), length);
             items += ROW_ITEM_UNITS * ((exact_length + ROWS_PER_ITEM - 1) / ROWS_PER_ITEM +
@@ -55,8 +55,8 @@ struct Plan : Work {
     }
 };
 
-// The tiles of a warp. The first `busy` of WARPS warps attend to one exact item more than the others, who take that
-// many more tiles: of the first ROW_ITEM_UNITS rounds the busy ones have none.
+// The tiles of a warp. The first `busy` of WARPS warps attend to one more exact item than the others. To balance this,
+// they skip the first ROW_ITEM_UNITS rounds of tiles.
 template <int WARPS>
 struct TileWalk {
     u32 tile, short_rounds, stride;

@@ -1,8 +1,8 @@
-// Attention of a warp to exact rows, ROWS_PER_ITEM at a time, by tensor cores.
+// Attention of a warp to exact rows, ROWS_PER_ITEM at a time, on tensor cores.
 //
 // CPU twin: pq_core::attend_exact_into. Queries are the 8 columns of every MMA. Lane 4 g + l loads 16-byte chunks of
-// keys g and g + 8, and of values 2 l, 2 l + 1, 2 l + 8 and 2 l + 9: each chunk is an operand as it is, since the
-// components of a dot product, and the rows of a result, may be in any order.
+// keys g and g + 8, and of values 2 l, 2 l + 1, 2 l + 8 and 2 l + 9. Each chunk is an operand without rearrangement,
+// since the components of a dot product, and the rows of a result, may be in any order.
 #pragma once
 #include "element.cuh"
 #include "pq_hybrid/plan.cuh"
@@ -40,7 +40,7 @@ struct RowSums {
                 value[i][part] = *reinterpret_cast<const uint4*>(values + row * D + (g + 8 * part) * 8);
             }
         };
-        load_values(0);                 // there are not enough registers for all
+        load_values(0);                 // the other part later: registers do not hold both
         float scores[4] = {0, 0, 0, 0}; // row g + 8 (i / 2), query 2 l + i % 2
 #pragma unroll
         for (int c = 0; c < CHUNKS; c++) {
@@ -85,7 +85,7 @@ struct RowSums {
         }
     }
 
-    // Adds the sums to the warp's results, which have those of the coded tokens.
+    // Merges the sums into the warp's results, which hold the sums of the coded tokens.
     __device__ __forceinline__ void add_to(float* results) const {
         const int lane = threadIdx.x % LANES, g = lane / 4, l = lane % 4;
 #pragma unroll
@@ -97,7 +97,7 @@ struct RowSums {
             const float new_max = fmaxf(max[q], result[D]);
             const float keep = exp2_approx(result[D] - new_max), factor = exp2_approx(max[q] - new_max);
             total = keep * result[D + 1] + factor * total;
-            __syncwarp(); // all lanes have read
+            __syncwarp(); // all lanes have read the result
             if (2 * l + q >= VEC) continue;
             if (g == 0) result[D] = new_max, result[D + 1] = total;
 #pragma unroll

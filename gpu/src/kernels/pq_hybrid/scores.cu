@@ -1,9 +1,9 @@
 // First kernel of hybrid attention: the coded scores of all tokens, and the softmax statistics of each query.
 //
 // shape.cuh has the compile-time shape and explains the method. Launch: grid (block of a head's work, head), THREADS
-// threads. A block makes the ADC table of a sequence's queries (lut.cuh); a warp then scores every WARPS-th tile of the
-// block's part. An MMA with constant weights adds a lane's look-ups for two tokens, and the four lanes that share these
-// tokens, in f32: 8 MMAs per tile of four queries take the place of 64 additions and 6 shuffles.
+// threads. A block builds the ADC table of a sequence's queries (lut.cuh); a warp then scores every WARPS-th tile of
+// the block's part. An MMA with constant weights sums a lane's look-ups for two tokens over the four lanes that share
+// these tokens, in f32: for four queries, 8 MMAs per tile replace 64 additions and 6 shuffles.
 #include "pq_hybrid/addends.cuh"
 #include "pq_hybrid/lut.cuh"
 #include "pq_hybrid/plan.cuh"
@@ -24,11 +24,11 @@ extern __shared__ __align__(128) u8 shared[];
 static_assert(sizeof(Shared) <= SCORES_SHARED_BYTES, "the host reserves it");
 __device__ __forceinline__ Shared& block() { return *reinterpret_cast<Shared*>(shared); }
 
-// Weights of an MMA that adds table entries: column n of operand register i takes the entries of token (or, of eight
-// queries, of half an entry) i = n / 2 % 2, from the even or the odd queries. Columns 4 to 7 are for the second half of
-// the tile (or the second token).
+// Weights of an MMA that sums table entries: column n selects operand register i = n / 2 % 2, which has the entries of
+// token i (with eight queries, half i of an entry), and the even or the odd queries. Columns 4 to 7 are for the second
+// half of the tile (with eight queries, the second token).
 struct Selector {
-    u32 b[2][2]; // [half of the tile, or token][operand register]
+    u32 b[2][2]; // [half of the tile or token][operand register]
 
     __device__ __forceinline__ explicit Selector(int lane) {
         const int n = lane / 4;
@@ -38,9 +38,9 @@ struct Selector {
     }
 };
 
-// Scores of a tile: a lane has all queries of the token at place `lane`, or four of eight queries of two tokens.
+// Scores of a tile: a lane has all queries for the token at place `lane`, or four of eight queries for two tokens.
 struct TileScores {
-    static constexpr int QUERIES = VEC == 2 ? 2 : 4, SETS = VEC == 8 ? 2 : 1; // of a lane; tokens of a lane
+    static constexpr int QUERIES = VEC == 2 ? 2 : 4, SETS = VEC == 8 ? 2 : 1; // queries of a lane; tokens of a lane
     float sums[SETS][4];
     using Addends = TileAddends<QUERIES, SETS>;
 
@@ -80,7 +80,7 @@ struct TileScores {
                         entry[token][2] = words.z, entry[token][3] = words.w;
                     }
                 }
-                // Operands in the order of the words of an entry, which then need not move between registers.
+                // Operands follow the order of the words of an entry, which saves moves between registers.
                 if constexpr (VEC == 2) {
                     if (i % 2 == 0) {
                         previous[0] = entry[0][0], previous[1] = entry[1][0];
@@ -98,7 +98,7 @@ struct TileScores {
                 }
             }
         }
-        if (VEC == 2) sums[0][0] += sums[0][2], sums[0][1] += sums[0][3]; // of even and odd steps
+        if (VEC == 2) sums[0][0] += sums[0][2], sums[0][1] += sums[0][3]; // even and odd steps
     }
 };
 
@@ -120,7 +120,7 @@ __device__ __forceinline__ void score_sequence(const SelectArguments& a, const L
     };
     u32 tile = plan.from + warp;
     block().builder.build<WARPS>(a, plan.entry, head, words, shared);
-    if (warp_uniform(tile < end)) begin_run(tile), load(tile); // not earlier: the table takes all registers
+    if (warp_uniform(tile < end)) begin_run(tile), load(tile); // not earlier: building the table needs all registers
 
     const int first_query = TileScores::first_query(lane);
     float base[QUERIES];
@@ -136,7 +136,7 @@ __device__ __forceinline__ void score_sequence(const SelectArguments& a, const L
         float* tile_scores = scores + (u64)tile * (GROUP * TILE);
         const u32 there = length - tile * TILE; // tokens from this tile on
         tile += WARPS;
-        load(min(tile, end - 1)); // the last tile again instead of a branch, after which the lanes might not converge
+        load(min(tile, end - 1)); // reloads the last tile rather than branching: the lanes might not reconverge
         bool exceeds = false;
 #pragma unroll
         for (int set = 0; set < SETS; set++) {
@@ -166,7 +166,7 @@ __device__ __forceinline__ void score_sequence(const SelectArguments& a, const L
     }
 }
 
-// Merges the statistics of lanes and of warps; the kernel that selects merges those of blocks.
+// Merges the statistics of lanes and of warps; the selection kernel merges those of blocks.
 __device__ __forceinline__ void finish_stats(const SelectArguments& a,
                                              const Stats (&stats)[TileScores::QUERIES]) {
     const int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;

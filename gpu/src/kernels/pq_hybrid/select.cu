@@ -1,8 +1,8 @@
 // Second part of hybrid attention: selects the tokens of the largest weight of each row, from the scores of scores.cu.
 //
 // shape.cuh has the compile-time shape and explains the method. Three kernels of grid (chunk of CHUNK tokens, row),
-// SELECT_THREADS threads; `collect` and `write` are those of radix.cuh. If ADAPTIVE, `count` comes before `collect`;
-// the first block of a row counts. On sm_90 select_sm90.cu takes their place.
+// SELECT_THREADS threads; `collect` and `write` are those of radix.cuh. If ADAPTIVE, `count` runs before `collect`;
+// only the first block of a row counts. On sm_90 select_sm90.cu replaces them.
 #include "pq_hybrid/budget.cuh"
 
 extern "C" __global__ void __launch_bounds__(SELECT_THREADS) pq_hybrid_keys(const SelectArguments a) {
@@ -17,7 +17,7 @@ extern "C" __global__ void __launch_bounds__(SELECT_THREADS) pq_hybrid_keys(cons
     if (threadIdx.x == 0) work.chunk_counts[blockIdx.x] = 0;
     if (first >= range.n) return;
     if (threadIdx.x < GROUP * LANES) normalizers.load(a, row);
-    // A warp has a tile at a time, in the order of its scores; the loads of BATCH tiles overlap.
+    // A warp processes one tile at a time, in the order of its scores; the loads of BATCH tiles overlap.
     constexpr int WARPS = SELECT_THREADS / LANES, PASSES = CHUNK / SELECT_THREADS, BATCH = GROUP <= 4 ? PASSES : 4;
     const u32 place = threadIdx.x % LANES, warp = threadIdx.x / LANES;
     const float* scores = a.scores_of(row) + (first / TILE + warp) * (u64)(GROUP * TILE) + place;

@@ -1,23 +1,24 @@
-// Second part of hybrid attention on sm_90: select.cu as one kernel, in which a cluster of blocks has a row.
+// Second part of hybrid attention on sm_90: select.cu as one kernel, with one cluster of blocks per row.
 //
 // shape.cuh has the compile-time shape and explains the method. Launch: grid (block of the row, row), clusters of all
 // blocks of a row, THREADS threads. Each block
 //
-// 1. computes the keys of its part of the tokens and counts them by their highest 11 bits; if ADAPTIVE, this count
-//    decides k; lists the tokens whose keys reach the highest bits of the row's k-th highest key; counts those that
-//    share these bits with it by their next 10 bits, then by their lowest 10: after each count it adds its counts to
-//    those of all blocks, in distributed shared memory;
-// 2. counts its tokens above and equal to that key, tells the other blocks, and writes those that are selected.
+// 1. computes the keys of its part of the tokens and builds a histogram of their highest 11 bits, which decides k if
+//    ADAPTIVE; lists the tokens whose keys reach the highest bits of the row's k-th highest key; builds a histogram of
+//    the next 10 bits of the keys that share these bits, then of the lowest 10. Blocks sum each histogram over the
+//    cluster in distributed shared memory;
+// 2. counts its tokens above and equal to the k-th highest key, sends these counts to the other blocks, and writes its
+//    selected tokens.
 //
-// Keys lie in shared memory, or in the workspace where a block has more than KEYS of them.
+// Keys are in shared memory, or in the workspace if a block has more than KEYS of them.
 #include "mbarrier_sm90.cuh"
 #include "pq_hybrid/budget.cuh"
 
 constexpr int THREADS = SELECT_THREADS, WARPS = THREADS / LANES;
-constexpr int MOST_BLOCKS = 16;          // of a cluster
-constexpr u32 KEYS = 32768;              // in shared memory
-constexpr u32 NO_KEY = 1u << KEY_WIDTH; // of places without a token: negative
-// Tokens of a thread at a time: the scores of more queries need more registers.
+constexpr int MOST_BLOCKS = 16;          // maximum blocks of a cluster
+constexpr u32 KEYS = 32768;              // capacity in shared memory
+constexpr u32 NO_KEY = 1u << KEY_WIDTH; // key of places without a token: negative
+// Tokens per thread and step: the scores of more queries need more registers.
 constexpr int PLACES = GROUP <= 4 ? 4 : 2;
 
 template <class T>
@@ -27,10 +28,10 @@ struct alignas(4 * PLACES) Places {
 
 // Scores of a lane's places in a tile.
 struct LaneScores {
-    static constexpr u32 STEP = THREADS / (TILE / PLACES); // tiles of a block at a time
+    static constexpr u32 STEP = THREADS / (TILE / PLACES); // tiles per step of a block
     Places<float> of_query[GROUP];
 
-    // `scores`: of the lane's places in the block's first tile.
+    // `scores`: at the lane's places in the block's first tile.
     __device__ __forceinline__ void load(const float* scores, u32 tile) {
 #pragma unroll
         for (int q = 0; q < GROUP; q++)
@@ -38,7 +39,7 @@ struct LaneScores {
     }
 };
 
-constexpr u32 MOST_LISTED = 192; // of a warp
+constexpr u32 MOST_LISTED = 192; // capacity of a warp's list
 struct Listed {
     int key;
     u32 index; // in the block's part of the tokens
@@ -47,7 +48,7 @@ struct Listed {
 struct Shared {
     u32 keys[KEYS]; // in the order of the scores
     Listed lists[WARPS][MOST_LISTED];
-    // By the digits of a key: the keys of this block, and of all blocks of the cluster, which they add themselves.
+    // Histograms of the digits of keys: of this block, and of the cluster, to which each block adds its own.
     u32 counts[HIGH_BUCKETS + 2 * LOW_BUCKETS], totals[HIGH_BUCKETS + 2 * LOW_BUCKETS];
     uint2 of_block[MOST_BLOCKS], of_warp[WARPS]; // tokens above the threshold, and equal to it
     Normalizers normalizers;
@@ -58,7 +59,7 @@ struct Shared {
 extern __shared__ __align__(16) u8 memory[];
 static_assert(sizeof(Shared) <= SELECT_SHARED_BYTES, "the host reserves it");
 
-// Adds 1 to a count if `condition` holds, by predication: branches would serialize the atomics of several tokens.
+// Adds 1 to a count if `condition` holds, with a predicate: branches would serialize the atomics of several tokens.
 __device__ __forceinline__ void count_if(bool condition, u32* count) {
     asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %0, 0;\n @p red.relaxed.cta.shared.add.u32 [%1], 1;\n}" ::"r"(
                      (u32)condition),
@@ -66,7 +67,7 @@ __device__ __forceinline__ void count_if(bool condition, u32* count) {
                  : "memory");
 }
 
-// Adds the counts of all blocks of the cluster.
+// Sums the counts over all blocks of the cluster.
 template <int BUCKETS>
 __device__ __forceinline__ void add_in_cluster(const u32* counts, u32* totals) {
     __syncthreads();
@@ -78,8 +79,8 @@ __device__ __forceinline__ void add_in_cluster(const u32* counts, u32* totals) {
     cluster_wait();
 }
 
-// The tokens of a warp whose highest digit reaches the threshold's bucket, in ascending order: a list and, once the list
-// is full, all tokens of the tiles from `rest` on.
+// The tokens of a warp whose highest digit reaches the threshold's bucket, in ascending order: a list and, if the list
+// overflows, all tokens of the tiles from `rest` on.
 struct WarpTokens {
     u32 listed = 0, rest = 0, end = 0; // `rest` to `end`: tiles of the block
 
@@ -92,7 +93,7 @@ struct WarpTokens {
             return i < to * 8 ? fours[i] : make_uint4(NO_KEY, NO_KEY, NO_KEY, NO_KEY);
         };
         end = rest = to;
-        uint4 next[2] = {load(from), load(from + 4)}; // they may be in global memory
+        uint4 next[2] = {load(from), load(from + 4)}; // prefetched: keys may be in global memory
         for (u32 begin = from; begin < to; begin += 4) {
             const uint4 four = next[0];
             next[0] = next[1], next[1] = load(begin + 8);
@@ -121,7 +122,7 @@ struct WarpTokens {
         __syncwarp();
     }
 
-    // Calls `f` with the key and the index in the block of LANES tokens at a time.
+    // Calls `f` with the key and the index in the block's part, for LANES tokens at a time.
     template <class F>
     __device__ __forceinline__ void for_each(const Listed* list, const u32* keys, const F& f) const {
         const u32 lane = threadIdx.x % LANES, steps = (listed + LANES - 1) / LANES;
@@ -143,7 +144,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) pq_hybrid_select(const 
     const u32 row = blockIdx.y, rank = cluster_ctarank(), warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
     for (int i = threadIdx.x; i < HIGH_BUCKETS + 2 * LOW_BUCKETS; i += THREADS) shared.counts[i] = shared.totals[i] = 0;
     cluster_arrive();
-    pdl_trigger(); // blocks that attend load their tables while others score
+    pdl_trigger(); // attention blocks load their tables while other blocks still score
     SelectRange range = range_of(a, row);
     const u32 tiles = (range.n + TILE - 1) / TILE, span = (tiles + gridDim.x - 1) / gridDim.x;
     const u32 first = min(rank * span, tiles), count = min(span, tiles - first); // tiles of this block
@@ -177,8 +178,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) pq_hybrid_select(const 
     for (; tile < count; tile += LaneScores::STEP) {
         const LaneScores of_tile = ahead;
         if (tile + LaneScores::STEP < count) ahead.load(scores, tile + LaneScores::STEP);
-        // Nearly all weights are heavy (`is_heavy`). One test per lane for the others, instead of one per token, leaves
-        // the tokens of the loop independent of each other.
+        // Nearly all weights are heavy (`is_heavy`). One test per lane instead of one per token keeps the tokens of the
+        // loop independent of each other.
         Places<u32> key;
         bool all_heavy = true;
 #pragma unroll
@@ -215,7 +216,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) pq_hybrid_select(const 
     if (rank == 0 && threadIdx.x == 0) put_found(a, row, range.k);
     if (range.k == 0) return;
 #endif
-    // A warp has consecutive tiles, four at a time.
+    // Each warp has consecutive tiles and processes four at a time.
     const u32 of_warp = (count + 4 * WARPS - 1) / (4 * WARPS) * 4;
     const u32 from = min(warp * of_warp, count), to = min(from + of_warp, count);
     Listed* list = shared.lists[warp];
@@ -229,7 +230,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) pq_hybrid_select(const 
         u32 least = digit.index << 2 * LOW_BITS;
         tokens.list(list, keys, from, to, least);
         int shift = 2 * LOW_BITS;
-#pragma unroll 1 // the second round runs from the instruction cache
+#pragma unroll 1 // the second round hits the instruction cache
         while (k - digit.above < digit.count && shift > 0) {
             k -= digit.above, shift -= LOW_BITS;
             tokens.for_each(list, keys, [&](int key, u32) {

@@ -1,5 +1,5 @@
-// What both forms of the selection share (select.cu, select_sm90.cu): the keys of tokens, and what becomes of the
-// selected ones.
+// Shared by both forms of the selection (select.cu, select_sm90.cu): the keys of tokens, and the output of selected
+// tokens.
 #pragma once
 #include "pq_hybrid/stats.cuh"
 #include "pq_search/radix.cuh"
@@ -11,7 +11,7 @@ __device__ __forceinline__ SelectRange range_of(const SelectArguments& a, u32 ro
     return {a.lengths[sequence], min(a.ks[sequence], a.selected_len), 0, 0};
 }
 
-// If ADAPTIVE, the kernel that counts a row's tokens has to end first.
+// If ADAPTIVE, called only after the end of `pq_hybrid_count`.
 __device__ __forceinline__ SelectRange found_range_of(const SelectArguments& a, u32 row, SelectRange range) {
     if (IS_ADAPTIVE) range.k = min(range.k, __ldcg(a.bound.found + row));
     return range;
@@ -24,7 +24,7 @@ __device__ __forceinline__ Selection selection_of(const SelectArguments& a, u32 
 // Softmax statistics of a row's queries, in shared memory.
 struct Normalizers {
     float log_sum[GROUP];           // logarithm to base 2 of the sum of 2^score
-    float max[GROUP], scale[GROUP]; // as keys.cuh has them: of natural logarithms
+    float max[GROUP], scale[GROUP]; // as in keys.cuh, for natural logarithms
 
     // Called by the first GROUP warps of a block: merges the statistics of the blocks of scores.cu.
     __device__ __forceinline__ void load(const SelectArguments& a, u64 row) {
@@ -35,8 +35,8 @@ struct Normalizers {
         max[query] = all.max * LN_2, scale[query] = 1.f / all.sum;
     }
 
-    // The weight of a token, of pq_core::combine_group_into: the sum or the maximum of those of the group's queries. It
-    // is NaN if a score is.
+    // The weight of a token, as by pq_core::combine_group_into: the sum or the maximum of its weights over the group's
+    // queries. It is NaN if a score is.
     __device__ __forceinline__ float weight_of(const float (&score)[GROUP]) const {
         float weight = 0;
 #pragma unroll
@@ -44,7 +44,7 @@ struct Normalizers {
         return weight;
     }
 
-    // The key of a token of any weight.
+    // The key of a token whose weight may have underflowed or be NaN.
     template <class ScoreOf>
     __device__ __forceinline__ u32 key_of_any(const ScoreOf& score_of) const {
         float weight = 0;

@@ -1,23 +1,22 @@
-// Hybrid attention: codes of all tokens in one softmax, in which the few tokens of the largest weight have their exact
-// rows. Compile-time shape and arguments.
+// Hybrid attention: one softmax over the codes of all tokens, except that the few tokens with the largest weights have
+// their exact rows. Compile-time shape and arguments.
 //
 // CPU twins: pq_core::hybrid_select_into, pq_core::hybrid_attend_into, pq_core::attend_exact_into. Compile-time shape:
-// HEAD_DIM 64 or 128; GROUP 1 to 8 query heads of a key/value head; KEY_M, VALUE_M 8, 16 or 32 subspaces; KEY_BITS,
+// HEAD_DIM 64 or 128; GROUP 1 to 8 query heads per KV head; KEY_M, VALUE_M 8, 16 or 32 subspaces; KEY_BITS,
 // VALUE_BITS 4 or 8; ELEMENT 1 (f16) or 2 (bf16); MAX_RULE (keys.cuh); PAGED or not; ADAPTIVE or not (budget.cuh);
 // ADDENDS or not (addends.cuh).
 //
 // A step is two operations, so that rows can be fetched in between:
 //
 // 1. Select: scores.cu writes the coded scores of all tokens and the softmax statistics of each query; select.cu or
-//    select_sm90.cu turns them into keys, and selects the tokens of the k highest.
-// 2. Attend: attend.cu adds the coded values of all other tokens, the exact rows of the selected ones, sinks and
+//    select_sm90.cu turns them into keys, and selects the tokens with the k highest.
+// 2. Attend: attend.cu adds the coded values of all other tokens and the exact rows of the selected tokens, sinks and
 //    window. On sm_90, if there are few rows, it runs while a few multiprocessors select: it then adds the coded values
-//    of all tokens, and takes those of the selected ones out again. Else the selection hides their scores.
+//    of all tokens, and subtracts those of the selected ones. Otherwise the selection hides their scores.
 //
 // Codes and tables are in the layout of `pq::CodeLayout`, as pq_attend/attend.cu reads them: lane 4 g + l of a warp
 // reads codes of one quarter of the subspaces (keys) or one eighth (values), rotated by lane. Both kernels arrange
-// their tables in shared memory so that the lanes that are served together look up different banks, whatever their
-// codes.
+// their tables in shared memory so that the lanes of a wavefront access different banks, whatever their codes.
 //
 // Scores are logarithms to base 2. Floor at 32/8 heads x 131,072 tokens with 16 codes per key and value: 33.5 MB of
 // codes take 8 us. Shared memory serves 32 wavefronts per tile of 32 tokens for the scores of four queries and 64 for
@@ -32,7 +31,7 @@ constexpr bool IS_ADAPTIVE = true;
 #else
 constexpr bool IS_ADAPTIVE = false;
 #endif
-// Queries that a table entry serves.
+// Queries of a table entry.
 constexpr int VEC = GROUP <= 2 ? 2 : GROUP <= 4 ? 4 : 8;
 
 // Softmax statistics of a query.
@@ -40,7 +39,7 @@ struct Stats {
     float max, sum; // of scores, and of 2^(score - max)
 };
 
-// The blocks of a head that score a row.
+// The blocks that share the scoring of a row.
 struct Sharers {
     u32 first, count;
 };
@@ -48,40 +47,40 @@ struct Sharers {
 constexpr u64 CHUNK_TOKENS = 8192; // CHUNK of radix.cuh
 constexpr int RESULT = D + 4; // floats of a partial result: components, maximum, sum of weights, padding
 
-// What the arguments of all kernels begin with. A row is a head of a sequence.
+// The common first arguments of all kernels. A row is a head of a sequence.
 struct Arguments {
     const u32* lengths; // [sequence]: coded tokens
     const u32* pages;   // [sequence][page of sequence]; read only if PAGED
-    const u32* ks;      // [sequence]: tokens to select; if ADAPTIVE, the most
-    float* scores;      // [row][chunk][tile][GROUP][TILE], tokens of a tile by `place_of`; if `hides`, those of
-                        // selected tokens are minus infinity once they are selected
+    const u32* ks;      // [sequence]: tokens to select; if ADAPTIVE, the maximum
+    float* scores;      // [row][chunk][tile][GROUP][TILE], tokens of a tile by `place_of`; if `hides`, the selection
+                        // sets those of selected tokens to minus infinity
     Sharers* sharers;   // [row]
     Stats* stats;       // [row][block of the head][VEC]
     u32* scored;        // whether scores, sharers and stats are complete: see `await_scores`
     u32 batch, heads, page_tiles, max_pages, selected_len;
     u32 chunks;  // capacity of a sequence in chunks of CHUNK tokens
-    u32 blocks;  // of a head that score
+    u32 blocks;  // scoring blocks of a head
     float scale; // factor of the scores, times log2(e)
-    u32 hides;   // whether the selection hides tokens, or attend.cu may run beside it and takes them out
+    u32 hides;   // whether the selection hides tokens; otherwise attend.cu may run concurrently and subtracts them
 
     __device__ __forceinline__ float* scores_of(u64 row) const {
         return scores + row * chunks * (CHUNK_TOKENS * GROUP);
     }
 };
 
-// What decides how many tokens a row selects, if ADAPTIVE.
+// The bound that determines the number of tokens that a row selects, if ADAPTIVE.
 struct ErrorBound {
     const u16* queries;        // [sequence][head][GROUP][D], in the space of the exact rows
     const u16* exact_keys;     // [sequence][head][exact_capacity][D]
     const u32* exact_lengths;  // [sequence], or null
     const float* value_errors; // [head]: mean squared errors of the coded values over the variance of the values
-    u32* found;                // [row]: tokens that are selected
-    u64* total;                // their sum over all rows is added to it, or null
+    u32* found;                // [row]: number of selected tokens
+    u64* total;                // incremented by the sum of `found` over all rows, or null
     u32 exact_capacity;
     float bound; // of the length of an output's error over the deviation of the values
 };
 
-// Of the kernels that select.
+// Arguments of the scoring and selection kernels.
 struct SelectArguments : Arguments {
     const u8* codes;     // [page][head][tile of page][tile bytes]
     const u32* table;    // [head][code][WORDS]: word j + p * M has components 2 p and 2 p + 1 of subspace j
@@ -99,26 +98,26 @@ struct SelectArguments : Arguments {
     }
 };
 
-// Of the kernel that attends.
+// Arguments of the attention kernel.
 struct AttendArguments : Arguments {
-    const u8* codes;          // of the values, as those of the keys
-    const u32* table;         // of the values
+    const u8* codes;          // codes of the values, in the layout of the keys
+    const u32* table;         // codebooks of the values
     const u16* queries;       // [sequence][head][GROUP][D]
     const u16* exact_keys;    // [sequence][head][exact_capacity][D]
     const u16* exact_values;  // as exact_keys
     const u32* exact_lengths; // [sequence], or null
     const u32* selected;      // [sequence][head][selected_len]
-    const u32* row_list;      // [sequence][head][selected_len]: the row of each, or null: row i is that of selected[i]
+    const u32* row_list;      // [sequence][head][selected_len]: row of each token, or null: selected[i] has row i
     const u16* row_keys;      // [sequence][head][row_capacity][D]
     const u16* row_values;    // as row_keys
     float* partials;          // [head][block of the head][2][VEC][RESULT]
     u32* counts;              // [sequence][head]: blocks that have finished; zero before and after a launch
     u16* out;                 // as queries
     float* log_sum_exp;       // [sequence][head][GROUP], or null
-    const u32* found;         // [row]: tokens that are selected, if ADAPTIVE
+    const u32* found;         // [row]: number of selected tokens, if ADAPTIVE
     u64 row_capacity;
     u32 exact_capacity;
-    u32 rows_arrive; // whether the kernel before brings the selected rows: they are read after `pdl_wait`, everything
+    u32 rows_arrive; // whether the previous kernel writes the selected rows: they are read after `pdl_wait`, everything
                      // else before it
 };
 

@@ -4,8 +4,8 @@
 #include "primitives_sm80.cuh"
 #include "warp.cuh"
 
-// A flag from the selection, which waits for the scoring kernel to end, to attention blocks that run concurrently with
-// it and load their tables first. They start only once all scoring blocks have passed `begin_scores`.
+// A flag by which the selection, which waits for the end of the scoring kernel, releases concurrent attention blocks,
+// which meanwhile load their tables. These start only after all scoring blocks have passed `begin_scores`.
 __device__ __forceinline__ void begin_scores(const Arguments& a) {
     if (blockIdx.x + blockIdx.y + threadIdx.x == 0) st_release(a.scored, 0), __threadfence();
 }
@@ -23,7 +23,7 @@ __device__ __forceinline__ Stats merged(const Stats& a, const Stats& b) {
     return {max, a.sum * exp2_approx(a.max - max) + b.sum * exp2_approx(b.max - max)};
 }
 
-// Over the lanes whose indices differ in the bits of `MASK`.
+// Merges the statistics of the lanes whose indices differ in the bits of `MASK`.
 template <int MASK = LANES - 1>
 __device__ __forceinline__ Stats merged_lanes(const Stats& stats) {
     float max = stats.max;
@@ -37,15 +37,15 @@ __device__ __forceinline__ Stats merged_lanes(const Stats& stats) {
     return {max, sum};
 }
 
-// Called by a warp: merges the statistics that the blocks of scores.cu have of a query. Not through L1, which may have
-// those of the last launch: this may come before `pdl_wait`.
+// Called by a warp: merges a query's statistics from the blocks of scores.cu. Bypasses L1, which may hold those of the
+// previous launch: this may precede `pdl_wait`.
 __device__ __forceinline__ Stats row_stats(const Arguments& a, u64 row, u32 query) {
     const u64 sharers = __ldcg(reinterpret_cast<const u64*>(a.sharers + row));
     const u32 lane = threadIdx.x % LANES, first = (u32)sharers, count = (u32)(sharers >> 32);
     const float2* parts = reinterpret_cast<const float2*>(a.stats + row * a.blocks * VEC + query);
     Stats all = no_scores();
     for (u32 i = lane; i < a.blocks; i += LANES) {
-        const float2 part = __ldcg(parts + i * VEC); // of all blocks: it is loaded together with `sharers`
+        const float2 part = __ldcg(parts + i * VEC); // of every block: the loads overlap with that of `sharers`
         if (i - first < count) all = merged(all, {part.x, part.y});
     }
     return merged_lanes(all);

@@ -1,13 +1,12 @@
 // Weighted sums of coded values.
 //
-// Lane 4 g + l looks up the words of subspace g (of 8), or of a subspace 8 `set` + g, for tokens of which it has the
-// codes
-// (`CodeLayout`). Byte permutations pair the components of two tokens, so that components are the rows of the A operand
-// and tokens its columns; all four lanes of a row then have to look up the same subspace. The lanes of different l
-// would read the same banks at the same time, so they take the sets in different order, and the columns of the B
-// operand are (set, query) with weights of zero but in the step at which the lane has that set. Two sets leave room for
-// four queries per MMA; a second copy of the table then keeps the lanes of equal set apart. A code of 16 components
-// counts as two sets.
+// Lane 4 g + l looks up the words of subspace g (of 8), or of a subspace 8 `set` + g, for the tokens whose codes it
+// holds (`CodeLayout`). Byte permutations pair the components of two tokens, so that components are the rows of the A
+// operand and tokens its columns; all four lanes of a row then have to look up the same subspace. Lanes of different l
+// would conflict in the same banks, so they process the sets in different orders, and the columns of the B operand are
+// (set, query) with zero weights except in the step in which the lane has that set. Two sets leave room for four
+// queries per MMA; a second copy of the table then avoids bank conflicts between lanes of equal set. A code of 16
+// components counts as two sets.
 #pragma once
 #include "pq_hybrid/codes.cuh"
 #include "warp.cuh"
@@ -17,13 +16,13 @@ using Values = Packed<VALUE_M, VALUE_BITS>;
 constexpr int VALUE_KSUB = 1 << VALUE_BITS, VALUE_DSUB = D / VALUE_M;
 constexpr int SETS = VALUE_M == 32 ? 4 : 2, VALUE_COPIES = 4 / SETS;
 constexpr int PIECE = D / (8 * SETS), PIECE_WORDS = PIECE / 2;           // components of a look-up
-constexpr int PIECE_BYTES = PIECE * 2, LINE_G = 128 / (PIECE_BYTES * 4); // g of a line of 128 bytes
-constexpr int HALF_TABLE = 1 << 16, HALF_G = 2 * LINE_G;                 // distance of the table halves; g of each
+constexpr int PIECE_BYTES = PIECE * 2, LINE_G = 128 / (PIECE_BYTES * 4); // values of g per line of 128 bytes
+constexpr int HALF_TABLE = 1 << 16, HALF_G = 2 * LINE_G;                 // distance of the table halves; g per half
 constexpr int VALUE_TABLE_BYTES = (HALF_G < 8 ? HALF_TABLE : 0) + VALUE_KSUB * ROW;
 constexpr int COLUMNS = 8 / SETS;                        // queries of an MMA
-constexpr int MMAS = VEC <= COLUMNS ? 1 : VEC / COLUMNS; // for all queries
+constexpr int MMAS = VEC <= COLUMNS ? 1 : VEC / COLUMNS; // MMAs for all queries
 
-// Offset of a piece in its row, and in the table.
+// Offset of a piece in its row.
 __device__ __forceinline__ int piece_offset(int g, int set, int copy) {
     const int slot = g % LINE_G * 4 + (SETS == 4 ? set : set * 2 + copy);
     return g / LINE_G % 2 * 128 + slot * PIECE_BYTES;
@@ -34,11 +33,11 @@ __device__ __forceinline__ int piece_component(int g, int set) {
     return VALUE_M == 8 ? g * VALUE_DSUB + set * PIECE : (set * 8 + g) * VALUE_DSUB;
 }
 
-// Copies the head's table to shared memory, one piece at a time. Called by THREADS threads, of which this one is number
-// `thread`.
+// Copies the head's table to shared memory, one piece at a time. Called by THREADS threads; `thread` is the index of
+// this one.
 template <int THREADS>
 __device__ __forceinline__ void load_value_table(const AttendArguments& a, u32 head, u32 thread, u8* to) {
-    constexpr int PIECES = 8 * SETS; // of a code
+    constexpr int PIECES = 8 * SETS; // pieces of a code
     const u32* table = a.table + (u64)head * VALUE_KSUB * WORDS;
 #pragma unroll 8
     for (int i = thread; i < VALUE_KSUB * PIECES; i += THREADS) {
@@ -60,7 +59,7 @@ __device__ __forceinline__ void load_value_table(const AttendArguments& a, u32 h
     }
 }
 
-// Offsets of the lane's pieces for steps 2 i and 2 i + 1; at step i it has set (i + l) % SETS.
+// Offsets of the lane's pieces for steps 2 i and 2 i + 1; at step i the lane has set (i + l) % SETS.
 struct ValueOffsets {
     u32 pairs[SETS / 2];
 
@@ -69,15 +68,15 @@ struct ValueOffsets {
         auto at = [&](int step) { return piece_offset(g, (step + l) % SETS, l / 2); };
 #pragma unroll
         for (int i = 0; i < SETS / 2; i++) pairs[i] = pack_offsets(at(2 * i), at(2 * i + 1), g / HALF_G);
-        // In registers: the compiler would compute them again for every tile.
+        // Keeps them in registers: the compiler would recompute them for every tile.
 #pragma unroll
         for (int i = 0; i < SETS / 2; i++) asm volatile("" : "+r"(pairs[i]));
     }
 };
 
-// A token's code of a subspace, and the table address of the piece `set` of row g that it stands for.
+// A token's code of a subspace, and the table address of its piece for row g and `set`.
 struct ValueLookUp {
-    // `tile`: bytes of the tile of `token`.
+    // `tile`: the bytes of the tile of `token`.
     static __device__ __forceinline__ u32 code(const u8* tile, u32 token, int g, int set) {
         const int l = token % 4, half = token / 4 % 2, step = (set - l) & (SETS - 1);
         return Values::code(tile, 4 * g + l, VALUE_M == 8 ? half : half * SETS + step, token / 8 % 4);
@@ -87,10 +86,10 @@ struct ValueLookUp {
     }
 };
 
-// A warp's sums over its tiles, of values by their weights 2^(score - base). As an operand's column n = g, the lane has
-// query n % COLUMNS of set n / COLUMNS, for tokens l + 4 half + 8 i; MMA m has queries m * COLUMNS and up. Weights do
-// not depend on the set: a lane computes those of half `half_of(lane)` and gets the others from the lane of the next
-// set.
+// A warp's sums over its tiles of values times their weights 2^(score - base). In the B operand, column n = g of the
+// lane is query n % COLUMNS of set n / COLUMNS, for tokens l + 4 half + 8 i; MMA m has queries m * COLUMNS and up.
+// Weights do not depend on the set: a lane computes those of half `half_of(lane)` and gets the others from the lane of
+// the next set.
 struct ValueSums {
     float sums[PIECE_WORDS][MMAS][4]; // components 2 w (+ 1: second pair) of row g, columns 2 l and 2 l + 1
     float base[MMAS], weight[MMAS];   // of the lane's query; `weight` is the lane's share
@@ -98,14 +97,14 @@ struct ValueSums {
     static constexpr int OTHER_HALF = 4 * COLUMNS; // bit of the lane
     static __device__ __forceinline__ int half_of(int lane) { return lane / OTHER_HALF % 2; }
 
-    // Lanes of a query differ in these bits.
+    // The sum over the lanes of a query.
     static __device__ __forceinline__ float over_lanes(float x) {
         x += __shfl_xor_sync(FULL, x, 1);
         x += __shfl_xor_sync(FULL, x, 2);
         return x + __shfl_xor_sync(FULL, x, OTHER_HALF);
     }
 
-    // `bases`: of the queries.
+    // `bases`: the base of each query.
     __device__ __forceinline__ void clear(const float* bases, int lane) {
 #pragma unroll
         for (int i = 0; i < PIECE_WORDS * MMAS * 4; i++) sums[i / 4 / MMAS][i / 4 % MMAS][i % 4] = 0;

@@ -1,13 +1,13 @@
-// Keys that order tokens by the weight of a group of query heads, the search for the threshold key, and the tokens that
-// compete: shared by the kernels that select.
+// Shared by the selection kernels: keys that order tokens by their weight for a group of query heads, the search for
+// the threshold key, and the range of candidate tokens.
 //
 // Compile-time shape: GROUP query heads of a KV head; MAX_RULE if a token's weight is the maximum over the group's
-// queries, else it is their sum.
+// queries, otherwise it is their sum.
 #pragma once
 #include "warp.cuh"
 
-// Tokens `first` to `end` compete, and `k` of them are selected. The sinks before them and the recent tokens after them
-// are always selected.
+// Tokens `first` to `end` are candidates, `k` of which are selected. The sinks before them and the recent tokens after
+// them are always selected.
 struct SelectRange {
     u32 n, first, end, k;
 
@@ -62,7 +62,7 @@ __device__ __forceinline__ Softmax warp_softmax(const Softmax& softmax) {
     return all;
 }
 
-// The group rule: folds one query's weight into the weight of the queries before it.
+// The group rule: folds one query's weight into the combined weight of the previous queries.
 __device__ __forceinline__ float combine(float all, float weight) {
 #ifdef MAX_RULE
     return weight > all ? weight : all;
@@ -83,8 +83,8 @@ __device__ __forceinline__ u32 key_of_logarithm(float x) {
     return (bits ^ ((u32)((int)bits >> 31) | 1u << 31)) >> 2;
 }
 
-// Half the logarithm of the group's weight, from the scores of its queries. Halves are used since the difference of any
-// two finite scores can overflow, and that of their halves does not.
+// Half the logarithm of the group's weight, from the scores of its queries. Scores are halved because the difference of
+// two finite scores can overflow; that of their halves cannot.
 template <class ScoreOf>
 __device__ float half_log_weight(const float* max, const float* scale, const ScoreOf& score_of) {
     float highest = -infinity(), sum = 0;
@@ -104,14 +104,14 @@ __device__ float half_log_weight(const float* max, const float* scale, const Sco
 #endif
 }
 
-// Whether a weight is compared as it is, and its key then. NaN is not.
+// Whether a weight is compared as it is, and its key in that case. A NaN is not.
 __device__ __forceinline__ bool is_heavy(float weight) { return weight >= MIN_WEIGHT; }
 __device__ __forceinline__ u32 heavy_key(float weight) {
     return HEAVY | (__float_as_uint(weight) - __float_as_uint(MIN_WEIGHT));
 }
 
-// The key by which a token is selected: its weight or, where that has underflowed, its logarithm; with one query, the
-// score stands for the logarithm. `score_of` is called in that case only.
+// The selection key of a token: from its weight or, if that has underflowed, its logarithm; with one query, the score
+// takes the place of the logarithm. `score_of` is called only after underflow.
 template <class ScoreOf>
 __device__ __forceinline__ u32 key_of(float weight, const float* max, const float* scale, const ScoreOf& score_of) {
     if (is_heavy(weight)) return heavy_key(weight);
