@@ -306,20 +306,21 @@ def report(result):
         "By `python benches/peers/gpu.py target/release/gpu_speed benches/results`, which says how. "
         "`fp8` is FlashInfer's attention with keys and values in 8 bits; `sm_80` are the kernels of an A100 on this device.",
         "",
-        "| kernel | shape | MB | floor, us | median, us | over floor | peer | its us | peer / this | fp8, us | fp8 / this | sm_80, us |",
-        "|" + " --- |" * 12,
+        "| kernel | shape | MB | floor, us | median, us | over floor | G elements/s | peer | its us | peer / this | fp8, us | fp8 / this | sm_80, us |",
+        "|" + " --- |" * 13,
     ]
     for row in result["rows"]:
-        peer, its_us, fp8_us = row["peer"], row["peer_us"], row["fp8_us"]
+        us, peer, its_us, fp8_us = row["us"], row["peer"], row["peer_us"], row["fp8_us"]
         cells = [
             row["kernel"],
             row["shape"],
             f"{row['bytes'] / 1e6:.1f}",
             f"{row['floor_us']:.1f}",
-            f"{row['us']:.1f}",
+            f"{us:.1f}",
             f"{row['to_floor']:.2f}",
-            *((peer, f"{its_us:.1f}", f"{its_us / row['us']:.2f}") if peer else ("", "", "")),
-            *((f"{fp8_us:.1f}", f"{fp8_us / row['us']:.2f}") if fp8_us else ("", "")),
+            f"{row['elements'] / us / 1e3:.0f}" if "elements" in row else "",
+            *((peer, f"{its_us:.1f}", f"{its_us / us:.2f}") if peer else ("", "", "")),
+            *((f"{fp8_us:.1f}", f"{fp8_us / us:.2f}") if fp8_us else ("", "")),
             f"{row['sm_80_us']:.1f}" if "sm_80_us" in row else "",
         ]
         out.append("| " + " | ".join(cells) + " |")

@@ -97,13 +97,15 @@ impl Stopwatch {
         self.report_with_floor(kernel, shape, bytes, us, bytes / self.bytes_per_us);
     }
 
+    /// As [`Self::report`], with the number of elements of a launch.
+    pub fn report_rate(&self, kernel: &str, shape: &str, bytes: f64, elements: f64, us: f64) {
+        let more = format!(",\"elements\":{elements}");
+        print(kernel, shape, bytes, us, bytes / self.bytes_per_us, &more);
+    }
+
     /// As [`Self::report`], with a floor other than the copy bandwidth.
     pub fn report_with_floor(&self, kernel: &str, shape: &str, bytes: f64, us: f64, floor: f64) {
-        println!(
-            "{{\"kernel\":\"{kernel}\",\"shape\":\"{shape}\",\"bytes\":{bytes},\"floor_us\":{floor:.3},\"us\":{us:.3},\
-             \"to_floor\":{:.3}}}",
-            us / floor
-        );
+        print(kernel, shape, bytes, us, floor, "");
     }
 
     /// The rate of one operation per lane and clock.
@@ -130,4 +132,13 @@ impl Stopwatch {
         let address = slice.device_ptr(self.gpu.stream()).0; // 0 for no elements
         DevicePtr::new(address).unwrap_or(DevicePtr::dangling())
     }
+}
+
+/// Prints the JSON line of a measurement, with `more` members.
+fn print(kernel: &str, shape: &str, bytes: f64, us: f64, floor: f64, more: &str) {
+    println!(
+        "{{\"kernel\":\"{kernel}\",\"shape\":\"{shape}\",\"bytes\":{bytes},\"floor_us\":{floor:.3},\"us\":{us:.3},\
+         \"to_floor\":{:.3}{more}}}",
+        us / floor
+    );
 }
