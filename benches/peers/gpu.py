@@ -7,8 +7,8 @@
 
 Attention on codes is timed beside two peers: the best backend of torch in half precision, and FlashInfer with keys and values in
 fp8 (e4m3) in pages of 64 tokens, by tensor cores or CUDA cores, whichever is faster. Where FlashInfer is not installed the table
-says so. On sm_90 the kernels of sm_80 are timed, too, with the shared memory of an A100. A run that is cut short leaves its rows in
-`gpu.partial.json`.
+says so; the peer of a kernel without one is `none`. On sm_90 the kernels of sm_80 are timed, too, with the shared memory of an
+A100. A run that is cut short leaves its rows in `gpu.partial.json`.
 
 Medians of 25 replays of CUDA graphs on buffers that together exceed the L2 cache, after 20 ms of the same; both sides in
 one run. The floor of a kernel is the time in which the device copies as many bytes; of `gather`, the time in which the
@@ -62,14 +62,14 @@ def median_us(run, launches):
 
 
 def best(candidates):
-    """(name, microseconds) of the fastest; backends that do not support the shape are left out."""
+    """(name, microseconds) of the fastest; backends that do not support the shape are left out. None runs: no time."""
     times = []
     for name, launches, run in candidates:
         try:
             times.append((median_us(run, launches), name))
         except (RuntimeError, ValueError):
             torch.cuda.synchronize()
-    return min(times)[::-1]
+    return min(times)[::-1] if times else ("none that runs", None)
 
 
 def attention(query_heads, heads, batch, tokens, dim):
@@ -104,7 +104,7 @@ def attention(query_heads, heads, batch, tokens, dim):
 def fp8_attention(query_heads, heads, batch, tokens, dim):
     """Decode attention by FlashInfer with keys and values in fp8."""
     if flashinfer is None:
-        return None
+        return "not installed", None
     page = math.gcd(tokens, 64)
     pages = tokens // page
     copies = max(2, (200 << 20) // (2 * batch * heads * tokens * dim) + 1)
@@ -252,6 +252,7 @@ def shape_of_attention(row):
 
 
 def peer_of(row):
+    """(name, microseconds)."""
     numbers = [int(x) for x in re.findall(r"\d+", row["shape"])]
     kernel = row["kernel"].removesuffix(", overlapped")
     if kernel.startswith(("attend", "hybrid")):
@@ -270,7 +271,7 @@ def peer_of(row):
         return prompt_attention(*numbers, "bf16" if kernel.endswith("bf16") else "fp16")
     if kernel.startswith("search"):
         return searching(*(int(x) for x in re.findall(r"\d+", kernel)), *numbers)
-    return None
+    return "none", None
 
 
 def measured(binary, only, **environment):
@@ -290,7 +291,7 @@ def peers_of(row, known):
     attends = kernel.startswith(("attend", "hybrid"))
     key = shape_of_attention(row) if attends else (kernel, row["shape"])
     if key not in known:
-        known[key] = peer_of(row), fp8_attention(*key) if attends else None
+        known[key] = peer_of(row), fp8_attention(*key) if attends else (None, None)
         torch.cuda.empty_cache()
     return known[key]
 
@@ -310,7 +311,7 @@ def report(result):
         "|" + " --- |" * 13,
     ]
     for row in result["rows"]:
-        us, peer, its_us, fp8_us = row["us"], row["peer"], row["peer_us"], row["fp8_us"]
+        us, its_us, fp8_us = row["us"], row["peer_us"], row["fp8_us"]
         cells = [
             row["kernel"],
             row["shape"],
@@ -319,8 +320,9 @@ def report(result):
             f"{us:.1f}",
             f"{row['to_floor']:.2f}",
             f"{row['elements'] / us / 1e3:.0f}" if "elements" in row else "",
-            *((peer, f"{its_us:.1f}", f"{its_us / us:.2f}") if peer else ("", "", "")),
-            *((f"{fp8_us:.1f}", f"{fp8_us / us:.2f}") if fp8_us else ("", "")),
+            row["peer"],
+            *((f"{its_us:.1f}", f"{its_us / us:.2f}") if its_us else ("", "")),
+            *((f"{fp8_us:.1f}", f"{fp8_us / us:.2f}") if fp8_us else (row["fp8"] or "", "")),
             f"{row['sm_80_us']:.1f}" if "sm_80_us" in row else "",
         ]
         out.append("| " + " | ".join(cells) + " |")
@@ -371,7 +373,7 @@ def main():
     known = {}
     for row in measure("peers", result["rows"]):
         for column, peer in zip(("peer", "fp8"), peers_of(row, known)):
-            row[column], row[f"{column}_us"] = peer or (None, None)
+            row[column], row[f"{column}_us"] = peer
     for name, lines in (("gpu.json", [json.dumps(result, indent=1)]), ("gpu.md", report(result))):
         record.write(os.path.join(arguments.results, name), lines, arguments.commit)
     os.remove(partial)
