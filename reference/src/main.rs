@@ -13,6 +13,8 @@ const OUTPUT_FAILED: u8 = 1;
 const FAILED: u8 = 2;
 
 fn main() -> ExitCode {
+    #[cfg(unix)]
+    ignore_sigxfsz();
     let mut out = Stdout::default();
     match Kv::from_arguments() {
         Ok(command) => {
@@ -31,6 +33,14 @@ fn main() -> ExitCode {
         None => ExitCode::SUCCESS,
         Some(e) => fail(OUTPUT_FAILED, &format!("standard output: {e}")),
     }
+}
+
+/// Makes a write beyond the limit of a file's size (`ulimit -f`) an error, which names the file. By default
+/// the signal ends the process.
+#[cfg(unix)]
+fn ignore_sigxfsz() {
+    // SAFETY: `SIG_IGN` installs no handler.
+    unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
 }
 
 /// Prints one line on standard error, whatever the message contains.

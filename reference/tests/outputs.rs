@@ -44,6 +44,15 @@ fn commands(folder: &Path) -> Vec<(Vec<String>, Vec<String>)> {
     all
 }
 
+/// `kv` with a limit of a few hundred bytes on the files that it writes.
+#[cfg(unix)]
+fn limited(args: &[&str]) -> std::process::Command {
+    let mut command = std::process::Command::new("sh");
+    command.args(["-c", "ulimit -f 1; exec \"$0\" \"$@\"", env!("CARGO_BIN_EXE_kv")]);
+    command.args(args).stdin(Stdio::null());
+    command
+}
+
 fn check_whole(file: &str) {
     let bytes = fs::read(file).unwrap();
     if file.ends_with(".json") {
@@ -137,15 +146,28 @@ fn a_full_disk_leaves_old_files() {
     let folder = tempfile::tempdir().unwrap();
     let old = folder.path().join("old");
     fs::write(&old, "old").unwrap();
-    // A file-size limit with its signal ignored makes writes fail as on a full disk.
-    let script = "trap '' XFSZ; ulimit -f 1; exec \"$0\" \"$@\"";
+    // Writes beyond a limit of the file size fail as on a full disk.
     let gqa = fixture("gqa");
-    let mut command = std::process::Command::new("sh");
-    command.args(["-c", script, env!("CARGO_BIN_EXE_kv"), "logits", "--tokens", "1,2,3,4"]);
-    command.args(["--model", text(&gqa), "--json", text(&old)]);
-    one_line("a full disk", &run("a full disk", command), 2, text(&old));
+    let args = ["logits", "--tokens", "1,2,3,4", "--model", text(&gqa), "--json", text(&old)];
+    let output = run("a full disk", limited(&args));
+    one_line("a full disk", &output, 2, &format!("{}: File too large", text(&old)));
     assert_eq!(fs::read(&old).unwrap(), b"old");
     assert_eq!(folder.path().read_dir().unwrap().count(), 1);
+}
+
+/// A store that is full names the object, and costs a warning if a prompt was to be kept.
+#[cfg(all(unix, feature = "store"))]
+#[test]
+fn a_full_store_is_named_and_keeps_the_text() {
+    let folder = tempfile::tempdir().unwrap();
+    let levels = ["--kv-levels", "cachegen:bits=2", "--kv-grid", "20/20"];
+    let put = [&["store", "put", text(folder.path()), "--tokens", "100"], &levels[..]].concat();
+    one_line("put", &run("put", limited(&put)), 2, "kv: store: profiles/");
+    let generate = ["generate", "We, the people", "--tokens", "4", "--device", "cpu"];
+    let keep = [&generate[..], &["--kv", text(folder.path()), "--kv-keep"], &levels].concat();
+    let (plain, kept) = (run("plain", kv(&generate)), run("keep", limited(&keep)));
+    one_line("keep", &kept, 0, "File too large");
+    assert_eq!(plain.stdout, kept.stdout);
 }
 
 #[test]
