@@ -238,6 +238,15 @@ fn inputs_in_values_of_options_are_never_outputs() {
         cases.push(with(&["compare", "--methods", &method], [output, &cost]));
     }
     cases.push(with(&["eval", "--methods", &method], ["--json", &cost]));
+    #[cfg(feature = "cuda")]
+    {
+        // A GPU has its own file next to the setting's.
+        let times = path("cost.NVIDIA-H200.8x16.4x2x64.16x8.json");
+        fs::write(&times, "{}").unwrap();
+        cases.push(with(&["generate", "We", "--method", &method], ["--json", &times]));
+        cases.push(with(&["compare", "--methods", &method], ["--report", &times]));
+        cases.push(with(&["speed", "--methods", &method], ["--logits", &times]));
+    }
     let before = folder_contents(folder.path());
     for args in cases {
         let args: Vec<&str> = args.iter().map(String::as_str).collect();

@@ -62,9 +62,13 @@ impl Files {
         self.0.push((argument, identity(path)));
     }
 
-    /// Adds the files that the settings of methods name.
+    /// Adds the files that the settings of methods name, and those of devices next to them.
     pub fn reads_settings(&mut self, argument: &'static str, methods: &[Method]) {
-        methods.iter().filter_map(Method::file).for_each(|path| self.owns(argument, path));
+        for path in methods.iter().filter_map(Method::file) {
+            self.owns(argument, path);
+            #[cfg(feature = "cuda")]
+            kv_reference::device::device_files(path).iter().for_each(|path| self.owns(argument, path));
+        }
     }
 
     /// Adds a store, if it is a folder.

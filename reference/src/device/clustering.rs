@@ -155,6 +155,24 @@ fn beside(path: &Path, device: &str, shape: &LayerShape) -> PathBuf {
     path.with_file_name(format!("{stem}.{device}.{layer}.json"))
 }
 
+/// The files of all devices and shapes next to `file`, which runs with `iterations=FILE` read.
+#[must_use]
+pub fn device_files(file: &Path) -> Vec<PathBuf> {
+    let stem = file.file_stem().unwrap_or_default().to_string_lossy();
+    let is_of_device = |path: &PathBuf| {
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        let rest = name.strip_prefix(&*stem).and_then(|rest| rest.strip_prefix('.')?.strip_suffix(".json"));
+        let is_size = |n: &str| !n.is_empty() && n.bytes().all(|byte| byte.is_ascii_digit());
+        let is_shape = |part: &str| part.split('x').count() > 1 && part.split('x').all(is_size);
+        rest.and_then(|rest| rest.split_once('.'))
+            .is_some_and(|(_, shape)| shape.split('.').count() == 3 && shape.split('.').all(is_shape))
+    };
+    // The folder of a bare name is the working folder.
+    let folder = file.with_file_name(".");
+    let entries = std::fs::read_dir(folder).into_iter().flatten();
+    entries.filter_map(|entry| Some(entry.ok()?.path())).filter(is_of_device).collect()
+}
+
 /// Reads a file of this device and shape.
 fn load(path: &Path, device: &str, shape: &LayerShape) -> Result<DeviceClustering> {
     let read: DeviceClustering =
@@ -301,6 +319,11 @@ mod tests {
             layer: [0.0, 1e-6, 1e-9],
         };
         files::write_atomically(&path, &serde_json::to_vec(&made).unwrap()).unwrap();
+        for other in ["cost.json", "cost.new.json", "cost.run.8.4.2.json", "costs.X.8x16.4x2x64.16x8.json"] {
+            std::fs::write(folder.path().join(other), "").unwrap();
+        }
+        let found = device_files(&folder.path().join("cost.json"));
+        assert!(found.len() == 1 && found[0].file_name() == path.file_name(), "{found:?}");
         assert_eq!(load(&path, "NVIDIA H200", &shape).unwrap().layer, made.layer);
         for (device, shape) in [("NVIDIA H100", shape), ("NVIDIA H200", LayerShape { m: 32, ..shape })] {
             let error = load(&path, device, &shape).unwrap_err();
