@@ -599,6 +599,11 @@ fn wrong_stores_are_refused_in_one_line() {
         refused("no URL", &["store", command, ""], "the URL of a store is empty");
     }
     refused("memory", &["store", "ls", "memory:///"], "memory:///: the memory of this process");
+    // Before a profile is read or made.
+    let generate = ["generate", "x", "--profile", "/nowhere", "--kv"];
+    let keep = [&generate[..], &["/dev/null/x", "--kv-keep"]].concat();
+    refused("keep", &keep, "/dev/null/x: cannot be created: ");
+    refused("read", &[&generate[..], &[name]].concat(), "there is no such folder");
     let twice = ["store", "get", url, "--kv-levels", "cachegen:bits=2,cachegen:bits=2"];
     let turned = ["store", "put", url, "--kv-levels", "cachegen:bits=4,cachegen:bits=2,cachegen:bits=3"];
     refused(

@@ -100,6 +100,8 @@ impl Generate {
         }
         let length = prompt.len().saturating_add(self.tokens);
         model.check_context(length)?;
+        #[cfg(feature = "store")]
+        self.kv.check()?;
         let rope = Arc::new(Rope::new(&model.config, length.max(CALIBRATION.min(model.config.max_seq_len))));
         let profile = self.profile(&model, &rope)?;
         let Started { model, seconds, mut next } = self.start(model, rope, &profile, &prompt, sampling)?;

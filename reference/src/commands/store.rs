@@ -168,6 +168,11 @@ impl KvArgs {
         self.kv.as_ref().map_or(Ok(()), |url| files.reads_store("--kv", url))
     }
 
+    /// Rejects a store that is not there and, to keep chunks, cannot be made, before the long work.
+    pub fn check(&self) -> Result<()> {
+        self.kv.as_ref().map_or(Ok(()), |url| Ok(store::open(url, self.kv_keep).map(drop)?))
+    }
+
     /// The levels of the store, if one is named.
     pub fn levels(&self) -> Result<Vec<Method>> {
         self.kv.as_ref().map_or(Ok(vec![]), |_| self.levels.methods())

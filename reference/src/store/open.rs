@@ -88,17 +88,22 @@ pub fn folder_of(url: &str) -> Result<Option<PathBuf>> {
 /// [`Error::Url`] with what the system said.
 pub fn check_writable(url: &str) -> Result<()> {
     let Some(path) = folder_of(url)? else { return Ok(()) };
-    let written = fs::create_dir_all(&path).and_then(|()| tempfile::tempfile_in(&path));
-    written.map(drop).map_err(|e| Error::Url {
+    create_folder(&path)?;
+    tempfile::tempfile_in(&path).map(drop).map_err(|e| Error::Url {
         url: path.display().to_string(),
         what: format!("cannot be written to: {e}"),
     })
 }
 
+fn create_folder(path: &std::path::Path) -> Result<()> {
+    fs::create_dir_all(path)
+        .map_err(|e| Error::Url { url: path.display().to_string(), what: format!("cannot be created: {e}") })
+}
+
 fn folder(path: &std::path::Path, create: bool) -> Result<(Arc<dyn ObjectStore>, Path)> {
     let bad = |what: String| Error::Url { url: path.display().to_string(), what };
     if create {
-        fs::create_dir_all(path).map_err(|e| bad(e.to_string()))?;
+        create_folder(path)?;
     } else if !path.is_dir() {
         return Err(bad("there is no such folder".into()));
     }
