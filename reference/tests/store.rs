@@ -570,6 +570,8 @@ fn wrong_stores_are_refused_in_one_line() {
         ("s3://", "s3://BUCKET/PATH"),
         ("gs://x/y", "s3://BUCKET/PATH"),
         ("tape://x/y", "tape://x/y: "),
+        ("s3://my bucket/x", "s3://my bucket/x: is no URL: "),
+        ("s3://user:secret@/x", "s3:///x: is no URL: empty host"),
         ("/dev/null/x", "/dev/null/x: "),
         ("file://host/x", "file://host/x: is no path"),
     ] {

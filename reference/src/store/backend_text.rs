@@ -1,13 +1,14 @@
 //! One-line texts for an object store's errors: the request, the status, the cause.
 
 use std::error::Error;
+use std::io;
 
 /// The metadata service with the credentials of an EC2 machine; clients without other credentials ask it.
 const METADATA: &str = "//169.254.169.254/";
 const NO_CREDENTIALS: &str = "no AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, and none from ";
 
-/// Maximum characters of a cause.
-const LONGEST: usize = 200;
+/// Maximum characters of a cause: more than those of a file's error, with a name of two digests.
+const LONGEST: usize = 400;
 
 /// One line about an error of `object_store` at `path`. Its own text has the server's whole answer and the
 /// names of all layers that the error has passed through.
@@ -25,7 +26,8 @@ pub(super) fn line(path: &str, e: &object_store::Error) -> String {
             let asked = if request.contains(METADATA) { NO_CREDENTIALS } else { "" };
             format!("{asked}{}: {}", cut(&request), cut(&answer(&last(e))))
         }
-        None => format!("{path}: {}", cause(e)),
+        None if path.is_empty() => cause(e), // the root
+        None => format!("{path}: {}", without_file(cause(e), path)),
     }
 }
 
@@ -34,9 +36,29 @@ pub(super) fn cause(e: &object_store::Error) -> String {
     cut(&e.source().map_or_else(|| e.to_string(), ToString::to_string))
 }
 
+/// The text of a file's error, such as "Unable to open file /store/PATH: REASON", without the file's name, of
+/// which `path` is the end.
+fn without_file(cause: String, path: &str) -> String {
+    let short = || {
+        let (before, reason) = cause.split_once(&format!("/{path}: "))?;
+        Some(format!("{}: {reason}", before.split_once(" /")?.0))
+    };
+    short().unwrap_or(cause)
+}
+
 /// Whether a server's answer says that the object, and not its bucket, is missing.
 pub(super) fn is_missing_key(e: &object_store::Error) -> bool {
     last(e).contains("<Code>NoSuchKey</Code>")
+}
+
+/// Whether the system has refused what it will refuse again.
+pub(super) fn is_final(e: &object_store::Error) -> bool {
+    use io::ErrorKind::{FileTooLarge, PermissionDenied, ReadOnlyFilesystem};
+    let mut causes = std::iter::successors(e.source(), |&cause| cause.source());
+    causes.any(|cause| {
+        let kind = cause.downcast_ref().map(io::Error::kind);
+        matches!(kind, Some(FileTooLarge | PermissionDenied | ReadOnlyFilesystem))
+    })
 }
 
 /// The first cause of an error.
@@ -96,6 +118,31 @@ mod tests {
         assert!(line("a", &generic(refused)).starts_with("GET http://h:1/b: "));
         let metadata = "Error performing PUT http://169.254.169.254/latest/api/token in 1ms - no";
         assert!(line("a", &generic(metadata)).starts_with("no AWS_ACCESS_KEY_ID and "));
+    }
+
+    #[test]
+    fn files_are_named_once() {
+        let said = "Unable to open file /my store/a/b: Permission denied (os error 13)";
+        let named = "a/b: Unable to open file: Permission denied (os error 13)";
+        assert_eq!(line("a/b", &generic(said)), named);
+        assert_eq!(line("a", &generic(said)), format!("a: {said}"));
+        assert_eq!(line("", &generic(said)), said);
+    }
+
+    #[test]
+    fn what_the_system_refuses_is_not_repeated() {
+        let failed = |kind: io::ErrorKind| object_store::Error::Generic {
+            store: "LocalFileSystem",
+            source: Box::new(object_store::Error::NotFound {
+                path: "a".into(),
+                source: Box::new(io::Error::from(kind)),
+            }),
+        };
+        assert!(
+            is_final(&failed(io::ErrorKind::FileTooLarge))
+                && is_final(&failed(io::ErrorKind::PermissionDenied))
+        );
+        assert!(!is_final(&failed(io::ErrorKind::ConnectionReset)) && !is_final(&generic("denied")));
     }
 
     #[test]

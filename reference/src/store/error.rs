@@ -107,10 +107,11 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 impl Error {
     /// Whether another attempt may succeed. Damaged bytes count: a read may be stale, or corrupted in
     /// transit.
-    pub(super) const fn is_transient(&self) -> bool {
+    pub(super) fn is_transient(&self) -> bool {
         match self {
             Self::Backend { source, .. } => {
                 matches!(source, object_store::Error::Generic { .. } | object_store::Error::JoinError { .. })
+                    && !backend_text::is_final(source)
             }
             Self::Timeout { .. }
             | Self::Length { .. }

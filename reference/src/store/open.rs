@@ -62,18 +62,24 @@ pub fn open(url: &str, create: bool) -> Result<(Arc<dyn ObjectStore>, Path)> {
 /// The folder that a URL names, if it is one.
 ///
 /// # Errors
-/// [`Error::Url`] for a `file:` URL that is no path of this system, and for a file; [`Error::Argument`] for no URL.
+/// [`Error::Url`] for a malformed URL, a `file:` URL that is no path of this system, and a file;
+/// [`Error::Argument`] for no URL.
 pub fn folder_of(url: &str) -> Result<Option<PathBuf>> {
     if url.is_empty() {
         return Err(Error::Argument("the URL of a store is empty: pass a folder or s3://BUCKET/PATH"));
     }
     let bad = |what: &str| Error::Url { url: url.to_owned(), what: what.into() };
-    let path = match Url::parse(url) {
-        Err(_) => url.into(),
-        Ok(parsed) if parsed.scheme() == "file" => {
+    let path = match (Url::parse(url), url.split_once("://")) {
+        // A mistyped URL is not a folder to create.
+        (Err(e), Some((scheme, rest))) => {
+            let rest = rest.rsplit_once('@').map_or(rest, |(_, rest)| rest); // no password
+            return Err(Error::Url { url: format!("{scheme}://{rest}"), what: format!("is no URL: {e}") });
+        }
+        (Err(_), None) => url.into(),
+        (Ok(parsed), _) if parsed.scheme() == "file" => {
             parsed.to_file_path().map_err(|()| bad("is no path of this system"))?
         }
-        Ok(_) => return Ok(None),
+        (Ok(_), _) => return Ok(None),
     };
     match path.exists() && !path.is_dir() {
         true => Err(bad("is a file, not a folder")),
