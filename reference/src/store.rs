@@ -53,6 +53,6 @@ pub use key::{ChunkId, ChunkKey, Grid, ProfileId, Space};
 pub use link::StoreLink;
 pub use load::{Arrival, LoadProgress, Transfer};
 pub use manifest::Manifest;
-pub use open::{check_writable, folder_of, open, sweep_unfinished};
+pub use open::{check_writable, folder_of, open, sweep_unfinished, unfinished};
 pub use prompt::{Calculated, FillOptions, Filled, PromptStore};
 pub use remote::Options;

@@ -20,8 +20,7 @@ use kv_reference::forward::{Decoder, prefill};
 use kv_reference::method::Method;
 use kv_reference::model::{Model, Rope};
 use kv_reference::store::{
-    Calculated, Check, FillOptions, Filled, Grid, KvStore, Options, ProfileId, PromptStore, Space,
-    sweep_unfinished,
+    Calculated, Check, FillOptions, Filled, Grid, KvStore, Options, ProfileId, PromptStore, Space, unfinished,
 };
 use kv_reference::stream::encoded::levels;
 use kv_reference::stream::frame::{ChunkFrame, LayerKv};
@@ -270,7 +269,8 @@ fn the_first_profile_is_everybodys() {
     std::fs::write(&path, object).unwrap();
     assert!(stored().is_err());
     assert!(store.stored_profile(id).unwrap_err().is_damage());
-    assert_eq!(store.damaged_profiles().unwrap(), [id]);
+    let faulty = store.faulty_profiles().unwrap();
+    assert!(faulty.len() == 1 && faulty[0].0 == id && faulty[0].1.is_damage(), "{faulty:?}");
     store.profile(id, || kv_reference::Result::Ok(SETUP.profile.clone())).unwrap();
     assert_eq!(space(&stored().unwrap()), SETUP.space);
 }
@@ -380,13 +380,97 @@ fn files_of_killed_writers_are_swept() {
     let store = KvStore::open(url, quick()).unwrap();
     SETUP.put(&store, &SETUP.tokens[..70]);
     let before = files(folder.path());
-    let unfinished = before[0].with_file_name("0123#7");
-    std::fs::write(&unfinished, "half").unwrap();
-    let hour = std::time::Duration::from_secs(3600);
-    assert_eq!((sweep_unfinished(url, hour).unwrap(), unfinished.exists()), (0, true));
-    assert_eq!((sweep_unfinished(url, std::time::Duration::ZERO).unwrap(), unfinished.exists()), (1, false));
+    let space = SETUP.space.name();
+    let others = [folder.path().join("notes#1"), folder.path().join("mine/notes#1")];
+    std::fs::create_dir_all(folder.path().join("mine")).unwrap();
+    others.iter().for_each(|path| std::fs::write(path, "mine").unwrap());
+    let names = ["profiles/0123#1".to_owned(), format!("{space}/chunks/0123#7"), format!("{space}/about#1")];
+    std::fs::create_dir_all(folder.path().join("profiles")).unwrap();
+    names.iter().for_each(|name| std::fs::write(folder.path().join(name), "half").unwrap());
+    let found = unfinished(url).unwrap();
+    assert!(found.len() == 3 && found.iter().all(|file| file.bytes == 4), "{found:?}");
+    // They are shown, and a store with them is sound.
+    let verify = run("verify", kv(&["store", "verify", url]));
+    let shown = String::from_utf8(verify.stdout).unwrap();
+    assert!(verify.status.success() && shown.contains("`kv store rm URL --orphans "), "{shown}");
+    names.iter().for_each(|name| assert!(shown.contains(&format!("orphan: {name} (4 B)\n")), "{shown}"));
+    let ls = run("ls", kv(&["store", "ls", url]));
+    let (out, err) = (String::from_utf8(ls.stdout).unwrap(), String::from_utf8(ls.stderr).unwrap());
+    let row: Vec<&str> = out.lines().nth(1).unwrap().split_whitespace().collect();
+    assert_eq!(row[6..9], ["2", "8", "B"], "{out}");
+    assert!(err.starts_with("kv: 1 file of interrupted writes of profiles"), "{err}");
+    let sweep = |hours: &str| {
+        let output = run("rm", kv(&["store", "rm", url, "--orphans", hours]));
+        String::from_utf8(output.stdout).unwrap()
+    };
+    assert_eq!((sweep("1"), unfinished(url).unwrap().len()), ("0 orphans deleted\n".into(), 3));
+    assert_eq!((sweep("0"), unfinished(url).unwrap().len()), ("3 orphans deleted\n".into(), 0));
+    assert!(others.iter().all(|path| path.exists()));
+    std::fs::remove_file(&others[0]).unwrap();
+    std::fs::remove_dir_all(folder.path().join("mine")).unwrap();
     assert_eq!(files(folder.path()), before);
-    assert_eq!(sweep_unfinished("memory:///", std::time::Duration::ZERO).unwrap(), 0);
+    // A deleted space leaves none.
+    std::fs::write(folder.path().join(&names[1]), "half").unwrap();
+    assert!(run("rm", kv(&["store", "rm", url, &space.to_string()])).status.success());
+    assert!(files(folder.path()).is_empty());
+    assert!(unfinished("memory:///").unwrap().is_empty());
+}
+
+/// Every fault is named, and none hides another.
+#[cfg(unix)]
+#[test]
+fn all_faults_are_named() {
+    use std::os::unix::fs::{PermissionsExt, symlink};
+    let folder = tempfile::tempdir().unwrap();
+    let url = folder.path().to_str().unwrap();
+    let store = KvStore::open(url, quick()).unwrap();
+    let prompt = &SETUP.tokens[..190];
+    SETUP.put(&store, prompt);
+    let chunks = SETUP.space.chunks(prompt);
+    let manifest = |i: usize| format!("{}/chunks/{}", SETUP.space.name(), chunks[i].id);
+    std::fs::write(folder.path().join(manifest(2)), "").unwrap();
+    // A space before it and one after it whose names cannot be listed.
+    let unlisted = ["0", "f"].map(|digit| format!("{}/chunks", digit.repeat(64)));
+    for chunks in &unlisted {
+        std::fs::create_dir_all(folder.path().join(chunks)).unwrap();
+        symlink("loop", folder.path().join(chunks).join("loop")).unwrap();
+    }
+    let profile = ProfileId::new("model", "levels", &[]);
+    std::fs::create_dir_all(folder.path().join("profiles")).unwrap();
+    std::fs::write(folder.path().join(format!("profiles/{profile}")), "").unwrap();
+    let locked = |mode| {
+        let file = folder.path().join(manifest(1));
+        std::fs::set_permissions(&file, PermissionsExt::from_mode(mode)).unwrap();
+        std::fs::read(file).is_err() // the superuser may read whatever the mode says
+    };
+    let is_locked = locked(0);
+    let (ls, verify) = (run("ls", kv(&["store", "ls", url])), run("verify", kv(&["store", "verify", url])));
+    let rm = run("rm", kv(&["store", "rm", url, "--orphans", "0"]));
+    locked(0o644);
+    let lines = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
+    let (out, err) = (lines(ls.stdout), lines(ls.stderr));
+    assert!(ls.status.success() && out.lines().count() == 4, "{out}");
+    let row = out.lines().find(|line| line.contains(&SETUP.space.name().to_string())).unwrap();
+    let row: Vec<&str> = row.split_whitespace().collect();
+    assert_eq!(row[1..4], if is_locked { ["1", "1", "60"] } else { ["1", "2", "120"] }, "{out}");
+    let shown = lines(verify.stdout);
+    for text in [&err, &shown] {
+        assert!(text.contains(&format!("damaged: {}: is truncated\n", manifest(2))), "{text}");
+        unlisted.iter().for_each(|path| assert!(text.contains(&format!("unreadable: {path}: ")), "{text}"));
+        assert_eq!(text.contains(&format!("unreadable: {}: ", manifest(1))), is_locked, "{text}");
+    }
+    assert!(shown.contains(&format!("damaged profile, whose caches are not found: profiles/{profile}: ")));
+    let unreadable = 2 + usize::from(is_locked);
+    let counts = format!("{unreadable} unreadable objects");
+    let end = lines(verify.stderr);
+    assert!(verify.status.code() == Some(2) && end.ends_with(&format!("; {counts}\n")), "{end}");
+    assert!(end.starts_with("kv: 1 damaged object: ") && end.contains("; 1 damaged profile: "), "{end}");
+    // The frames of an unreadable manifest are no orphans; those of the damaged one are.
+    assert_eq!(lines(rm.stdout), "1 orphan deleted\n");
+    assert!(rm.status.code() == Some(2) && lines(rm.stderr).contains(&counts));
+    refused("remove", &["store", "verify", url, "--remove"], "; 2 unreadable objects");
+    let listing = store.list(SETUP.space.name()).unwrap();
+    assert!(listing.damaged.is_empty() && listing.unreadable.is_empty() && listing.chunks.len() == 2);
 }
 
 /// Without a model: rows from the store, each level chosen by the rate of the previous transfers.

@@ -273,6 +273,32 @@ async fn every_changed_byte_is_found() {
     assert!(is_sound().await);
 }
 
+/// An object that the store refuses to serve is named and hides no other, nor do its frames become orphans.
+#[tokio::test(start_paused = true)]
+async fn unreadable_objects_are_listed() {
+    let world = World::new(1, Faults::default());
+    let space = world.space.name();
+    world.write(1, &(0..30).collect::<Vec<u32>>()).await;
+    for (path, _) in world.faulty.objects().await {
+        world.faulty.refuse(Some(&path));
+        let listing = world.store.list(space).await.unwrap();
+        let mut unreadable = listing.unreadable;
+        for chunk in &listing.chunks {
+            if let Err(e) = world.store.verify(space, chunk).await {
+                unreadable.push(world.store.isolate(e).await.unwrap());
+            }
+        }
+        assert!(unreadable.len() == 1 && unreadable[0].to_string().starts_with(path.as_ref()), "{path}");
+        assert!(listing.chunks.len() >= 2 && listing.damaged.is_empty() && listing.orphans.is_empty());
+    }
+    world.faulty.refuse(None);
+    // A store that is gone is an error.
+    world.faulty.change(Faults { hang: 1.0, ..Faults::default() });
+    let start = Instant::now();
+    assert!(world.store.list(space).await.unwrap_err().is_failure());
+    assert!(start.elapsed() <= 2 * REQUEST, "{:?}", start.elapsed());
+}
+
 /// A damaged chunk is replaced, and then read.
 #[tokio::test(start_paused = true)]
 async fn damaged_chunks_can_be_replaced() {

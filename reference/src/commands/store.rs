@@ -192,10 +192,7 @@ impl KvArgs {
         }
         let open = match OpenStore::new(url, model, profile, &self.levels, self.kv_keep) {
             // The prompt needs no store.
-            Err(Error::Store(e))
-                if e.is_damage()
-                    || matches!(e, store::Error::Backend { .. } | store::Error::Timeout { .. }) =>
-            {
+            Err(Error::Store(e)) if e.is_damage() || e.is_failure() => {
                 print_error(format_args!("kv: {e}; the prompt is computed\n"));
                 return Ok(None);
             }

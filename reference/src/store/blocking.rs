@@ -138,12 +138,12 @@ impl KvStore {
         self.wait(self.store.profile(id))
     }
 
-    /// The names of damaged profiles: see [`AsyncStore::damaged_profiles`].
+    /// The profiles that cannot be used: see [`AsyncStore::faulty_profiles`].
     ///
     /// # Errors
     /// As there; [`Error::Cancelled`].
-    pub fn damaged_profiles(&self) -> Result<Vec<ProfileId>> {
-        self.wait(self.store.damaged_profiles())
+    pub fn faulty_profiles(&self) -> Result<Vec<(ProfileId, Error)>> {
+        self.wait(self.store.faulty_profiles())
     }
 
     /// The profile of this name: the stored one, or, if there is none or it is damaged, that of `make`, which
@@ -196,6 +196,14 @@ impl KvStore {
     /// As there; [`Error::Cancelled`].
     pub fn delete_about(&self, space: ChunkId) -> Result<()> {
         self.wait(self.store.delete_about(space))
+    }
+
+    /// Whether a failure concerns one object: see [`AsyncStore::isolate`].
+    ///
+    /// # Errors
+    /// As there; [`Error::Cancelled`].
+    pub fn isolate(&self, e: Error) -> Result<Error> {
+        self.wait(self.store.isolate(e))
     }
 
     /// The contents of a space: see [`AsyncStore::list`].

@@ -127,6 +127,12 @@ impl Error {
         matches!(self, Self::Length { .. } | Self::TooLong { .. } | Self::Digest { .. })
     }
 
+    /// Whether the store refused a request or did not answer: nothing is known about the object.
+    #[must_use]
+    pub const fn is_failure(&self) -> bool {
+        matches!(self, Self::Backend { .. } | Self::Timeout { .. })
+    }
+
     /// Whether the store holds wrong data for the chunk, as opposed to not answering: the chunk counts as not
     /// stored, and may be written again.
     #[must_use]

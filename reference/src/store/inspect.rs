@@ -1,12 +1,12 @@
 //! The contents of a store, and their integrity: listing, checking, removing.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::sync::atomic::AtomicU64;
 use std::time::{Duration, SystemTime};
 
 use futures_util::{StreamExt, stream};
-use object_store::PutMode;
 use object_store::path::Path;
+use object_store::{ObjectMeta, PutMode};
 
 use tracing::warn;
 
@@ -30,8 +30,10 @@ pub struct Listing {
     pub chunks: Vec<ListedChunk>,
     /// Chunks that no reader can use.
     pub damaged: Vec<(ChunkId, Error)>,
+    /// Objects that could not be read. Nothing is known about them.
+    pub unreadable: Vec<Error>,
     /// Objects that no manifest names: of a writer at work, of one that has died, of a chunk that was
-    /// replaced, or of another program.
+    /// replaced, or of another program. Frames of an unreadable manifest are not among them.
     pub orphans: Vec<Orphan>,
 }
 
@@ -39,7 +41,10 @@ impl Listing {
     /// Whether the space is empty.
     #[must_use]
     pub const fn is_empty(&self) -> bool {
-        self.chunks.is_empty() && self.damaged.is_empty() && self.orphans.is_empty()
+        self.chunks.is_empty()
+            && self.damaged.is_empty()
+            && self.unreadable.is_empty()
+            && self.orphans.is_empty()
     }
 }
 
@@ -49,14 +54,27 @@ pub struct ListedChunk {
     manifest: Manifest,
 }
 
-/// An object that no manifest names.
+/// An object that no manifest names, or a file of an interrupted write.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Orphan {
-    path: Path,
+    pub(super) path: Path,
     /// Length in bytes.
     pub bytes: u64,
     /// Time of the write, by the store's clock.
     pub written: SystemTime,
+}
+
+impl Orphan {
+    /// Its path in the store.
+    #[must_use]
+    pub fn path(&self) -> &str {
+        self.path.as_ref()
+    }
+
+    /// Whether it was written at least this long ago. A time in the future counts as now.
+    pub(super) fn is_older(&self, age: Duration) -> bool {
+        SystemTime::now().duration_since(self.written).unwrap_or_default() >= age
+    }
 }
 
 impl ListedChunk {
@@ -143,18 +161,40 @@ impl AsyncStore {
         self.remote().delete(&self.about_path(space)).await
     }
 
+    /// Returns `e` if it is a failure of one request and the store serves others, so that a caller may go on
+    /// with other objects. Requests to a store that is gone would each use up their time limit.
+    ///
+    /// # Errors
+    /// `e` if it is no failure of a request; [`Error::Backend`] and [`Error::Timeout`] of the other request.
+    pub async fn isolate(&self, e: Error) -> Result<Error> {
+        match e.is_failure() {
+            true => self.remote().folders().await.map(|_| e),
+            false => Err(e),
+        }
+    }
+
     /// The contents of a space. Reads every manifest and no frames.
     ///
     /// # Errors
-    /// [`Error::Backend`] and [`Error::Timeout`]; [`Error::Limit`] for more than ten million objects.
+    /// [`Error::Backend`] and [`Error::Timeout`] if the store is gone, not for single objects;
+    /// [`Error::Limit`] for more than ten million objects.
     pub async fn list(&self, space: ChunkId) -> Result<Listing> {
         let remote = self.remote();
         let name = space.to_string();
+        let mut listing = Listing::default();
         // Frames first: a concurrent writer then adds an orphan at worst, not a chunk without frames.
-        let data = remote.list(&remote.path([&*name, "data"]), MAX_OBJECTS).await?;
-        let manifests = remote.list(&remote.path([&*name, "chunks"]), MAX_OBJECTS).await?;
-        let mut others: BTreeMap<Path, _> =
-            data.into_iter().map(|meta| (meta.location.clone(), meta)).collect();
+        let mut others = BTreeMap::new();
+        match remote.list(&remote.path([&*name, "data"]), MAX_OBJECTS).await {
+            Ok(data) => others.extend(data.into_iter().map(|meta| (meta.location.clone(), meta))),
+            Err(e) => listing.unreadable.push(self.isolate(e).await?),
+        }
+        let manifests = match remote.list(&remote.path([&*name, "chunks"]), MAX_OBJECTS).await {
+            Ok(manifests) => manifests,
+            Err(e) => {
+                listing.unreadable.push(self.isolate(e).await?);
+                return Ok(listing);
+            }
+        };
         let mut ids: Vec<ChunkId> = vec![];
         for meta in manifests {
             let id = meta.location.filename().and_then(|name| name.parse().ok());
@@ -163,7 +203,7 @@ impl AsyncStore {
                 None => drop(others.insert(meta.location.clone(), meta)),
             }
         }
-        let mut listing = Listing::default();
+        let mut unknown = HashSet::new(); // folders of the frames of unreadable manifests
         let mut read = stream::iter(ids)
             .map(async |id| {
                 let path = self.manifest_path(space, id);
@@ -182,20 +222,31 @@ impl AsyncStore {
                     listing.damaged.push((id, e));
                     continue;
                 }
-                Err(e) => return Err(e),
+                Err(e) => {
+                    listing.unreadable.push(self.isolate(e).await?);
+                    unknown.insert(remote.path([&*name, "data", &id.to_string()]).to_string());
+                    continue;
+                }
             };
             let path = self.data_path(space, &manifest);
             let size = match others.remove(&path) {
-                Some(object) => Some(object.size),
-                None => remote.size(&path).await?, // written since the frames were listed
+                Some(object) => Ok(Some(object.size)),
+                // Written since the frames were listed, or the listing failed.
+                None => remote.size(&path).await,
             };
-            match check_len(&path, size, &manifest) {
+            match size.and_then(|size| check_len(&path, size, &manifest)) {
                 Ok(()) => listing.chunks.push(ListedChunk { manifest }),
-                Err(e) => listing.damaged.push((id, e)),
+                Err(e) if e.is_damage() => listing.damaged.push((id, e)),
+                Err(e) => listing.unreadable.push(self.isolate(e).await?),
             }
         }
+        let is_unknown = |object: &ObjectMeta| {
+            let folder = object.location.as_ref().rsplit_once('/');
+            folder.is_some_and(|(folder, _)| unknown.contains(folder))
+        };
         listing.orphans = others
             .into_values()
+            .filter(|object| !is_unknown(object))
             .map(|meta| Orphan { path: meta.location, bytes: meta.size, written: meta.last_modified.into() })
             .collect();
         Ok(listing)
@@ -278,9 +329,8 @@ impl AsyncStore {
     /// # Errors
     /// [`Error::Backend`] and [`Error::Timeout`].
     pub async fn sweep(&self, orphans: &[Orphan], age: Duration) -> Result<usize> {
-        let now = SystemTime::now();
-        let old = |orphan: &&Orphan| now.duration_since(orphan.written).is_ok_and(|since| since > age);
-        let paths: Vec<Path> = orphans.iter().filter(old).map(|orphan| orphan.path.clone()).collect();
+        let old = orphans.iter().filter(|orphan| orphan.is_older(age));
+        let paths: Vec<Path> = old.map(|orphan| orphan.path.clone()).collect();
         let n = paths.len();
         self.delete_all(paths).await.map(|()| n)
     }

@@ -4,7 +4,7 @@ use std::fs;
 use std::io::ErrorKind;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey};
 use object_store::local::LocalFileSystem;
@@ -12,7 +12,8 @@ use object_store::path::Path;
 use object_store::{ClientConfigKey, ObjectStore, ObjectStoreScheme, RetryConfig, parse_url_opts};
 use url::Url;
 
-use super::{Error, Result, backend_text};
+use super::profiles::PROFILES;
+use super::{ChunkId, Error, Orphan, Result, backend_text};
 
 /// Opens the object store that a URL names, and the path in it.
 ///
@@ -119,34 +120,54 @@ fn folder(path: &std::path::Path, create: bool) -> Result<(Arc<dyn ObjectStore>,
     Ok((Arc::new(store), Path::default()))
 }
 
-/// Deletes files of interrupted writes to a folder that are older than `age`. Returns their number. Listings
-/// of the store do not show them. Other stores have none.
+/// The files of interrupted writes to a folder, of a writer at work or of one that has died. Listings of the
+/// store do not show them. Other stores have none.
+///
+/// Files and folders that cannot be read are skipped, as are those that are not the store's.
+///
+/// # Errors
+/// [`Error::Url`] as [`folder_of`].
+pub fn unfinished(url: &str) -> Result<Vec<Orphan>> {
+    let Some(root) = folder_of(url)? else { return Ok(vec![]) };
+    let is_own = |name: &String| name == PROFILES || name.parse::<ChunkId>().is_ok();
+    let mut paths: Vec<String> = names(&root).filter(is_own).collect();
+    let mut found = vec![];
+    while let Some(path) = paths.pop() {
+        let file = root.join(&path);
+        let Ok(metadata) = fs::symlink_metadata(&file) else { continue };
+        if metadata.is_dir() {
+            paths.extend(names(&file).map(|name| format!("{path}/{name}")));
+        // `object_store` writes NAME to NAME#NUMBER and renames it.
+        } else if path.rsplit_once('#').is_some_and(|(_, number)| number.parse::<u64>().is_ok())
+            && let (Ok(path), Ok(written)) = (Path::parse(&path), metadata.modified())
+        {
+            found.push(Orphan { path, bytes: metadata.len(), written });
+        }
+    }
+    found.sort_by(|a, b| a.path.cmp(&b.path));
+    Ok(found)
+}
+
+/// The names in a folder; none if it cannot be read.
+fn names(folder: &std::path::Path) -> impl Iterator<Item = String> {
+    fs::read_dir(folder).into_iter().flatten().filter_map(|entry| entry.ok()?.file_name().into_string().ok())
+}
+
+/// Deletes those files of [`unfinished`] that are older than `age`, which must exceed the time of any write
+/// of an object. Returns their number.
 ///
 /// # Errors
 /// [`Error::Url`] with the system's error.
-pub fn sweep_unfinished(url: &str, age: Duration) -> Result<usize> {
+pub fn sweep_unfinished(url: &str, files: &[Orphan], age: Duration) -> Result<usize> {
     let Some(root) = folder_of(url)? else { return Ok(0) };
-    let bad = |e: std::io::Error| Error::Url { url: root.display().to_string(), what: e.to_string() };
-    let (mut folders, mut n) = (vec![root.clone()], 0);
-    while let Some(folder) = folders.pop() {
-        for entry in fs::read_dir(&folder).map_err(bad)? {
-            let entry = entry.map_err(bad)?;
-            if entry.file_type().map_err(bad)?.is_dir() {
-                folders.push(entry.path());
-                continue;
+    let mut n = 0;
+    for file in files.iter().filter(|file| file.is_older(age)) {
+        let path = root.join(file.path());
+        match fs::remove_file(&path) {
+            Err(e) if e.kind() != ErrorKind::NotFound => {
+                return Err(Error::Url { url: path.display().to_string(), what: e.to_string() });
             }
-            // `object_store` writes NAME to NAME#NUMBER and renames it.
-            let name = entry.file_name();
-            let number = name.to_str().and_then(|name| Some(name.rsplit_once('#')?.1.to_owned()));
-            let unfinished = number.is_some_and(|number| number.parse::<u64>().is_ok());
-            let written = entry.metadata().and_then(|metadata| metadata.modified()).map_err(bad)?;
-            if !unfinished || SystemTime::now().duration_since(written).unwrap_or_default() < age {
-                continue;
-            }
-            match fs::remove_file(entry.path()) {
-                Err(e) if e.kind() != ErrorKind::NotFound => return Err(bad(e)),
-                _ => n += 1,
-            }
+            _ => n += 1,
         }
     }
     Ok(n)

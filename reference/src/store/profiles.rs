@@ -11,6 +11,8 @@ use sha2::{Digest as _, Sha256};
 use super::manifest::digest;
 use super::{AsyncStore, Error, ProfileId, Result};
 
+/// The folder of the profiles.
+pub(super) const PROFILES: &str = "profiles";
 /// Maximum bytes of a stored profile.
 const MAX_PROFILE: u64 = 1 << 30;
 /// Bytes of the digest before those of the profile.
@@ -35,7 +37,7 @@ impl ProfileId {
 
 impl AsyncStore {
     fn profile_path(&self, id: ProfileId) -> Path {
-        self.remote().path(["profiles", &id.to_string()])
+        self.remote().path([PROFILES, &id.to_string()])
     }
 
     /// The stored profile of this name.
@@ -58,22 +60,23 @@ impl AsyncStore {
         Ok(Some(Profile::from_bytes(&bytes[DIGEST..])?))
     }
 
-    /// The names of stored profiles that are damaged.
+    /// The stored profiles that are damaged or cannot be read, with the reason.
     ///
     /// # Errors
-    /// [`Error::Backend`] and [`Error::Timeout`]; [`Error::Limit`] for more than a million profiles.
-    pub async fn damaged_profiles(&self) -> Result<Vec<ProfileId>> {
-        let mut damaged = vec![];
-        for meta in self.remote().list(&self.remote().path(["profiles"]), 1 << 20).await? {
+    /// [`Error::Backend`] and [`Error::Timeout`] if they cannot be listed or the store is gone;
+    /// [`Error::Limit`] for more than a million profiles.
+    pub async fn faulty_profiles(&self) -> Result<Vec<(ProfileId, Error)>> {
+        let mut faulty = vec![];
+        for meta in self.remote().list(&self.remote().path([PROFILES]), 1 << 20).await? {
             let id: Option<ProfileId> = meta.location.filename().and_then(|name| name.parse().ok());
             let Some(id) = id else { continue };
             match self.profile(id).await {
                 Ok(_) => {}
-                Err(e) if e.is_damage() => damaged.push(id),
-                Err(e) => return Err(e),
+                Err(e) if e.is_damage() => faulty.push((id, e)),
+                Err(e) => faulty.push((id, self.isolate(e).await?)),
             }
         }
-        Ok(damaged)
+        Ok(faulty)
     }
 
     /// Stores a profile unless an undamaged one is stored, and returns the stored one: another writer may

@@ -84,6 +84,7 @@ struct State {
     random: Random,
     faults: Faults,
     before: Vec<(Path, Option<Bytes>)>, // the object replaced by each write
+    refused: Option<Path>,
 }
 
 #[derive(Debug)]
@@ -100,12 +101,17 @@ impl fmt::Display for Faulty {
 
 impl Faulty {
     pub fn new(seed: u64, faults: Faults) -> Self {
-        let state = State { random: Random(seed), faults, before: vec![] };
+        let state = State { random: Random(seed), faults, before: vec![], refused: None };
         Self { inner: InMemory::new(), state: Mutex::new(state) }
     }
 
     pub fn change(&self, faults: Faults) {
         self.state.lock().unwrap().faults = faults;
+    }
+
+    /// Refuses to read an object.
+    pub fn refuse(&self, path: Option<&Path>) {
+        self.state.lock().unwrap().refused = path.cloned();
     }
 
     /// Ends all faults.
@@ -212,6 +218,9 @@ impl ObjectStore for Faulty {
     async fn get_opts(&self, path: &Path, options: GetOptions) -> Result<GetResult> {
         self.delay().await;
         self.check(|faults| faults.unavailable, "503")?;
+        if self.state.lock().unwrap().refused.as_ref() == Some(path) {
+            return Err(Error::PermissionDenied { path: path.to_string(), source: "403".into() });
+        }
         let bytes = self.object(path).await;
         let Some(bytes) = bytes else {
             return Err(Error::NotFound { path: path.to_string(), source: "not there".into() });
@@ -255,6 +264,7 @@ impl ObjectStore for Faulty {
     }
 
     async fn list_with_delimiter(&self, prefix: Option<&Path>) -> Result<ListResult> {
+        self.delay().await;
         self.inner.list_with_delimiter(prefix).await
     }
 

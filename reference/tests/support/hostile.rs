@@ -195,8 +195,9 @@ impl Written {
             Ok(None) => {}
             Err(e) => is_damage(&e),
         }
-        for id in store.damaged_profiles().await.unwrap() {
+        for (id, e) in store.faulty_profiles().await.unwrap() {
             assert_eq!(id, self.id);
+            is_damage(&e);
         }
         let space = self.space.name();
         let listing = store.list(space).await.unwrap();
