@@ -154,6 +154,9 @@ fn contexts_share_chunks_and_the_longest_prefix_is_found() {
     // Two chunks exist; the tail of 40 tokens is new.
     assert_eq!(SETUP.put(&store, &branch), 1);
     let loaded = |prompt: &[u32]| SETUP.generate(&store, prompt, false, &LEVEL[0]).0.prefix;
+    // Three contexts: that of 180 tokens is the beginning of the next one.
+    let listing = store.list(SETUP.space.name()).unwrap();
+    assert_eq!((listing.contexts(), listing.chunks.len()), (3, 6));
     assert_eq!(loaded(&tokens[..190]), 180);
     assert_eq!((loaded(&tokens[..215]), loaded(&tokens[..225])), (200, 220));
     assert_eq!(loaded(&tokens[..180]), 120); // the last token is always computed
@@ -163,6 +166,10 @@ fn contexts_share_chunks_and_the_longest_prefix_is_found() {
     branch[0] += 1;
     assert_eq!(loaded(&branch), 0);
     assert_eq!(loaded(&tokens[..5]), 0);
+    // Without their beginning, chunks are not found.
+    store.delete(SETUP.space.name(), SETUP.space.chunks(tokens)[0].id).unwrap();
+    let listing = store.list(SETUP.space.name()).unwrap();
+    assert_eq!((listing.contexts(), listing.chunks.len(), loaded(&tokens[..190])), (0, 5, 0));
 }
 
 #[test]

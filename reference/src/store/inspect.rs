@@ -46,6 +46,22 @@ impl Listing {
             && self.unreadable.is_empty()
             && self.orphans.is_empty()
     }
+
+    /// The number of stored contexts that are not the beginning of another one. A chunk without its previous
+    /// chunk belongs to none: no reader finds it.
+    #[must_use]
+    pub fn contexts(&self) -> usize {
+        let mut manifests: Vec<&Manifest> = self.chunks.iter().map(|chunk| &chunk.manifest).collect();
+        manifests.sort_by_key(|manifest| manifest.tokens.start); // each after its previous chunk
+        let (mut found, mut continued) = (HashSet::new(), HashSet::new());
+        for manifest in manifests {
+            if manifest.tokens.start == 0 || found.contains(&manifest.parent) {
+                found.insert(manifest.id);
+                continued.insert(manifest.parent);
+            }
+        }
+        found.difference(&continued).count()
+    }
 }
 
 /// A chunk in a listing.
@@ -94,12 +110,6 @@ impl ListedChunk {
     #[must_use]
     pub const fn bytes(&self) -> u64 {
         self.manifest.data_len
-    }
-
-    /// Whether its parent is the space: it is the first chunk of a context.
-    #[must_use]
-    pub const fn is_first(&self) -> bool {
-        self.manifest.tokens.start == 0
     }
 }
 

@@ -38,7 +38,9 @@ impl UrlArgs {
 }
 
 #[derive(Args)]
-#[command(after_help = "Example:\n  kv store ls s3://caches/eu")]
+#[command(
+    after_help = "Example:\n  kv store ls s3://caches/eu\n\nContexts that are the beginning of another one do not count, shared chunks count once."
+)]
 pub struct Ls {
     #[command(flatten)]
     url: UrlArgs,
@@ -51,9 +53,9 @@ pub struct Ls {
 struct SpaceReport {
     space: String,
     about: Option<String>, // the model, its levels and the grid
-    contexts: usize,       // that share no beginning
-    chunks: usize,
-    tokens: usize,
+    contexts: usize,       // that are not the beginning of another one
+    chunks: usize,         // of all contexts; those of a common beginning are stored once
+    tokens: usize,         // of these chunks
     bytes: u64,
     orphans: usize, // with the files of interrupted writes
     orphan_bytes: u64,
@@ -84,7 +86,7 @@ impl SpaceReport {
         Ok(Self {
             space: space.to_string(),
             about,
-            contexts: chunks.iter().filter(|chunk| chunk.is_first()).count(),
+            contexts: listing.contexts(),
             chunks: chunks.len(),
             tokens: chunks.iter().map(ListedChunk::tokens).sum(),
             bytes: chunks.iter().map(ListedChunk::bytes).sum(),
