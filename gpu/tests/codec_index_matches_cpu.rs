@@ -42,9 +42,9 @@ fn frames_of_the_device_decode_where_they_are() {
         };
         let (from, to) = (pointers(&numbers), pointers(&out));
         let words = Buffer::new(&device, planes.words());
-        let slots = Buffer::new(&device, &vec![0_u8; Encode::slots_len(&info, LAYERS)]);
+        let slots = Buffer::scratch(&device, Encode::slots_len(&info, LAYERS));
         let workspace = encode.workspace_len(&info, LAYERS);
-        let workspace = Buffer::new(&device, &vec![0_u8; workspace.max(8)]);
+        let workspace = Buffer::scratch(&device, workspace);
         let tiles = info.channels().div_ceil(32);
         let lengths = Buffer::new(&device, &vec![0_u16; 2 * LAYERS * info.blocks() * tiles]);
         let payload_at = info.head_len().next_multiple_of(8);

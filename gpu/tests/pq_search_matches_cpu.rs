@@ -218,7 +218,7 @@ fn search(
         Buffer::new(device, &if case.spoiled.is_some() { luts.to_vec() } else { vec![f32::NAN; luts.len()] });
     let (luts, codes) = (Buffer::new(device, luts), Buffer::new(device, &inputs.codes.concat()));
     let (lengths, ks) = (Buffer::new(device, &case.lengths), Buffer::new(device, &case.ks));
-    let workspace = Buffer::new(device, &vec![0xbb_u8; kernel.workspace_len(batch, heads, case.capacity)]);
+    let workspace = Buffer::scratch(device, kernel.workspace_len(batch, heads, case.capacity));
     let [tokens, tokens_again] = [0, 1].map(|_| Buffer::new(device, &vec![u32::MAX; batch * heads * room]));
     let counts = Buffer::new(device, &vec![0_u32; batch]);
     let stats = Buffer::new(device, &vec![0.0_f32; batch * heads * case.shape.group * 2]);

@@ -52,7 +52,7 @@ fn run(
     let there = Buffer::new(device, &bytes_of(shape.element, &there));
     let centroids = Buffer::new(device, &start.repeat(sets));
     let errors = Buffer::new(device, &vec![0.0_f64; sets * quantizer.m()]);
-    let workspace = Buffer::new(device, &vec![0xcc_u8; kernel.workspace_len(sets, n)]);
+    let workspace = Buffer::scratch(device, kernel.workspace_len(sets, n));
     let starts = starts.map(|starts| Buffer::new(device, starts));
     let arguments = TrainArguments {
         sets,

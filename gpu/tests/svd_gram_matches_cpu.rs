@@ -31,7 +31,7 @@ fn random_shapes_agree() {
         let kernel = Gram::new(&device, shape).unwrap();
         let matrices = Buffer::new(&device, &vec![0.0_f64; heads * dim * dim]);
         let sums = Buffer::new(&device, &vec![0.0_f64; heads * dim]);
-        let workspace = Buffer::new(&device, &vec![0xdd_u8; kernel.workspace_len(heads)]);
+        let workspace = Buffer::scratch(&device, kernel.workspace_len(heads));
         let arguments = GramArguments {
             heads,
             n,

@@ -25,7 +25,7 @@ pub fn decode(
     let failed = Buffer::new(device, &[0_u32]);
     let blocks = case.info.blocks();
     let workspace = kernel.workspace_len(&case.info, LAYERS, blocks.div_ceil(parts));
-    let workspace = Buffer::new(device, &vec![0xaa_u8; workspace]);
+    let workspace = Buffer::scratch(device, workspace);
     for part in 0..parts {
         let arguments = DecodeArguments {
             frame: there.pointer(),

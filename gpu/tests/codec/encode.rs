@@ -16,9 +16,9 @@ fn encode(device: &Device, case: &Case, planes: &Planes, cache: &Cache) -> (Vec<
     let kernel = Encode::new(device, planes.shape(case.element, case.page_tokens.is_some())).unwrap();
     let slots_len = Encode::slots_len(&case.info, LAYERS);
     let tiles = 2 * LAYERS * case.info.blocks() * case.info.channels().div_ceil(32);
-    let (words, slots) = (Buffer::new(device, planes.words()), Buffer::new(device, &vec![0_u8; slots_len]));
+    let (words, slots) = (Buffer::new(device, planes.words()), Buffer::scratch(device, slots_len));
     let payload = Buffer::new(device, &vec![0_u8; slots_len]);
-    let workspace = Buffer::new(device, &vec![0xaa_u8; kernel.workspace_len(&case.info, LAYERS)]);
+    let workspace = Buffer::scratch(device, kernel.workspace_len(&case.info, LAYERS));
     let lengths = Buffer::new(device, &vec![0_u16; tiles]);
     let (payload_bytes, failed) = (Buffer::new(device, &[0_u64]), Buffer::new(device, &[0_u32]));
     let arguments = EncodeArguments {

@@ -61,6 +61,21 @@ impl<T: DeviceRepr + ValidAsZeroBits + Clone + Default> Buffer<T> {
     }
 }
 
+impl Buffer<u8> {
+    /// Memory that a kernel must write before it reads it. It holds large numbers of any type, or, with
+    /// `GPU_SCRATCH=unwritten`, nothing, so that initcheck finds what a kernel reads too early.
+    pub fn scratch(device: &Device, bytes: usize) -> Self {
+        if std::env::var("GPU_SCRATCH").as_deref() != Ok("unwritten") {
+            return Self::new(device, &vec![0xdd; bytes]);
+        }
+        let stream = device.stream().clone();
+        // SAFETY: any bytes are numbers.
+        #[allow(unsafe_code)]
+        let slice = unsafe { stream.alloc(bytes.max(1)) }.unwrap();
+        Self { slice, device: stream }
+    }
+}
+
 /// A random number generator (SplitMix64).
 pub struct Random(pub u64);
 
