@@ -45,7 +45,6 @@ fn programs() -> Result<Vec<Program>, Box<dyn Error>> {
         TrainShape { quantizer: coarse, element: rows }.program()?,
         LutShape { quantizer: coarse, group, element: rows }.program()?,
         ScanShape { quantizer: coarse, group }.program(DEVICES[1].1)?,
-        Gather::program(256)?,
         GatherAttendShape { dim: 128, element }.program()?,
         ragged.program()?,
         planes.decode_program(),
@@ -59,6 +58,7 @@ fn programs() -> Result<Vec<Program>, Box<dyn Error>> {
     );
     for (capability, shared_memory) in DEVICES {
         let rule = GroupRule::SumOfSoftmax;
+        programs.push(Gather::program(256, capability)?);
         programs.push(SearchShape { quantizer: coarse, group, rule }.program(capability, shared_memory)?);
         programs.push(ProjectShape { dim: 128, rank: 64, element }.program(capability)?);
         programs.push(svd::Prefill::program(ragged, capability)?);

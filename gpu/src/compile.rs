@@ -42,6 +42,7 @@ const HEADERS: &[Source] = &[
     source!("codec/points.cuh"),
     source!("codec/tile.cuh"),
     source!("element.cuh"),
+    source!("gather.cuh"),
     source!("mbarrier_sm90.cuh"),
     source!("pq_attend/adjustments.cuh"),
     source!("pq_attend/codes.cuh"),

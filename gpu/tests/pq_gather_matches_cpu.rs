@@ -17,7 +17,7 @@ const CAPACITY: usize = 8; // blocks
 #[test]
 fn hits_and_misses_become_the_rows() {
     let Some(device) = device("hits_and_misses_become_the_rows") else { return };
-    for (seed, row_bytes) in [(1, 16), (2, 128), (3, 256), (4, 512), (5, 256)] {
+    for (seed, row_bytes) in [(1, 16), (2, 128), (3, 256), (4, 512), (5, 256), (6, 592), (7, 1040)] {
         let mut random = Random(seed);
         let wanted_len = 1 + random.below(200);
         // SAFETY: written before it is read.
@@ -113,6 +113,6 @@ fn hits_and_misses_become_the_rows() {
 #[test]
 fn odd_rows_are_errors() {
     for row_bytes in [0, 8, 100, 1 << 20] {
-        assert!(matches!(Gather::program(row_bytes), Err(Error::Unsupported { .. })), "{row_bytes}");
+        assert!(matches!(Gather::program(row_bytes, (9, 0)), Err(Error::Unsupported { .. })), "{row_bytes}");
     }
 }

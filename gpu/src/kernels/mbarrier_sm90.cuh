@@ -36,6 +36,25 @@ __device__ __forceinline__ void cp_async_bulk(void* shared, const void* global, 
                  : "memory");
 }
 
+// Bulk copy from shared to global memory, which joins this thread's current group of stores.
+__device__ __forceinline__ void bulk_store(void* global, const void* shared, u32 bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(smem_address(shared)),
+                 "r"(bytes)
+                 : "memory");
+}
+__device__ __forceinline__ void bulk_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Waits until the copy engine has read all but the latest GROUPS of this thread's store groups from shared memory;
+// their buffers may then be overwritten.
+template <int GROUPS>
+__device__ __forceinline__ void bulk_store_wait_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(GROUPS) : "memory");
+}
+// Waits until these groups are complete.
+template <int GROUPS>
+__device__ __forceinline__ void bulk_store_wait() {
+    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(GROUPS) : "memory");
+}
+
 __device__ __forceinline__ u32 cluster_ctarank() {
     u32 rank;
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));

@@ -52,13 +52,6 @@ __device__ __forceinline__ void tma_store(const TensorMap& map, u32 component, u
                  "r"(component), "r"(row), "r"(head), "r"(smem_address(shared))
                  : "memory");
 }
-__device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Waits until TMA has read all but the latest GROUPS of this thread's store groups from shared memory; their buffers
-// may then be overwritten.
-template <int GROUPS>
-__device__ __forceinline__ void tma_store_wait_read() {
-    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(GROUPS) : "memory");
-}
 
 // Proxy fence: this thread's generic writes to shared memory become visible to TMA and wgmma. Writers call it before
 // the barrier.

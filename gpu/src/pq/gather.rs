@@ -6,10 +6,8 @@ use crate::launch::Operation;
 use crate::pointer::DevicePtr;
 use crate::{Device, Error, Program};
 
-const THREADS: usize = 128;
-
-/// Blocks per multiprocessor, over all heads and both sides.
-const BLOCKS: usize = 2;
+/// Bytes of a row that a thread has in flight, at most.
+const PIECE: usize = 512;
 
 const OPERATION: Operation = Operation("pq::Gather");
 
@@ -89,21 +87,32 @@ const _: () = assert!(size_of::<KernelArguments>() == 96);
 /// PQCache (arXiv 2407.12820), 3.4.
 pub struct Gather {
     kernel: Kernel,
-    row_bytes: usize,
-    blocks: usize,
+    row_pieces: usize, // loads of a thread per row
+    threads: usize,
+    blocks: usize, // of all heads and both sides
+}
+
+/// Whether rows are bulk copies (`gather_sm90.cu`).
+const fn has_bulk_copies(capability: (i32, i32)) -> bool {
+    capability.0 >= 9
 }
 
 impl Gather {
-    /// The kernel for rows of `row_bytes` bytes, for [`compile`](crate::compile) without a device.
+    /// The kernel for rows of `row_bytes` bytes and a compute capability.
     ///
     /// # Errors
     /// [`Error::Unsupported`].
-    pub fn program(row_bytes: usize) -> Result<Program, Error> {
+    pub fn program(row_bytes: usize, capability: (i32, i32)) -> Result<Program, Error> {
         if row_bytes == 0 || !row_bytes.is_multiple_of(16) || row_bytes > 1 << 16 {
             let operation = format!("gather rows of {row_bytes} bytes");
             return Err(Error::Unsupported { operation, supported: "multiples of 16 up to 65,536" });
         }
-        Ok(Program::new(source!("gather.cu"), &[("ROW_BYTES", row_bytes)]))
+        let row = ("ROW_BYTES", row_bytes);
+        Ok(if has_bulk_copies(capability) {
+            Program::new(source!("gather_sm90.cu"), &[row, ("PIECE", row_bytes.min(PIECE))])
+        } else {
+            Program::new(source!("gather.cu"), &[row])
+        })
     }
 
     /// Compiles the kernel for rows of `row_bytes` bytes: `dim` times the size of an element.
@@ -111,8 +120,15 @@ impl Gather {
     /// # Errors
     /// [`Error::Unsupported`], [`Error::NoNvrtc`], [`Error::Compile`] or [`Error::Driver`].
     pub fn new(device: &Device, row_bytes: usize) -> Result<Self, Error> {
-        let kernel = device.kernel(&Self::program(row_bytes)?, "gather", 0)?.prefer_shared()?;
-        Ok(Self { kernel, row_bytes, blocks: BLOCKS * device.sm_count() })
+        let capability = device.capability();
+        // With the carve-out of the next kernel, blocks of both fit on one multiprocessor.
+        let kernel = device.kernel(&Self::program(row_bytes, capability)?, "gather", 0)?.prefer_shared()?;
+        let bulk = has_bulk_copies(capability);
+        let (threads, piece) = if bulk { (32, row_bytes.min(PIECE)) } else { (128, 16) };
+        // Few blocks of bulk copies saturate the link. If they share half of the multiprocessors, they still leave
+        // room for the next kernel.
+        let blocks = if bulk { device.sm_count() / 2 } else { 2 * device.sm_count() };
+        Ok(Self { kernel, row_pieces: row_bytes.div_ceil(piece), threads, blocks })
     }
 
     /// Launches the collection on a stream.
@@ -128,8 +144,8 @@ impl Gather {
         if a.heads == 0 || a.list_len == 0 {
             return Ok(());
         }
-        let parts = a.list_len.saturating_mul(self.row_bytes / 16);
-        let blocks = parts.div_ceil(THREADS).min((self.blocks / (2 * a.heads)).max(1));
+        let pieces = a.list_len.saturating_mul(self.row_pieces);
+        let blocks = pieces.div_ceil(self.threads).min((self.blocks / (2 * a.heads)).max(1));
         let grid = OPERATION.grid(&[("blocks", blocks), ("heads", a.heads), ("sides", 2)])?;
         let kernel_arguments = KernelArguments {
             keys: a.keys,
@@ -146,6 +162,6 @@ impl Gather {
             prefetch_len: a.prefetch.map_or(0, |prefetch| prefetch.len as u64),
         };
         // SAFETY: the structure is the kernel's argument; the caller upholds the contract of its pointers.
-        unsafe { self.kernel.launch(stream, grid, THREADS as u32, true, &kernel_arguments) }
+        unsafe { self.kernel.launch(stream, grid, self.threads as u32, true, &kernel_arguments) }
     }
 }

@@ -100,7 +100,7 @@ __device__ __forceinline__ void project(const Arguments& a, Shared& shared) {
                                  smem_descriptor(shared.map[term][c][step]), term + step > 0);
         wgmma_commit();
         // While wgmma runs: waits until TMA has read the output buffer that this tile overwrites.
-        if (thread == 0) tma_store_wait_read<1>();
+        if (thread == 0) bulk_store_wait_read<1>();
         named_barrier_sync(2 + group, GROUP_THREADS);
         wgmma_wait();
 #pragma unroll
@@ -120,10 +120,10 @@ __device__ __forceinline__ void project(const Arguments& a, Shared& shared) {
 #pragma unroll
             for (int c = 0; c < COLUMNS; c++)
                 tma_store(a.out, c * WIDTH, first_row(i), blockIdx.y, shared.out[group][buffer][c]);
-            tma_store_commit();
+            bulk_store_commit();
         }
     }
-    if (thread == 0) tma_store_wait_read<0>();
+    if (thread == 0) bulk_store_wait_read<0>();
 }
 
 extern __shared__ __align__(1024) u8 smem[];

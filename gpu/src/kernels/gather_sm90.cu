@@ -1,0 +1,37 @@
+// gather.cu on sm_90: rows by bulk copies.
+//
+// gather.cuh has the compile-time shape, to which PIECE is added: a thread has up to PIECE bytes of one row in flight.
+// Launch: LANES threads. L1 returns loads in order, so loads of other kernels on the multiprocessor would wait behind
+// those that cross PCIe. Bulk copies bypass L1: the next kernel, which may start at once, runs at full speed meanwhile.
+#include "gather.cuh"
+#include "mbarrier_sm90.cuh"
+
+constexpr u32 PIECES = (ROW_BYTES + PIECE - 1) / PIECE;
+
+extern "C" __global__ void __launch_bounds__(LANES) gather(const Arguments a) {
+    __shared__ __align__(128) u8 pieces[LANES][PIECE];
+    __shared__ u64 arrived;
+    if (threadIdx.x == 0) mbarrier_init(&arrived, LANES);
+    __syncwarp();
+    pdl_wait();
+    pdl_trigger();
+    const Rows rows(a);
+    const u64 end = rows.count * PIECES, step = (u64)gridDim.x * LANES;
+    u32 phase = 0;
+    for (u64 first = (u64)blockIdx.x * LANES; phase == 0 || first < end; first += step) {
+        const u64 i = first + threadIdx.x;
+        const u32 offset = i % PIECES * PIECE, bytes = min((u32)PIECE, ROW_BYTES - offset);
+        if (i < end) {
+            mbarrier_arrive_expect_tx(&arrived, bytes);
+            cp_async_bulk(pieces[threadIdx.x], rows.from(i / PIECES) + offset, bytes, &arrived);
+        } else {
+            mbarrier_arrive(&arrived);
+        }
+        if (phase == 0) a.prefetch_to_l2<LANES>(); // now that the first rows are on their way
+        mbarrier_wait(&arrived, phase++);
+        if (i < end) bulk_store(rows.to(i / PIECES) + offset, pieces[threadIdx.x], bytes);
+        bulk_store_commit();
+        bulk_store_wait_read<0>();
+    }
+    bulk_store_wait<0>();
+}
