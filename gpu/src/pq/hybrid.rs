@@ -282,7 +282,7 @@ const _: () = assert!(size_of::<KernelArguments>() == 232);
 /// scored first, to find the share of the attention that the codes hold.
 ///
 /// # Cost
-/// Every code is read once. The coded scores, 4 bytes per token and query, are written once and read twice.
+/// Every code is read once. The coded scores, 2 bytes per token and query, are written once and read twice.
 /// # Source
 /// MILLION (DAC 2025), III-B, for attention on codes; PQCache (arXiv 2407.12820), 3.4, for the group's rule.
 pub struct Hybrid {

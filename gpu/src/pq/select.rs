@@ -349,7 +349,7 @@ enum Selection {
 /// other one. Of tokens of equal weight, those of lower index are selected.
 ///
 /// # Cost
-/// Every code is read once. The scores, 4 bytes per token and query, are written and read once.
+/// Every code is read once. The scores, 2 bytes per token and query, are written and read once.
 /// # Source
 /// PQCache (arXiv 2407.12820), 3.4.
 pub struct Select {
@@ -434,7 +434,9 @@ impl Select {
     fn parts(&self, batch: usize, heads: usize, chunks: usize) -> Parts {
         let rows = batch.saturating_mul(heads);
         let of_blocks = rows.saturating_mul(self.blocks(heads)).saturating_mul(8 * self.shape.entry());
-        let of_tokens = rows.saturating_mul(chunks).saturating_mul(4 * CHUNK * self.shape.group);
+        // A tile has a score of 2 bytes per token and query, and a level of 4 bytes per query.
+        let of_tile = 2 * TILE * self.shape.group + 4 * self.shape.entry();
+        let of_tokens = rows.saturating_mul(chunks).saturating_mul(CHUNK / TILE * of_tile);
         let scored = rows.saturating_mul(8).next_multiple_of(16);
         let stats = scored.saturating_add(SCORED_BYTES);
         let scores = stats.saturating_add(of_blocks);

@@ -53,10 +53,12 @@ __device__ __forceinline__ void attend_to_tiles(const AttendArguments& a) {
     TileIndices tiles;
     auto begin_run = [&] { tiles.begin(a, plan.entry, blockIdx.y, min(walk.after(lane), end - 1)); };
     const u8* codes = a.codes + lane * Values::LANE_BYTES;
-    const float* scores = a.scores_of(row) + ValueSums::half_of(lane) * 16 + l * 4;
+    const ScoredTile* scores = a.scores_of(row);
+    const int place = ValueSums::half_of(lane) * 16 + l * 4;
     struct Tile {
         Values codes;
-        float scores[MMAS][4]; // of the lane's half
+        uint2 scores[MMAS]; // four of the lane's half
+        float levels[MMAS];
     };
     auto load = [&](Tile& ahead) {
         // Reloads the last tile instead of branching: the lanes of the warp might not reconverge after a branch.
@@ -66,10 +68,8 @@ __device__ __forceinline__ void attend_to_tiles(const AttendArguments& a) {
         for (int m = 0; m < MMAS; m++) {
             const int query = min(m * COLUMNS + g % COLUMNS, GROUP - 1);
             // Bypasses L1, which may hold scores of the previous launch: this may precede `pdl_wait`.
-            const float4 four =
-                __ldcg(reinterpret_cast<const float4*>(scores + query * TILE + (u64)tile * (GROUP * TILE)));
-            ahead.scores[m][0] = four.x, ahead.scores[m][1] = four.y;
-            ahead.scores[m][2] = four.z, ahead.scores[m][3] = four.w;
+            ahead.scores[m] = __ldcg(reinterpret_cast<const uint2*>(&scores[tile].scores[query][place]));
+            ahead.levels[m] = __ldcg(&scores[tile].levels[query]);
         }
     };
     ValueSums sums;
@@ -84,7 +84,7 @@ __device__ __forceinline__ void attend_to_tiles(const AttendArguments& a) {
             if (warp_uniform(tiles.left() == 0 && walk.tile < end)) begin_run();
             load(next); // prefetches one tile ahead
             u32 weights[2][MMAS][2], any = 0;
-            sums.weigh(weights, tile.scores, lane);
+            sums.weigh(weights, tile.scores, tile.levels, lane);
 #pragma unroll
             for (int i = 0; i < 4 * MMAS; i++) any |= weights[i / 2 / MMAS][i / 2 % MMAS][i % 2];
             // A tile is skipped if all its weights have underflowed.
@@ -150,7 +150,7 @@ constexpr bool IS_BESIDE = true;
 #else
 constexpr bool IS_BESIDE = false;
 #endif
-// On sm_90, unless BESIDE, registers are left for one more warp per scheduler: blocks of gather.cu run concurrently.
+// On sm_90, unless BESIDE, registers are left for one more warp per scheduler: blocks of a gather run concurrently.
 #if __CUDA_ARCH__ >= 900
 constexpr int NEIGHBORS = IS_BESIDE ? 0 : 4 * LANES;
 #else

@@ -38,13 +38,16 @@ struct CodedRows : RowSums {
         const int lane = threadIdx.x % LANES, g = lane / 4, l = lane % 4;
         // Bypasses L1: this may precede `pdl_wait`.
         const auto token_of = [&](u32 i) { return __ldcg(selected + min(i, count - 1)); };
-        const float* scores = a.scores_of((u64)sequence * a.heads + head);
-        float p[4]; // row g + 8 (i / 2), query 2 l + i % 2
+        const u64 row = (u64)sequence * a.heads + head;
+        const ScoredTile* scores = a.scores_of(row);
+        float p[4], level[4]; // row g + 8 (i / 2), query 2 l + i % 2
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const u32 token = token_of(g + i / 2 * 8), q = 2 * l + i % 2;
-            const float* score = scores + (u64)(token / TILE) * (GROUP * TILE) + q * TILE + place_of(token % TILE);
-            p[i] = q < GROUP && g + i / 2 * 8 < count ? __ldcg(score) : -infinity();
+            const ScoredTile& tile = scores[token / TILE];
+            const bool exists = q < GROUP && g + i / 2 * 8 < count;
+            p[i] = exists ? half_to_float(__ldcg(&tile.scores[q][place_of(token % TILE)])) : -infinity();
+            level[i] = exists ? __ldcg(&tile.levels[q]) : 0;
         }
         u32 words[PARTS][4][4]; // [group of chunks][token 2 l + i % 2 + i / 2 * 8][word of a chunk]
 #pragma unroll
@@ -65,7 +68,7 @@ struct CodedRows : RowSums {
             }
         }
 #pragma unroll
-        for (int i = 0; i < 4; i++) p[i] = exp2_approx(p[i] - max[i % 2]), weight[i % 2] -= p[i];
+        for (int i = 0; i < 4; i++) p[i] = exp2_approx(p[i] + (level[i] - max[i % 2])), weight[i % 2] -= p[i];
         const u32 weights[2] = {movmatrix_trans(pack_half2(-p[0], -p[1])), movmatrix_trans(pack_half2(-p[2], -p[3]))};
 #pragma unroll
         for (int part = 0; part < PARTS; part++)

@@ -41,6 +41,7 @@ struct Selector {
 // Scores of a tile: a lane has all queries for the token at place `lane`, or four of eight queries for two tokens.
 struct TileScores {
     static constexpr int QUERIES = VEC == 2 ? 2 : 4, SETS = VEC == 8 ? 2 : 1; // queries of a lane; tokens of a lane
+    static constexpr int OF_QUERY = VEC == 8 ? 30 : 31; // bits in which the indices of the lanes of a query differ
     float sums[SETS][4];
     using Addends = TileAddends<QUERIES, SETS>;
 
@@ -105,7 +106,7 @@ struct TileScores {
 // Scores the block's part of a sequence, and returns the lane's statistics of its queries.
 __device__ __forceinline__ void score_sequence(const SelectArguments& a, const LutWords<WARPS>& words,
                                                Stats (&stats)[TileScores::QUERIES]) {
-    constexpr int QUERIES = TileScores::QUERIES, SETS = TileScores::SETS;
+    constexpr int QUERIES = TileScores::QUERIES, SETS = TileScores::SETS, OF_QUERY = TileScores::OF_QUERY;
     const int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
     const Plan<SelectArguments>& plan = block().plan;
     const u32 head = blockIdx.y, length = plan.length, end = min(plan.to, (length + TILE - 1) / TILE);
@@ -128,12 +129,13 @@ __device__ __forceinline__ void score_sequence(const SelectArguments& a, const L
     for (int q = 0; q < QUERIES; q++) base[q] = block().builder.base[first_query + q], stats[q] = no_scores();
     const LutOffsets offsets(lane);
     const Selector selector(lane);
-    float* scores = a.scores_of((u64)plan.entry * a.heads + head) + first_query * TILE;
+    const u64 row = (u64)plan.entry * a.heads + head;
+    ScoredTile* scores = a.scores_of(row);
     while (warp_uniform(tile < end)) {
         if (warp_uniform(tiles.left() == 0 && tile + WARPS < end)) begin_run(tile + WARPS);
         TileScores of_tile;
         of_tile.look_up(keys, offsets, selector, base, addends);
-        float* tile_scores = scores + (u64)tile * (GROUP * TILE);
+        ScoredTile& out = scores[tile];
         const u32 there = length - tile * TILE; // tokens from this tile on
         tile += WARPS;
         load(min(tile, end - 1)); // reloads the last tile rather than branching: the lanes might not reconverge
@@ -146,23 +148,36 @@ __device__ __forceinline__ void score_sequence(const SelectArguments& a, const L
             for (int q = 0; q < QUERIES; q++) {
                 float& score = of_tile.sums[set][q];
                 if (!exists) score = -infinity();
-                if (VEC == GROUP || first_query + q < GROUP) tile_scores[q * TILE + place] = score;
                 exceeds |= score > stats[q].max + 8;
             }
         }
-        // A maximum is raised, and the sum rescaled, only when a score exceeds it by more than 8.
+        // A maximum, which is the level of the tile, is raised, and the sum rescaled, only when a score exceeds it by
+        // more than 8. It is the same in all lanes of a query, and finite, so that an infinite score remains infinite.
         if (warp_uniform(exceeds)) {
 #pragma unroll
             for (int q = 0; q < QUERIES; q++) {
                 float max = stats[q].max;
 #pragma unroll
-                for (int set = 0; set < SETS; set++) max = fmaxf(max, of_tile.sums[set][q]);
+                for (int set = 0; set < SETS; set++)
+                    if (of_tile.sums[set][q] < infinity()) max = fmaxf(max, of_tile.sums[set][q]);
+                max = max_of_lanes<OF_QUERY>(max);
                 stats[q] = {max, stats[q].sum * exp2_approx(stats[q].max - max)};
             }
         }
 #pragma unroll
-        for (int i = 0; i < SETS * QUERIES; i++)
-            stats[i % QUERIES].sum += exp2_approx(of_tile.sums[i / QUERIES][i % QUERIES] - stats[i % QUERIES].max);
+        for (int set = 0; set < SETS; set++)
+#pragma unroll
+            for (int q = 0; q < QUERIES; q++) {
+                const float score = of_tile.sums[set][q] - stats[q].max;
+                stats[q].sum += exp2_approx(score);
+                if (VEC == GROUP || first_query + q < GROUP)
+                    out.scores[first_query + q][TileScores::place(lane, set)] = float_to_half(score);
+            }
+        if (lane < VEC / QUERIES) {
+#pragma unroll
+            for (int q = 0; q < QUERIES; q += 2)
+                *reinterpret_cast<float2*>(out.levels + first_query + q) = make_float2(stats[q].max, stats[q + 1].max);
+        }
     }
 }
 
@@ -173,7 +188,7 @@ __device__ __forceinline__ void finish_stats(const SelectArguments& a,
     Shared& s = block();
 #pragma unroll
     for (int q = 0; q < TileScores::QUERIES; q++) {
-        const Stats all = merged_lanes<VEC == 8 ? 30 : 31>(stats[q]);
+        const Stats all = merged_lanes<TileScores::OF_QUERY>(stats[q]);
         if (lane < VEC / TileScores::QUERIES) s.warps[TileScores::first_query(lane) + q][warp] = all;
     }
     const u64 row = (u64)s.plan.entry * a.heads + blockIdx.y;

@@ -18,23 +18,30 @@ extern "C" __global__ void __launch_bounds__(SELECT_THREADS) pq_hybrid_keys(cons
     if (first >= range.n) return;
     if (threadIdx.x < GROUP * LANES) normalizers.load(a, row);
     // A warp processes one tile at a time, in the order of its scores; the loads of BATCH tiles overlap.
-    constexpr int WARPS = SELECT_THREADS / LANES, PASSES = CHUNK / SELECT_THREADS, BATCH = GROUP <= 4 ? PASSES : 4;
+    constexpr int WARPS = SELECT_THREADS / LANES, PASSES = CHUNK / SELECT_THREADS, BATCH = GROUP <= 4 ? 4 : 2;
     const u32 place = threadIdx.x % LANES, warp = threadIdx.x / LANES;
-    const float* scores = a.scores_of(row) + (first / TILE + warp) * (u64)(GROUP * TILE) + place;
+    const ScoredTile* tiles = a.scores_of(row) + first / TILE + warp;
 #pragma unroll
     for (int batch = 0; batch < PASSES; batch += BATCH) {
-        float score[BATCH][GROUP];
+        float score[BATCH][GROUP], level[BATCH][GROUP];
 #pragma unroll
-        for (int i = 0; i < BATCH * GROUP; i++)
-            score[i / GROUP][i % GROUP] = scores[((batch + i / GROUP) * WARPS * GROUP + i % GROUP) * TILE];
+        for (int i = 0; i < BATCH * GROUP; i++) {
+            const ScoredTile& tile = tiles[(batch + i / GROUP) * WARPS];
+            score[i / GROUP][i % GROUP] = half_to_float(tile.scores[i % GROUP][place]);
+            level[i / GROUP][i % GROUP] = tile.levels[i % GROUP];
+        }
         if (batch == 0) __syncthreads(); // normalizers
 #pragma unroll
         for (int i = 0; i < BATCH; i++) {
             const u32 token = first + ((batch + i) * WARPS + warp) * TILE + token_at(place);
             if (token >= range.n) continue;
-            const float weight = normalizers.weight_of(score[i]);
-            const u32 key = is_heavy(weight) ? heavy_key(weight)
-                                             : normalizers.key_of_any([&](int q) { return score[i][q]; });
+            float of_tile[GROUP];
+#pragma unroll
+            for (int q = 0; q < GROUP; q++) of_tile[q] = level[i][q] - normalizers.log_sum[q];
+            const float weight = Normalizers::weight_of(score[i], of_tile);
+            const u32 key = is_heavy(weight)
+                                ? heavy_key(weight)
+                                : normalizers.key_of_any([&](int q) { return score[i][q] + level[i][q]; });
             work.keys[token] = key;
             atomicAdd(&counts[key >> 2 * LOW_BITS], 1);
         }

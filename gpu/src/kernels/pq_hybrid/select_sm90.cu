@@ -22,20 +22,24 @@ constexpr u32 NO_KEY = 1u << KEY_WIDTH; // key of places without a token: negati
 constexpr int PLACES = GROUP <= 4 ? 4 : 2;
 
 template <class T>
-struct alignas(4 * PLACES) Places {
+struct alignas(sizeof(T) * PLACES) Places {
     T at[PLACES];
 };
 
-// Scores of a lane's places in a tile.
+// Scores of a lane's places in a tile, and the tile's levels.
 struct LaneScores {
     static constexpr u32 STEP = THREADS / (TILE / PLACES); // tiles per step of a block
-    Places<float> of_query[GROUP];
+    Places<u16> of_query[GROUP];
+    float levels[VEC];
 
-    // `scores`: at the lane's places in the block's first tile.
-    __device__ __forceinline__ void load(const float* scores, u32 tile) {
+    __device__ __forceinline__ void load(const ScoredTile& tile, u32 place) {
 #pragma unroll
-        for (int q = 0; q < GROUP; q++)
-            of_query[q] = *reinterpret_cast<const Places<float>*>(scores + ((u64)tile * GROUP + q) * TILE);
+        for (int q = 0; q < GROUP; q++) of_query[q] = *reinterpret_cast<const Places<u16>*>(&tile.scores[q][place]);
+#pragma unroll
+        for (int q = 0; q < VEC; q += 2) {
+            const float2 two = *reinterpret_cast<const float2*>(tile.levels + q);
+            levels[q] = two.x, levels[q + 1] = two.y;
+        }
     }
 };
 
@@ -155,10 +159,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) pq_hybrid_select(const 
     end_scores(a);
     u32* keys = span * TILE <= KEYS ? shared.keys : selection_of(a, row).keys + first * TILE;
     const u32 place = lane % (TILE / PLACES) * PLACES;
-    const float* scores = a.scores_of(row) + (u64)first * (GROUP * TILE) + place;
+    const ScoredTile* scores = a.scores_of(row) + first;
     u32 tile = threadIdx.x / (TILE / PLACES);
     LaneScores ahead; // the loads of the next tile overlap with the keys of this one
-    if (tile < count) ahead.load(scores, tile);
+    if (tile < count) ahead.load(scores[tile], place);
     if (threadIdx.x < GROUP * LANES) shared.normalizers.load(a, row);
     cluster_wait(); // all counts are zero
     __syncthreads(); // normalizers
@@ -177,24 +181,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) pq_hybrid_select(const 
 #endif
     for (; tile < count; tile += LaneScores::STEP) {
         const LaneScores of_tile = ahead;
-        if (tile + LaneScores::STEP < count) ahead.load(scores, tile + LaneScores::STEP);
+        if (tile + LaneScores::STEP < count) ahead.load(scores[tile + LaneScores::STEP], place);
         // Nearly all weights are heavy (`is_heavy`). One test per lane instead of one per token keeps the tokens of the
         // loop independent of each other.
         Places<u32> key;
         bool all_heavy = true;
+        float level[GROUP];
+#pragma unroll
+        for (int q = 0; q < GROUP; q++) level[q] = of_tile.levels[q] - normalizers.log_sum[q];
 #pragma unroll
         for (int i = 0; i < PLACES; i++) {
             float score[GROUP];
 #pragma unroll
-            for (int q = 0; q < GROUP; q++) score[q] = of_tile.of_query[q].at[i];
-            const float weight = normalizers.weight_of(score);
+            for (int q = 0; q < GROUP; q++) score[q] = half_to_float(of_tile.of_query[q].at[i]);
+            const float weight = Normalizers::weight_of(score, level);
             key.at[i] = heavy_key(weight), all_heavy &= is_heavy(weight);
         }
         if (!all_heavy) {
-            const float* again = scores + (u64)tile * (GROUP * TILE);
+            const ScoredTile& again = scores[tile];
 #pragma unroll
             for (int i = 0; i < PLACES; i++)
-                key.at[i] = shared.normalizers.key_of_any([&](int q) { return again[q * TILE + i]; });
+                key.at[i] = shared.normalizers.key_of_any(
+                    [&](int q) { return half_to_float(again.scores[q][place + i]) + again.levels[q]; });
         }
 #pragma unroll
         for (int i = 0; i < PLACES; i++) {

@@ -36,11 +36,11 @@ struct Normalizers {
     }
 
     // The weight of a token, as by pq_core::combine_group_into: the sum or the maximum of its weights over the group's
-    // queries. It is NaN if a score is.
-    __device__ __forceinline__ float weight_of(const float (&score)[GROUP]) const {
+    // queries. It is NaN if a score is. `level`: of the token's tile, less `log_sum`.
+    static __device__ __forceinline__ float weight_of(const float (&score)[GROUP], const float (&level)[GROUP]) {
         float weight = 0;
 #pragma unroll
-        for (int q = 0; q < GROUP; q++) weight = combine(weight, exp2_approx(score[q] - log_sum[q]));
+        for (int q = 0; q < GROUP; q++) weight = combine(weight, exp2_approx(score[q] + level[q]));
         return weight;
     }
 
@@ -56,7 +56,7 @@ struct Normalizers {
 
 // Writes the selected tokens in ascending order and, if `hides`, hides their coded scores from attend.cu.
 struct SelectedOutput : Output {
-    float* hidden; // scores of the row, or null
+    ScoredTile* hidden; // scores of the row, or null
 
     __device__ __forceinline__ SelectedOutput(const SelectArguments& a, u32 row, const SelectRange& range)
         : Output{a.selected + (u64)row * a.selected_len, a.selected_len, range},
@@ -65,8 +65,8 @@ struct SelectedOutput : Output {
     __device__ __forceinline__ void put_selected(u32 place, u32 token) const {
         Output::put_selected(place, token);
         if (!hidden) return;
-        float* score = hidden + (u64)(token / TILE) * (GROUP * TILE) + place_of(token % TILE);
+        u16* score = &hidden[token / TILE].scores[0][place_of(token % TILE)];
 #pragma unroll
-        for (int q = 0; q < GROUP; q++) score[q * TILE] = -infinity();
+        for (int q = 0; q < GROUP; q++) score[q * TILE] = float_to_half(-infinity());
     }
 };

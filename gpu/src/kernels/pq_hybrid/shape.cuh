@@ -44,6 +44,14 @@ struct Sharers {
     u32 first, count;
 };
 
+// The coded scores of a tile. A level is at most 8 below the highest score of the warp so far, so high scores, which
+// matter, are exact to 2^-8, which is less than the rounding of the table's entries; a score x below the level is exact
+// to 2^-12 x. This takes half the bytes of f32.
+struct alignas(VEC == 2 ? 8 : 16) ScoredTile {
+    u16 scores[GROUP][TILE]; // f16, less the level of the query; tokens by `place_of`
+    float levels[VEC];
+};
+
 constexpr u64 CHUNK_TOKENS = 8192; // CHUNK of radix.cuh
 constexpr int RESULT = D + 4; // floats of a partial result: components, maximum, sum of weights, padding
 
@@ -52,8 +60,7 @@ struct Arguments {
     const u32* lengths; // [sequence]: coded tokens
     const u32* pages;   // [sequence][page of sequence]; read only if PAGED
     const u32* ks;      // [sequence]: tokens to select; if ADAPTIVE, the maximum
-    float* scores;      // [row][chunk][tile][GROUP][TILE], tokens of a tile by `place_of`; if `hides`, the selection
-                        // sets those of selected tokens to minus infinity
+    ScoredTile* scores; // [row][chunk][tile]; if `hides`, the selection sets those of selected tokens to minus infinity
     Sharers* sharers;   // [row]
     Stats* stats;       // [row][block of the head][VEC]
     u32* scored;        // whether scores, sharers and stats are complete: see `await_scores`
@@ -63,8 +70,8 @@ struct Arguments {
     float scale; // factor of the scores, times log2(e)
     u32 hides;   // whether the selection hides tokens; otherwise attend.cu may run concurrently and subtracts them
 
-    __device__ __forceinline__ float* scores_of(u64 row) const {
-        return scores + row * chunks * (CHUNK_TOKENS * GROUP);
+    __device__ __forceinline__ ScoredTile* scores_of(u64 row) const {
+        return scores + row * chunks * (CHUNK_TOKENS / TILE);
     }
 };
 

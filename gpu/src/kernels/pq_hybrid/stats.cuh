@@ -23,13 +23,19 @@ __device__ __forceinline__ Stats merged(const Stats& a, const Stats& b) {
     return {max, a.sum * exp2_approx(a.max - max) + b.sum * exp2_approx(b.max - max)};
 }
 
-// Merges the statistics of the lanes whose indices differ in the bits of `MASK`.
-template <int MASK = LANES - 1>
-__device__ __forceinline__ Stats merged_lanes(const Stats& stats) {
-    float max = stats.max;
+// The maximum over the lanes whose indices differ in the bits of `MASK`.
+template <int MASK>
+__device__ __forceinline__ float max_of_lanes(float max) {
 #pragma unroll
     for (int bit = 1; bit < LANES; bit *= 2)
         if (MASK & bit) max = fmaxf(max, __shfl_xor_sync(FULL, max, bit));
+    return max;
+}
+
+// Merges the statistics of the lanes whose indices differ in the bits of `MASK`.
+template <int MASK = LANES - 1>
+__device__ __forceinline__ Stats merged_lanes(const Stats& stats) {
+    const float max = max_of_lanes<MASK>(stats.max);
     float sum = stats.sum * exp2_approx(stats.max - max);
 #pragma unroll
     for (int bit = 1; bit < LANES; bit *= 2)

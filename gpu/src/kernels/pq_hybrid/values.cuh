@@ -113,14 +113,17 @@ struct ValueSums {
             base[m] = bases[min(m * COLUMNS + lane / 4 % COLUMNS, GROUP - 1)], weight[m] = 0;
     }
 
-    // Converts scores of the lane's half to weights, as pairs of f16 in `weights[half][mma]`.
-    __device__ __forceinline__ void weigh(u32 (&weights)[2][MMAS][2], const float (&scores)[MMAS][4], int lane) {
+    // Converts scores of the lane's half to weights, as pairs of f16 in `weights[half][mma]`. `levels`: of the tile.
+    __device__ __forceinline__ void weigh(u32 (&weights)[2][MMAS][2], const uint2 (&scores)[MMAS],
+                                          const float (&levels)[MMAS], int lane) {
         const bool has_second = half_of(lane);
 #pragma unroll
         for (int m = 0; m < MMAS; m++) {
+            const float level = levels[m] - base[m];
+            const u16 score[4] = {(u16)scores[m].x, (u16)(scores[m].x >> 16), (u16)scores[m].y, (u16)(scores[m].y >> 16)};
             float p[4];
 #pragma unroll
-            for (int i = 0; i < 4; i++) p[i] = exp2_approx(scores[m][i] - base[m]);
+            for (int i = 0; i < 4; i++) p[i] = exp2_approx(half_to_float(score[i]) + level);
             weight[m] += (p[0] + p[1]) + (p[2] + p[3]);
 #pragma unroll
             for (int i = 0; i < 2; i++) {
