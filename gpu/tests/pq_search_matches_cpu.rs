@@ -53,6 +53,7 @@ impl Case {
             0 => 0,
             1 => n + 5,
             2 => 1,
+            3 => n / 2,
             _ => random.below(n as usize / 4 + 1) as u32,
         };
         let ks = lengths.iter().map(k).collect();

@@ -53,12 +53,11 @@ impl SearchShape {
         Ok(program.define_if(self.rule == GroupRule::MaxOfSoftmax, "MAX_RULE"))
     }
 
-    /// At least the size of `Shared` of that kernel: codes of a block's first tokens; counts, marks, keys,
-    /// totals and remote counts of the joint codes; buckets; lookup tables; exchange between warps and
-    /// blocks.
+    /// At least the size of `Shared` of that kernel: codes of a block's first tokens; counts, keys, totals and
+    /// remote counts of the joint codes; buckets; lookup tables; exchange between warps and blocks.
     const fn joint_shared_bytes(&self) -> usize {
         let joint = 1 << JOINT_BITS;
-        joint * (8 + 4 + 1 + 8 + 1 + 4) + 4 * (4096 + 128) + 4 * self.group * (self.quantizer.lut_len() + 136)
+        joint * (8 + 4 + 8 + 1 + 4) + 4 * (4096 + 128) + 4 * self.group * (self.quantizer.lut_len() + 136)
     }
 
     const fn is_joint(&self, capability: (i32, i32), shared_memory: usize) -> bool {

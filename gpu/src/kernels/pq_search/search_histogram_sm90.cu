@@ -11,7 +11,8 @@
 //    codes,
 // 2. scores its own share and sends all blocks the softmax statistics, then the keys and total counts,
 // 3. finds the threshold redundantly, and marks each joint code as above it, equal to it or below it,
-// 4. reads its tokens' codes again and writes the selected tokens.
+// 4. reads its tokens' codes again and writes the selected tokens. A warp lists its own in shared memory and stores
+//    them in order; if each thread stored its own, a store would touch up to 32 sectors.
 //
 // Blocks exchange through distributed shared memory (st.async); an mbarrier in the receiver counts the bytes. A cluster
 // barrier would also order global memory, which took longer than the exchange: st.async took 1 us less.
@@ -31,7 +32,7 @@ constexpr int CODES_PER_THREAD = JOINT_CODES > THREADS ? JOINT_CODES / THREADS :
 constexpr int PADDED_CODES = CODES_PER_THREAD * THREADS;
 constexpr int TOKENS_PER_THREAD = 16; // tokens that a thread loads at a time
 constexpr int CONCURRENT_QUERIES = 4; // queries processed at the same time, each by SLICES warps
-constexpr u8 BELOW = 0, TIE = 1, ABOVE = 2;
+constexpr u32 BELOW = 0, ABOVE = 1, TIE = 1 << TOKENS_PER_THREAD; // classes of joint codes, by their keys
 constexpr int HIGH_BUCKETS = 2048, LOW_BUCKETS = 1024, LOW_BITS = 10; // radix digits of a key: 11, 10 and 10 bits
 static_assert(1 << (KEY_WIDTH - 2 * LOW_BITS) == HIGH_BUCKETS && 1 << LOW_BITS == LOW_BUCKETS, "the digits make a key");
 constexpr int SLICES = WARPS / CONCURRENT_QUERIES; // slices of a block's codes, one warp each
@@ -39,8 +40,9 @@ static_assert(CODES_PER_BLOCK <= THREADS, "a thread has at most one code");
 static_assert(TOKENS_PER_THREAD * THREADS < 1 << 16, "a scan counts fewer than 2^16 tokens at a time");
 
 struct Shared {
-    u32 joint[TOKENS_PER_THREAD * THREADS / 2]; // joint codes of the block's first tokens, two in a word
-    u32 counts[PADDED_CODES];                   // [joint code]: competing tokens of this block
+    // Joint codes of the block's first tokens, two in a word; in step 4, a warp's part is its list of selected tokens.
+    u32 joint[WARPS][TOKENS_PER_THREAD / 2][LANES];
+    u32 counts[PADDED_CODES]; // [joint code]: competing tokens of this block; in step 4 its class
     float luts[GROUP][M * KSUB];
     u32 high_histogram[HIGH_BUCKETS], low_histograms[2][LOW_BUCKETS];
     u32 total_counts[CODES_PER_BLOCK]; // counts of the block's codes, of all tokens of the row
@@ -52,7 +54,6 @@ struct Shared {
     uint2 above_and_ties[BLOCKS];             // [block]: its tokens above and equal to the threshold
     u32 peer_counts[BLOCKS][CODES_PER_BLOCK]; // [block]: its counts of this block's share of the codes
     u64 counts_barrier, softmax_barrier, keys_barrier, above_and_ties_barrier;
-    u8 code_class[PADDED_CODES];
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "the host asks for enough");
 
@@ -73,6 +74,19 @@ __device__ __forceinline__ void load_joint_codes(const u8* codes, u32 token, u32
 }
 __device__ __forceinline__ u32 joint_code(const u32 (&joint)[TOKENS_PER_THREAD / 2], int i) {
     return joint[i / 2] >> 16 * (i % 2) & 0xffff;
+}
+
+// Bits of a thread's tokens, `token` and the following, that are below `end`.
+__device__ __forceinline__ u32 tokens_below(u32 end, u32 token) {
+    return (1u << min(end - min(token, end), TOKENS_PER_THREAD)) - 1;
+}
+
+// The lowest `count` set bits of `bits`.
+__device__ __forceinline__ u32 lowest_set_bits(u32 bits, u32 count) {
+    if (__popc(bits) <= count) return bits;
+    u32 lowest = 0;
+    for (; count; count--, bits &= bits - 1) lowest |= bits & -bits;
+    return lowest;
 }
 
 __device__ __forceinline__ float score_of(const float* luts, u32 joint) {
@@ -120,7 +134,7 @@ extern __shared__ __align__(16) u8 memory[];
 extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THREADS, 1)
     pq_search_histogram(const Arguments a) {
     Shared& shared = *reinterpret_cast<Shared*>(memory);
-    const u32 row = blockIdx.y, rank = cluster_ctarank(), lane = threadIdx.x % LANES;
+    const u32 row = blockIdx.y, rank = cluster_ctarank(), warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
     for (int i = threadIdx.x; i < PADDED_CODES; i += THREADS) shared.counts[i] = 0;
     for (int i = threadIdx.x; i < HIGH_BUCKETS; i += THREADS) shared.high_histogram[i] = 0;
     for (int i = threadIdx.x; i < 2 * LOW_BUCKETS; i += THREADS) (&shared.low_histograms[0][0])[i] = 0;
@@ -145,7 +159,7 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
     if (token < end) {
         load_joint_codes(codes, token, joint);
 #pragma unroll
-        for (int i = 0; i < TOKENS_PER_THREAD / 2; i++) shared.joint[i * THREADS + threadIdx.x] = joint[i];
+        for (int i = 0; i < TOKENS_PER_THREAD / 2; i++) shared.joint[warp][i][lane] = joint[i];
     }
     __syncthreads();
     while (token < end) {
@@ -191,7 +205,6 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
     for (int i = 0; i < TABLE_PER_THREAD; i++)
         if (i * THREADS + threadIdx.x < TABLE_LEN) (&shared.luts[0][0])[i * THREADS + threadIdx.x] = table[i];
     __syncthreads();
-    const int warp = threadIdx.x / LANES;
     for (int query = warp % CONCURRENT_QUERIES; query < GROUP; query += CONCURRENT_QUERIES) {
         const float* luts = shared.luts[query];
         const int slice = warp / CONCURRENT_QUERIES;
@@ -251,7 +264,7 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
         const u32 joint = threadIdx.x + i * THREADS, mine = shared.counts[joint];
         const bool is_above = keys[i] > threshold.key, is_tie = keys[i] == threshold.key;
         above += is_above ? mine : 0, ties += is_tie ? mine : 0;
-        shared.code_class[joint] = is_above ? ABOVE : is_tie ? TIE : BELOW;
+        shared.counts[joint] = is_above ? ABOVE : is_tie ? TIE : BELOW;
     }
     above = __reduce_add_sync(FULL, above), ties = __reduce_add_sync(FULL, ties);
     if (lane == 0) shared.warp_above_and_ties[warp] = make_uint2(above, ties);
@@ -269,41 +282,38 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
 
     const Output out{a.tokens + row * a.tokens_len, a.tokens_len, range};
     if (rank == 0 && threadIdx.x == 0 && row % a.heads == 0) a.counts[row / a.heads] = range.output_count();
+    const u32* code_class = shared.counts;
+    u16* list = reinterpret_cast<u16*>(shared.joint[warp]); // offsets from the warp's first token
     for (u32 start = first; start < end; start += TOKENS_PER_THREAD * THREADS) {
         const u32 token = start + TOKENS_PER_THREAD * threadIdx.x;
-        u32 joint[TOKENS_PER_THREAD / 2], is_above = 0, is_tie = 0;
+        u32 joint[TOKENS_PER_THREAD / 2], classes = 0; // sum of the tokens' classes, token i's shifted by i
         if (token < end) {
             if (start == first)
 #pragma unroll
-                for (int i = 0; i < TOKENS_PER_THREAD / 2; i++) joint[i] = shared.joint[i * THREADS + threadIdx.x];
+                for (int i = 0; i < TOKENS_PER_THREAD / 2; i++) joint[i] = shared.joint[warp][i][lane];
             else
                 load_joint_codes(codes, token, joint);
 #pragma unroll
-            for (int i = 0; i < TOKENS_PER_THREAD; i++) {
-                const u8 code_class = shared.code_class[joint_code(joint, i)];
-                is_above |= (code_class == ABOVE) << i, is_tie |= (code_class == TIE) << i;
-            }
-            // Tokens that do not compete are always selected.
-            if (token < range.first || token + TOKENS_PER_THREAD > range.end)
-                for (int i = 0; i < TOKENS_PER_THREAD; i++) {
-                    if (range.contains(token + i)) continue;
-                    is_above &= ~(1u << i), is_tie &= ~(1u << i);
-                    if (token + i < end) out.put_always(token + i);
-                }
+            for (int i = 0; i < TOKENS_PER_THREAD; i++) classes += code_class[joint_code(joint, i)] << i;
         }
-        u32 place = __popc(is_above), tie = __popc(is_tie), all_above, all_ties;
-        scan_selected<THREADS>(place, tie, all_above, all_ties);
-        place += above_before, tie += ties_before;
+        const u32 exist = tokens_below(end, token),
+                  compete = exist & tokens_below(range.end, token) & ~tokens_below(range.first, token);
+        const u32 is_above = classes & compete, is_tie = classes >> TOKENS_PER_THREAD & compete;
+        u32 above = __popc(is_above), ties = __popc(is_tie), all_above, all_ties;
+        scan_selected<THREADS>(above, ties, all_above, all_ties);
+        above += above_before, ties = min(ties + ties_before, threshold.ties);
         above_before += all_above, ties_before += all_ties;
-        for (u32 rest = is_above | is_tie; rest; rest &= rest - 1) {
-            const int i = __ffs(rest) - 1;
-            if (is_above >> i & 1) {
-                out.put_selected(place + min(tie, threshold.ties), token + i);
-                place++;
-            } else {
-                if (tie < threshold.ties) out.put_selected(place + tie, token + i);
-                tie++;
-            }
-        }
+
+        // Sinks and recent tokens are always selected: those before `token` precede it in the output, too.
+        const u32 selected = (exist & ~compete) | is_above | lowest_set_bits(is_tie, threshold.ties - ties);
+        const u32 place = min(token, range.first) + above + ties + (token - min(token, range.end));
+        const u32 warp_place = __shfl_sync(FULL, place, 0), count = __reduce_add_sync(FULL, __popc(selected));
+        u16* next = list + (place - warp_place);
+#pragma unroll
+        for (int i = 0; i < TOKENS_PER_THREAD; i++)
+            if (selected >> i & 1) *next++ = lane * TOKENS_PER_THREAD + i;
+        __syncwarp();
+        const u32 warp_token = token - lane * TOKENS_PER_THREAD;
+        for (u32 i = lane; i < count; i += LANES) out.put(warp_place + i, warp_token + list[i]);
     }
 }
