@@ -4,6 +4,7 @@ mod addends;
 mod append;
 mod attend;
 mod attend_generic;
+mod clusters;
 mod encode;
 mod encode_generic;
 mod gather;

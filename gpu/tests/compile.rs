@@ -269,7 +269,8 @@ fn attention_on_any_shape() {
 
 #[test]
 fn searching() {
-    let shapes = [(128, 2, 6, 4), (64, 2, 6, 16), (128, 4, 8, 4), (128, 2, 8, 1), (64, 16, 4, 16)];
+    let shapes =
+        [(128, 2, 6, 4), (64, 2, 6, 16), (8, 2, 1, 1), (128, 4, 8, 4), (128, 2, 8, 1), (64, 16, 4, 16)];
     let devices = [("sm_80", (8, 0), 163 << 10), ("sm_89", (8, 9), 99 << 10), ("sm_90", (9, 0), 227 << 10)];
     for (architecture, capability, shared_memory) in devices {
         for (dim, m, nbits, group) in shapes {

@@ -31,8 +31,8 @@ struct Case {
 
 /// Head dimension, subspaces and bits, for the histogram kernel of sm_90 (counted) and for the scoring
 /// kernels (scored).
-const COUNTED: [(usize, usize, u32); 6] =
-    [(64, 2, 6), (128, 2, 6), (32, 1, 8), (32, 4, 3), (24, 3, 4), (16, 4, 1)];
+const COUNTED: [(usize, usize, u32); 7] =
+    [(64, 2, 6), (128, 2, 6), (32, 1, 8), (32, 4, 3), (24, 3, 4), (16, 4, 1), (8, 2, 1)];
 const SCORED: [(usize, usize, u32); 4] = [(64, 4, 8), (32, 8, 5), (64, 2, 8), (64, 16, 7)];
 
 impl Case {
@@ -310,6 +310,20 @@ fn searches_by_counts_find_the_heaviest_tokens() {
 fn searches_of_long_sequences_by_counts_do_too() {
     let Some(device) = device("searches_of_long_sequences_by_counts_do_too") else { return };
     check_searches(&device, 10..14, &COUNTED, &[30_000, 200_000]);
+}
+
+/// On a device of 132 multiprocessors, clusters of 8, 4 and 2 blocks and single blocks, in one round and in
+/// several. The first sequence selects half of its tokens.
+#[test]
+fn searches_of_many_rows_by_counts_do_too() {
+    let Some(device) = device("searches_of_many_rows_by_counts_do_too") else { return };
+    for (seed, rows) in (60..).zip([12, 30, 60, 120, 270].repeat(2)) {
+        let mut random = Random(seed);
+        let mut case = Case::random(&mut random, &COUNTED, &[300, 5000, 40_000]);
+        case.heads = rows / case.lengths.len();
+        (case.lengths[0], case.ks[0]) = (case.capacity as u32, case.capacity as u32 / 2);
+        check_search(&device, &case, &mut random, seed);
+    }
 }
 
 #[test]

@@ -1,6 +1,7 @@
 use cudarc::driver::sys::CUstream;
 use pq_core::{GroupRule, PqShape};
 
+use super::clusters::Clusters;
 use super::scan::{CHUNK, ScanShape};
 use crate::compile::source;
 use crate::device::Kernel;
@@ -24,8 +25,8 @@ pub(super) const ROW_BYTES: usize = 4 * (2048 + 8);
 /// Maximum bits of a token's codes for `search_histogram_sm90.cu`, which counts the tokens of every joint
 /// code instead of scoring each token.
 const JOINT_BITS: usize = 12;
-/// `BLOCKS` of that kernel.
-const JOINT_BLOCKS: usize = 8;
+/// Cluster sizes of that kernel in blocks, largest first.
+const JOINT_CLUSTERS: [usize; 3] = [8, 4, 2];
 /// Threads of a block of the kernels that score.
 const SCORE_THREADS: u32 = 512;
 /// Threads of a block of the kernels that select.
@@ -53,17 +54,19 @@ impl SearchShape {
         Ok(program.define_if(self.rule == GroupRule::MaxOfSoftmax, "MAX_RULE"))
     }
 
-    /// At least the size of `Shared` of that kernel: codes of a block's first tokens; counts, keys, totals and
-    /// remote counts of the joint codes; buckets; lookup tables; exchange between warps and blocks.
+    /// At least the size of `Shared` of that kernel: codes of a block's first tokens; counts, keys and remote
+    /// counts of the joint codes; buckets; lookup tables; exchange between warps and blocks.
     const fn joint_shared_bytes(&self) -> usize {
         let joint = 1 << JOINT_BITS;
-        joint * (8 + 4 + 8 + 1 + 4) + 4 * (4096 + 128) + 4 * self.group * (self.quantizer.lut_len() + 136)
+        joint * (8 + 4 + 8 + 4) + 4 * (4096 + 128) + 4 * self.group * (self.quantizer.lut_len() + 136)
     }
 
     const fn is_joint(&self, capability: (i32, i32), shared_memory: usize) -> bool {
-        capability.0 >= 9
-            && self.joint_shared_bytes() <= shared_memory
-            && self.quantizer.m() * self.quantizer.nbits() as usize <= JOINT_BITS
+        capability.0 >= 9 && self.joint_shared_bytes() <= shared_memory && self.joint_bits() <= JOINT_BITS
+    }
+
+    const fn joint_bits(&self) -> usize {
+        self.quantizer.m() * self.quantizer.nbits() as usize
     }
 }
 
@@ -136,6 +139,14 @@ struct KernelArguments {
 
 const _: () = assert!(size_of::<KernelArguments>() == 112);
 
+/// The kernels of a search.
+enum Kernels {
+    /// One kernel, with a cluster of blocks for each row.
+    Clusters(Kernel, Clusters),
+    /// Four kernels in order, with their threads per block, and a block for each chunk of a row.
+    Chunks(Vec<(Kernel, u32)>),
+}
+
 /// `pq_core::search_into` for all heads: the k best tokens by the scores of a group, the sinks and the recent
 /// tokens, in ascending order. The kernel reads lengths and k, so that a captured graph stays valid as
 /// sequences grow.
@@ -149,7 +160,7 @@ const _: () = assert!(size_of::<KernelArguments>() == 112);
 /// # Source
 /// PQCache (arXiv 2407.12820), 3.1 and 3.4.
 pub struct Search {
-    kernels: Vec<(Kernel, u32)>, // one kernel, or four in order, with the threads of a block
+    kernels: Kernels,
     shape: SearchShape,
     sm_count: usize,
 }
@@ -162,37 +173,35 @@ impl Search {
     pub fn new(device: &Device, shape: SearchShape) -> Result<Self, Error> {
         let (capability, shared_memory) = (device.capability(), device.shared_memory());
         let program = shape.program(capability, shared_memory)?;
-        let tables = shape.scan().shared_bytes(shared_memory);
-        let kernels: &[(&'static str, usize, u32)] = if shape.is_joint(capability, shared_memory) {
-            &[("pq_search_histogram", shape.joint_shared_bytes(), SELECT_THREADS)]
+        let kernels = if shape.is_joint(capability, shared_memory) {
+            let kernel = device.kernel(&program, "pq_search_histogram", shape.joint_shared_bytes())?;
+            // Every block of a cluster has at least one joint code.
+            let sizes = JOINT_CLUSTERS.into_iter().filter(|&blocks| blocks <= 1 << shape.joint_bits());
+            let clusters = Clusters::new(&kernel, SELECT_THREADS, sizes)?;
+            Kernels::Clusters(kernel, clusters)
         } else {
-            &[
+            let tables = shape.scan().shared_bytes(shared_memory);
+            let kernels = [
                 ("pq_search_stats", tables, SCORE_THREADS),
                 ("pq_search_keys", tables, SCORE_THREADS),
                 ("pq_search_collect", 0, SELECT_THREADS),
                 ("pq_search_write", 0, SELECT_THREADS),
-            ]
+            ];
+            let load = |(name, shared, threads)| Ok((device.kernel(&program, name, shared)?, threads));
+            Kernels::Chunks(kernels.into_iter().map(load).collect::<Result<_, Error>>()?)
         };
-        let kernels = kernels
-            .iter()
-            .map(|&(name, shared, threads)| Ok((device.kernel(&program, name, shared)?, threads)))
-            .collect::<Result<_, Error>>()?;
         Ok(Self { kernels, shape, sm_count: device.sm_count() })
     }
 
     /// Bytes of workspace: 0 for the histogram kernel.
     #[must_use]
     pub fn workspace_len(&self, batch: usize, heads: usize, capacity: usize) -> usize {
-        if self.is_joint() {
+        if matches!(self.kernels, Kernels::Clusters(..)) {
             return 0;
         }
         let chunks = capacity.div_ceil(CHUNK);
         let row = chunks.saturating_mul(8 + 8 * self.shape.group + 8 * CHUNK).saturating_add(ROW_BYTES);
         batch.saturating_mul(heads).saturating_mul(row)
-    }
-
-    fn is_joint(&self) -> bool {
-        self.kernels.len() == 1
     }
 
     /// Launches the search on a stream.
@@ -210,7 +219,10 @@ impl Search {
         }
         let chunks = a.capacity.div_ceil(CHUNK);
         OPERATION.in_32_bits("tokens of whole chunks", chunks.saturating_mul(CHUNK))?;
-        let blocks = if self.is_joint() { JOINT_BLOCKS } else { chunks };
+        let blocks = match &self.kernels {
+            Kernels::Clusters(_, clusters) => clusters.largest(rows),
+            Kernels::Chunks(_) => chunks,
+        };
         let grid = OPERATION.grid(&[("chunks", blocks), ("heads of sequences", rows)])?;
         let at_most_capacity = |tokens: usize| tokens.min(a.capacity) as u32;
         let kernel_arguments = KernelArguments {
@@ -234,11 +246,17 @@ impl Search {
             tickets: u32::from(rows.saturating_mul(chunks) > self.sm_count),
             pdl: u32::from(a.pdl),
         };
-        for (kernel, threads) in &self.kernels {
-            // SAFETY: the structure is the kernels' argument; the caller upholds the contract of its
-            // pointers.
-            unsafe { kernel.launch(stream, grid, *threads, true, &kernel_arguments)? };
+        match &self.kernels {
+            Kernels::Clusters(kernel, _) => {
+                let (cluster, threads) = (blocks as u32, SELECT_THREADS);
+                // SAFETY: the structure is the kernel's argument; the caller upholds the contract of its
+                // pointers.
+                unsafe { kernel.launch_in_clusters(stream, grid, cluster, threads, true, &kernel_arguments) }
+            }
+            Kernels::Chunks(kernels) => kernels.iter().try_for_each(|(kernel, threads)| {
+                // SAFETY: as above.
+                unsafe { kernel.launch(stream, grid, *threads, true, &kernel_arguments) }
+            }),
         }
-        Ok(())
     }
 }

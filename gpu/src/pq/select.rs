@@ -8,6 +8,7 @@ use crate::launch::Operation;
 use crate::pointer::{AnyElement, DevicePtr};
 use crate::pq::addends::Addends;
 use crate::pq::attend::{ExactTokens, Pages};
+use crate::pq::clusters::Clusters;
 use crate::pq::layout::{CodeLayout, Side, TILE};
 use crate::pq::scan::CHUNK;
 use crate::pq::search::{ROW_BYTES, SELECT_THREADS};
@@ -330,9 +331,8 @@ impl BoundArguments {
 
 /// The selection kernels.
 enum Selection {
-    /// One kernel, with a cluster of blocks for each row, and the maximum active clusters by size in
-    /// `CLUSTERS`.
-    Clusters(Kernel, [usize; 4]),
+    /// One kernel, with a cluster of blocks for each row.
+    Clusters(Kernel, Clusters),
     /// Several kernels in order, with a block for each chunk of a row.
     Chunks(Vec<Kernel>),
 }
@@ -375,11 +375,8 @@ impl Select {
         let [scores, select] = shape.programs_of(adaptive, device.capability(), device.shared_memory())?;
         let selection = if has_clusters(device.capability(), device.shared_memory()) {
             let kernel = device.kernel(&select, "pq_hybrid_select", select_shared_bytes(adaptive))?;
-            let mut active = [0; CLUSTERS.len()];
-            for (active, blocks) in active.iter_mut().zip(CLUSTERS) {
-                *active = kernel.active_clusters(blocks as u32, SELECT_THREADS)?;
-            }
-            Selection::Clusters(kernel, active)
+            let clusters = Clusters::new(&kernel, SELECT_THREADS, CLUSTERS)?;
+            Selection::Clusters(kernel, clusters)
         } else {
             let names = ["pq_hybrid_keys", "pq_hybrid_count", "pq_hybrid_collect", "pq_hybrid_write"];
             let names = names.into_iter().filter(|&name| adaptive || name != "pq_hybrid_count");
@@ -477,13 +474,9 @@ impl Select {
         let per_head = OPERATION.grid(&[("blocks", self.blocks(a.heads)), ("heads", a.heads)])?;
         let (rows, chunks) = (a.batch.saturating_mul(a.heads), common.chunks as usize);
         let blocks = match &self.selection {
-            Selection::Clusters(_, active) => {
-                self.cluster_beside(rows, chunks, beside).unwrap_or_else(|| {
-                    // The largest clusters with which those of all rows run concurrently.
-                    let fitting = CLUSTERS.into_iter().zip(active).find(|&(_, &active)| rows <= active);
-                    fitting.map_or(1, |(blocks, _)| blocks.min(chunks.next_power_of_two()))
-                })
-            }
+            Selection::Clusters(_, clusters) => self
+                .cluster_beside(rows, chunks, beside)
+                .unwrap_or_else(|| clusters.largest(rows).min(chunks.next_power_of_two())),
             Selection::Chunks(_) => chunks,
         };
         let per_row = OPERATION.grid(&[("chunks", blocks), ("heads of sequences", rows)])?;

@@ -2,7 +2,8 @@
 // highest weight, sinks and recent tokens, in ascending order.
 //
 // CPU twin: pq_core::search_into. Compile-time shape: M, NBITS with M * NBITS <= 12, GROUP, MAX_RULE (select.cuh).
-// Launch: grid (BLOCKS, row) of clusters of BLOCKS blocks, THREADS threads; a row is a head of a sequence.
+// Launch: grid (blocks, row) of clusters of all blocks of a row, THREADS threads; a row is a head of a sequence. The
+// number of blocks is a power of two, at most MOST_BLOCKS and at most that of the joint codes.
 //
 // A token's scores depend only on its joint code, the codes of all subspaces side by side, which has at most 4,096
 // values. The kernel therefore counts tokens and scores joint codes. The cluster has one row, and each of its blocks
@@ -17,7 +18,7 @@
 // Blocks exchange through distributed shared memory (st.async); an mbarrier in the receiver counts the bytes. A cluster
 // barrier would also order global memory, which took longer than the exchange: st.async took 1 us less.
 //
-// Bound by the latency of this chain of short steps on eight multiprocessors per row. One level of sums, one barrier,
+// Bound by the latency of this chain of short steps. One level of sums, one barrier,
 // half of the scans' shuffles and the test of each counted token, all since removed, took 0.5 us. Scoring all codes in
 // every block was slower (20 us for 8 heads of 131,072 tokens at (2, 6)): reading the counts of all blocks took 4 us,
 // scoring 3.
@@ -25,9 +26,8 @@
 #include "pq_codes.cuh"
 #include "pq_search/select.cuh"
 
-constexpr int BLOCKS = 8, THREADS = 1024, WARPS = THREADS / LANES;
+constexpr int MOST_BLOCKS = 8, THREADS = 1024, WARPS = THREADS / LANES;
 constexpr int JOINT_BITS = M * NBITS, JOINT_CODES = 1 << JOINT_BITS, KSUB = 1 << NBITS;
-constexpr int CODES_PER_BLOCK = JOINT_CODES > BLOCKS ? JOINT_CODES / BLOCKS : 1;    // joint codes that a block scores
 constexpr int CODES_PER_THREAD = JOINT_CODES > THREADS ? JOINT_CODES / THREADS : 1; // in find_threshold
 constexpr int PADDED_CODES = CODES_PER_THREAD * THREADS;
 constexpr int TOKENS_PER_THREAD = 16; // tokens that a thread loads at a time
@@ -36,7 +36,6 @@ constexpr u32 BELOW = 0, ABOVE = 1, TIE = 1 << TOKENS_PER_THREAD; // classes of 
 constexpr int HIGH_BUCKETS = 2048, LOW_BUCKETS = 1024, LOW_BITS = 10; // radix digits of a key: 11, 10 and 10 bits
 static_assert(1 << (KEY_WIDTH - 2 * LOW_BITS) == HIGH_BUCKETS && 1 << LOW_BITS == LOW_BUCKETS, "the digits make a key");
 constexpr int SLICES = WARPS / CONCURRENT_QUERIES; // slices of a block's codes, one warp each
-static_assert(CODES_PER_BLOCK <= THREADS, "a thread has at most one code");
 static_assert(TOKENS_PER_THREAD * THREADS < 1 << 16, "a scan counts fewer than 2^16 tokens at a time");
 
 struct Shared {
@@ -45,14 +44,13 @@ struct Shared {
     u32 counts[PADDED_CODES]; // [joint code]: competing tokens of this block; in step 4 its class
     float luts[GROUP][M * KSUB];
     u32 high_histogram[HIGH_BUCKETS], low_histograms[2][LOW_BUCKETS];
-    u32 total_counts[CODES_PER_BLOCK]; // counts of the block's codes, of all tokens of the row
-    float max[GROUP], scale[GROUP];    // of the row's softmax
-    uint2 warp_above_and_ties[WARPS];  // per warp: this block's tokens whose codes are above and equal to the threshold
+    float max[GROUP], scale[GROUP];   // of the row's softmax
+    uint2 warp_above_and_ties[WARPS]; // per warp: this block's tokens whose codes are above and equal to the threshold
     // Filled by all blocks of the cluster, and the mbarriers that count the bytes.
-    alignas(8) Softmax slice_softmax[GROUP][BLOCKS * SLICES];
-    uint2 keys[JOINT_CODES];                  // [joint code]: key, and count in the row
-    uint2 above_and_ties[BLOCKS];             // [block]: its tokens above and equal to the threshold
-    u32 peer_counts[BLOCKS][CODES_PER_BLOCK]; // [block]: its counts of this block's share of the codes
+    alignas(8) Softmax slice_softmax[GROUP][MOST_BLOCKS * SLICES];
+    uint2 keys[JOINT_CODES];           // [joint code]: key, and count in the row
+    uint2 above_and_ties[MOST_BLOCKS]; // [block]: its tokens above and equal to the threshold
+    u32 peer_counts[JOINT_CODES];      // [block][code of this block's share]: counts; then those of block 0 are totals
     u64 counts_barrier, softmax_barrier, keys_barrier, above_and_ties_barrier;
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "the host asks for enough");
@@ -131,18 +129,20 @@ __device__ Threshold find_threshold(Shared& shared, const u32 (&keys)[CODES_PER_
 
 extern __shared__ __align__(16) u8 memory[];
 
-extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THREADS, 1)
-    pq_search_histogram(const Arguments a) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) pq_search_histogram(const Arguments a) {
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     const u32 row = blockIdx.y, rank = cluster_ctarank(), warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
+    const u32 blocks = gridDim.x, block_bits = 31 - __clz(blocks);
+    // The block scores joint codes `first_code` to `first_code + share - 1`.
+    const u32 share_bits = JOINT_BITS - block_bits, share = 1 << share_bits, first_code = rank << share_bits;
     for (int i = threadIdx.x; i < PADDED_CODES; i += THREADS) shared.counts[i] = 0;
     for (int i = threadIdx.x; i < HIGH_BUCKETS; i += THREADS) shared.high_histogram[i] = 0;
     for (int i = threadIdx.x; i < 2 * LOW_BUCKETS; i += THREADS) (&shared.low_histograms[0][0])[i] = 0;
     if (threadIdx.x == 0) {
         u64* const barriers[] = {&shared.counts_barrier, &shared.softmax_barrier, &shared.keys_barrier,
                                  &shared.above_and_ties_barrier};
-        const u32 bytes[] = {rank * CODES_PER_BLOCK < JOINT_CODES ? (u32)sizeof(shared.peer_counts) : 0,
-                             sizeof(shared.slice_softmax), sizeof(shared.keys), sizeof(shared.above_and_ties)};
+        const u32 bytes[] = {sizeof(shared.peer_counts), blocks * SLICES * GROUP * (u32)sizeof(Softmax),
+                             sizeof(shared.keys), blocks * (u32)sizeof(uint2)};
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             mbarrier_init(barriers[i], 1);
@@ -153,7 +153,7 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
     if (!a.pdl) pdl_wait();
     const SelectRange range = range_of(a, row / a.heads);
     const u8* codes = a.codes + row * a.code_stride;
-    const u32 span = (range.n + BLOCKS * TOKENS_PER_THREAD - 1) / (BLOCKS * TOKENS_PER_THREAD) * TOKENS_PER_THREAD,
+    const u32 span = ((range.n + blocks * TOKENS_PER_THREAD - 1) / TOKENS_PER_THREAD >> block_bits) * TOKENS_PER_THREAD,
               first = rank * span, end = min(range.n, first + span);
     u32 token = first + TOKENS_PER_THREAD * threadIdx.x, joint[TOKENS_PER_THREAD / 2];
     if (token < end) {
@@ -188,19 +188,20 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
     for (int i = 0; i < CODES_PER_THREAD; i++) {
         const u32 code = threadIdx.x + i * THREADS;
         if (code < JOINT_CODES)
-            st_async(&shared.peer_counts[rank][code % CODES_PER_BLOCK], code / CODES_PER_BLOCK, shared.counts[code],
+            st_async(&shared.peer_counts[first_code + code % share], code >> share_bits, shared.counts[code],
                      shared.counts_barrier);
     }
 
-    // Total counts of the block's share of the codes.
-    const u32 code = (rank * CODES_PER_BLOCK + threadIdx.x) % JOINT_CODES;
-    const bool has_code = threadIdx.x < CODES_PER_BLOCK && rank * CODES_PER_BLOCK + threadIdx.x < JOINT_CODES;
+    // Counts of the block's share of the codes, of all tokens of the row.
+    u32* total_counts = shared.peer_counts;
     mbarrier_wait_cluster(shared.counts_barrier);
-    u32 total_count = 0;
-    if (has_code)
+    for (u32 i = threadIdx.x; i < share; i += THREADS) {
+        u32 total_count = 0;
 #pragma unroll
-        for (u32 block = 0; block < BLOCKS; block++) total_count += shared.peer_counts[block][threadIdx.x];
-    if (threadIdx.x < CODES_PER_BLOCK) shared.total_counts[threadIdx.x] = total_count;
+        for (u32 block = 0; block < MOST_BLOCKS; block++)
+            if (block < blocks) total_count += shared.peer_counts[(block << share_bits) + i];
+        total_counts[i] = total_count;
+    }
 #pragma unroll
     for (int i = 0; i < TABLE_PER_THREAD; i++)
         if (i * THREADS + threadIdx.x < TABLE_LEN) (&shared.luts[0][0])[i * THREADS + threadIdx.x] = table[i];
@@ -208,24 +209,29 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
     for (int query = warp % CONCURRENT_QUERIES; query < GROUP; query += CONCURRENT_QUERIES) {
         const float* luts = shared.luts[query];
         const int slice = warp / CONCURRENT_QUERIES;
+        // The maximum first, so that a code takes one exponential.
         Softmax mine = empty_softmax();
-        for (u32 i = slice * LANES + lane; i < CODES_PER_BLOCK; i += SLICES * LANES)
-            if (shared.total_counts[i])
-                mine.add(repeated_score(score_of(luts, rank * CODES_PER_BLOCK + i), (float)shared.total_counts[i]));
+        for (u32 i = slice * LANES + lane; i < share; i += SLICES * LANES)
+            if (total_counts[i]) mine.max = fmaxf(mine.max, score_of(luts, first_code + i));
+        const float base = mine.finite_max();
+        for (u32 i = slice * LANES + lane; i < share; i += SLICES * LANES)
+            if (const u32 count = total_counts[i])
+                mine.sum += (float)count * exp2_approx((score_of(luts, first_code + i) - base) * LOG2_E);
         // Sinks and recent tokens do not compete, so they are not in the histogram.
         const u32 sinks = range.first, others = sinks + range.n - range.end;
-        for (u32 i = (rank * SLICES + slice) * LANES + lane; i < others; i += BLOCKS * SLICES * LANES)
+        for (u32 i = (rank * SLICES + slice) * LANES + lane; i < others; i += blocks * SLICES * LANES)
             mine.add(repeated_score(score_of(luts, load_joint_code(codes, i < sinks ? i : range.end + i - sinks)), 1));
         mine = warp_softmax(mine);
-        if (lane < BLOCKS)
+        if (lane < blocks)
             st_async(&shared.slice_softmax[query][rank * SLICES + slice], lane,
                      make_uint2(__float_as_uint(mine.max), __float_as_uint(mine.sum)), shared.softmax_barrier);
     }
     if (warp < GROUP) {
         mbarrier_wait_cluster(shared.softmax_barrier);
-        static_assert(BLOCKS * SLICES == 2 * LANES, "two slices a lane");
-        Softmax all = shared.slice_softmax[warp][lane];
-        all.add(shared.slice_softmax[warp][LANES + lane]);
+        static_assert(MOST_BLOCKS * SLICES == 2 * LANES, "two slices a lane");
+        const Softmax* slices = shared.slice_softmax[warp];
+        Softmax all = lane < blocks * SLICES ? slices[lane] : empty_softmax();
+        if (LANES + lane < blocks * SLICES) all.add(slices[LANES + lane]);
         all = warp_softmax(all);
         if (lane == 0) {
             shared.max[warp] = all.finite_max(), shared.scale[warp] = 1.f / all.sum;
@@ -234,18 +240,20 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
         }
     }
     __syncthreads();
-    float weight = 0;
-    if (has_code)
+    for (u32 i = threadIdx.x; i < share; i += THREADS) {
+        const u32 code = first_code + i;
+        float weight = 0;
 #pragma unroll 4
         for (int query = 0; query < GROUP; query++)
             weight =
                 combine(weight, weight_of(score_of(shared.luts[query], code), shared.max[query], shared.scale[query]));
-    const u32 key =
-        key_of(weight, shared.max, shared.scale, [&](int query) { return score_of(shared.luts[query], code); });
-    if (has_code)
+        const u32 key =
+            key_of(weight, shared.max, shared.scale, [&](int query) { return score_of(shared.luts[query], code); });
+        const uint2 key_and_count = make_uint2(key, total_counts[i]);
 #pragma unroll
-        for (u32 block = 0; block < BLOCKS; block++)
-            st_async(shared.keys + code, block, make_uint2(key, total_count), shared.keys_barrier);
+        for (u32 block = 0; block < MOST_BLOCKS; block++)
+            if (block < blocks) st_async(shared.keys + code, block, key_and_count, shared.keys_barrier);
+    }
     mbarrier_wait_cluster(shared.keys_barrier);
     u32 keys[CODES_PER_THREAD], count[CODES_PER_THREAD];
 #pragma unroll
@@ -272,7 +280,7 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(THRE
     if (warp == 0) {
         const uint2 warp_sums = shared.warp_above_and_ties[lane];
         above = __reduce_add_sync(FULL, warp_sums.x), ties = __reduce_add_sync(FULL, warp_sums.y);
-        if (lane < BLOCKS)
+        if (lane < blocks)
             st_async(shared.above_and_ties + rank, lane, make_uint2(above, ties), shared.above_and_ties_barrier);
     }
     // After this wait no block stores here any more, so a block may exit.
