@@ -133,6 +133,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) pq_search_histogram(con
     Shared& shared = *reinterpret_cast<Shared*>(memory);
     const u32 row = blockIdx.y, rank = cluster_ctarank(), warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
     const u32 blocks = gridDim.x, block_bits = 31 - __clz(blocks);
+    const bool is_alone = blocks == 1; // then a thread uses the counts and keys of its own codes, without an exchange
     // The block scores joint codes `first_code` to `first_code + share - 1`.
     const u32 share_bits = JOINT_BITS - block_bits, share = 1 << share_bits, first_code = rank << share_bits;
     for (int i = threadIdx.x; i < PADDED_CODES; i += THREADS) shared.counts[i] = 0;
@@ -184,23 +185,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) pq_search_histogram(con
             table[i] = __ldcg(a.luts + (u64)row * TABLE_LEN + i * THREADS + threadIdx.x);
     asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); // all mbarriers are initialized
     __syncthreads();
-#pragma unroll
-    for (int i = 0; i < CODES_PER_THREAD; i++) {
-        const u32 code = threadIdx.x + i * THREADS;
-        if (code < JOINT_CODES)
-            st_async(&shared.peer_counts[first_code + code % share], code >> share_bits, shared.counts[code],
-                     shared.counts_barrier);
-    }
-
     // Counts of the block's share of the codes, of all tokens of the row.
-    u32* total_counts = shared.peer_counts;
-    mbarrier_wait_cluster(shared.counts_barrier);
-    for (u32 i = threadIdx.x; i < share; i += THREADS) {
-        u32 total_count = 0;
+    u32* total_counts = is_alone ? shared.counts : shared.peer_counts;
+    if (!is_alone) {
 #pragma unroll
-        for (u32 block = 0; block < MOST_BLOCKS; block++)
-            if (block < blocks) total_count += shared.peer_counts[(block << share_bits) + i];
-        total_counts[i] = total_count;
+        for (int i = 0; i < CODES_PER_THREAD; i++) {
+            const u32 code = threadIdx.x + i * THREADS;
+            if (code < JOINT_CODES)
+                st_async(&shared.peer_counts[first_code + code % share], code >> share_bits, shared.counts[code],
+                         shared.counts_barrier);
+        }
+        mbarrier_wait_cluster(shared.counts_barrier);
+        for (u32 i = threadIdx.x; i < share; i += THREADS) {
+            u32 total_count = 0;
+#pragma unroll
+            for (u32 block = 0; block < MOST_BLOCKS; block++)
+                if (block < blocks) total_count += shared.peer_counts[(block << share_bits) + i];
+            total_counts[i] = total_count;
+        }
     }
 #pragma unroll
     for (int i = 0; i < TABLE_PER_THREAD; i++)
@@ -209,14 +211,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) pq_search_histogram(con
     for (int query = warp % CONCURRENT_QUERIES; query < GROUP; query += CONCURRENT_QUERIES) {
         const float* luts = shared.luts[query];
         const int slice = warp / CONCURRENT_QUERIES;
+        // A selection instead of a branch lets the loads of several codes overlap.
+        const auto occurring_score = [&](u32 i) {
+            const float score = score_of(luts, first_code + i);
+            return total_counts[i] ? score : -infinity();
+        };
         // The maximum first, so that a code takes one exponential.
         Softmax mine = empty_softmax();
         for (u32 i = slice * LANES + lane; i < share; i += SLICES * LANES)
-            if (total_counts[i]) mine.max = fmaxf(mine.max, score_of(luts, first_code + i));
+            mine.max = fmaxf(mine.max, occurring_score(i));
         const float base = mine.finite_max();
         for (u32 i = slice * LANES + lane; i < share; i += SLICES * LANES)
-            if (const u32 count = total_counts[i])
-                mine.sum += (float)count * exp2_approx((score_of(luts, first_code + i) - base) * LOG2_E);
+            mine.sum += (float)total_counts[i] * exp2_approx((occurring_score(i) - base) * LOG2_E);
         // Sinks and recent tokens do not compete, so they are not in the histogram.
         const u32 sinks = range.first, others = sinks + range.n - range.end;
         for (u32 i = (rank * SLICES + slice) * LANES + lane; i < others; i += blocks * SLICES * LANES)
@@ -250,11 +256,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) pq_search_histogram(con
         const u32 key =
             key_of(weight, shared.max, shared.scale, [&](int query) { return score_of(shared.luts[query], code); });
         const uint2 key_and_count = make_uint2(key, total_counts[i]);
+        if (is_alone)
+            shared.keys[code] = key_and_count;
+        else
 #pragma unroll
-        for (u32 block = 0; block < MOST_BLOCKS; block++)
-            if (block < blocks) st_async(shared.keys + code, block, key_and_count, shared.keys_barrier);
+            for (u32 block = 0; block < MOST_BLOCKS; block++)
+                if (block < blocks) st_async(shared.keys + code, block, key_and_count, shared.keys_barrier);
     }
-    mbarrier_wait_cluster(shared.keys_barrier);
+    if (!is_alone) mbarrier_wait_cluster(shared.keys_barrier);
     u32 keys[CODES_PER_THREAD], count[CODES_PER_THREAD];
 #pragma unroll
     for (int i = 0; i < CODES_PER_THREAD; i++) {
