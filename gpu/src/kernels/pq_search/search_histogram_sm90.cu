@@ -12,11 +12,12 @@
 //    codes,
 // 2. scores its own share and sends all blocks the softmax statistics, then the keys and total counts,
 // 3. finds the threshold redundantly, and marks each joint code as above it, equal to it or below it,
-// 4. reads its tokens' codes again and writes the selected tokens. A warp lists its own in shared memory and stores
-//    them in order; if each thread stored its own, a store would touch up to 32 sectors.
+// 4. reads its tokens' codes again and writes the selected tokens. A warp with many lists its own in shared memory and
+//    stores them in order; if each thread stored its own, a store would touch up to 32 sectors.
 //
-// Blocks exchange through distributed shared memory (st.async); an mbarrier in the receiver counts the bytes. A cluster
-// barrier would also order global memory, which took longer than the exchange: st.async took 1 us less.
+// Blocks exchange through distributed shared memory (st.async, which a single block must not use); an mbarrier in the
+// receiver counts the bytes. A cluster barrier would also order global memory, which took longer than the exchange:
+// st.async took 1 us less.
 //
 // Bound by the latency of this chain of short steps. One level of sums, one barrier,
 // half of the scans' shuffles and the test of each counted token, all since removed, took 0.5 us. Scoring all codes in
@@ -228,12 +229,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) pq_search_histogram(con
         for (u32 i = (rank * SLICES + slice) * LANES + lane; i < others; i += blocks * SLICES * LANES)
             mine.add(repeated_score(score_of(luts, load_joint_code(codes, i < sinks ? i : range.end + i - sinks)), 1));
         mine = warp_softmax(mine);
-        if (lane < blocks)
+        if (is_alone)
+            shared.slice_softmax[query][slice] = mine;
+        else if (lane < blocks)
             st_async(&shared.slice_softmax[query][rank * SLICES + slice], lane,
                      make_uint2(__float_as_uint(mine.max), __float_as_uint(mine.sum)), shared.softmax_barrier);
     }
+    if (is_alone) __syncthreads();
     if (warp < GROUP) {
-        mbarrier_wait_cluster(shared.softmax_barrier);
+        if (!is_alone) mbarrier_wait_cluster(shared.softmax_barrier);
         static_assert(MOST_BLOCKS * SLICES == 2 * LANES, "two slices a lane");
         const Softmax* slices = shared.slice_softmax[warp];
         Softmax all = lane < blocks * SLICES ? slices[lane] : empty_softmax();
@@ -286,14 +290,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) pq_search_histogram(con
     above = __reduce_add_sync(FULL, above), ties = __reduce_add_sync(FULL, ties);
     if (lane == 0) shared.warp_above_and_ties[warp] = make_uint2(above, ties);
     __syncthreads();
-    if (warp == 0) {
-        const uint2 warp_sums = shared.warp_above_and_ties[lane];
-        above = __reduce_add_sync(FULL, warp_sums.x), ties = __reduce_add_sync(FULL, warp_sums.y);
-        if (lane < blocks)
-            st_async(shared.above_and_ties + rank, lane, make_uint2(above, ties), shared.above_and_ties_barrier);
+    if (!is_alone) {
+        if (warp == 0) {
+            const uint2 warp_sums = shared.warp_above_and_ties[lane];
+            above = __reduce_add_sync(FULL, warp_sums.x), ties = __reduce_add_sync(FULL, warp_sums.y);
+            if (lane < blocks)
+                st_async(shared.above_and_ties + rank, lane, make_uint2(above, ties), shared.above_and_ties_barrier);
+        }
+        // After this wait no block stores here any more, so a block may exit.
+        mbarrier_wait_cluster(shared.above_and_ties_barrier);
     }
-    // After this wait no block stores here any more, so a block may exit.
-    mbarrier_wait_cluster(shared.above_and_ties_barrier);
     const uint2 others = lane < rank ? shared.above_and_ties[lane] : make_uint2(0, 0);
     u32 above_before = __reduce_add_sync(FULL, others.x), ties_before = __reduce_add_sync(FULL, others.y);
 
@@ -324,7 +330,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) pq_search_histogram(con
         // Sinks and recent tokens are always selected: those before `token` precede it in the output, too.
         const u32 selected = (exist & ~compete) | is_above | lowest_set_bits(is_tie, threshold.ties - ties);
         const u32 place = min(token, range.first) + above + ties + (token - min(token, range.end));
-        const u32 warp_place = __shfl_sync(FULL, place, 0), count = __reduce_add_sync(FULL, __popc(selected));
+        const u32 count = __reduce_add_sync(FULL, __popc(selected));
+        if (count <= LANES) { // few sectors in any order
+            u32 next = place;
+            for (u32 bits = selected; bits; bits &= bits - 1) out.put(next++, token + __ffs(bits) - 1);
+            continue;
+        }
+        const u32 warp_place = __shfl_sync(FULL, place, 0);
         u16* next = list + (place - warp_place);
 #pragma unroll
         for (int i = 0; i < TOKENS_PER_THREAD; i++)
