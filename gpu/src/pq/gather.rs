@@ -6,7 +6,9 @@ use crate::launch::Operation;
 use crate::pointer::DevicePtr;
 use crate::{Device, Error, Program};
 
-/// Bytes of a row that a thread has in flight, at most.
+/// Blocks per multiprocessor, over all heads and both sides.
+const BLOCKS: usize = 2;
+/// Bytes of a row that a thread of the bulk copies has in flight, at most.
 const PIECE: usize = 512;
 
 const OPERATION: Operation = Operation("pq::Gather");
@@ -125,9 +127,7 @@ impl Gather {
         let kernel = device.kernel(&Self::program(row_bytes, capability)?, "gather", 0)?.prefer_shared()?;
         let bulk = has_bulk_copies(capability);
         let (threads, piece) = if bulk { (32, row_bytes.min(PIECE)) } else { (128, 16) };
-        // Few blocks of bulk copies saturate the link. If they share half of the multiprocessors, they still leave
-        // room for the next kernel.
-        let blocks = if bulk { device.sm_count() / 2 } else { 2 * device.sm_count() };
+        let blocks = BLOCKS * device.sm_count();
         Ok(Self { kernel, row_pieces: row_bytes.div_ceil(piece), threads, blocks })
     }
 
