@@ -45,8 +45,8 @@ struct Sharers {
 };
 
 // The coded scores of a tile. A level is at most 8 below the highest score of the warp so far, so high scores, which
-// matter, are exact to 2^-8, which is less than the rounding of the table's entries; a score x below the level is exact
-// to 2^-12 x. This takes half the bytes of f32.
+// matter, are exact to 2^-9, which is less than the rounding of the table's entries; a score x below the level is exact
+// to 2^-11 x. This takes half the bytes of f32.
 struct alignas(VEC == 2 ? 8 : 16) ScoredTile {
     u16 scores[GROUP][TILE]; // f16, less the level of the query; tokens by `place_of`
     float levels[VEC];
