@@ -43,9 +43,10 @@ struct CodedRows : RowSums {
         float p[4], level[4]; // row g + 8 (i / 2), query 2 l + i % 2
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            const u32 token = token_of(g + i / 2 * 8), q = 2 * l + i % 2;
+            // The query is clamped for registers: with the condition alone, the kernel spills.
+            const u32 token = token_of(g + i / 2 * 8), q = min(2 * l + i % 2, GROUP - 1);
             const ScoredTile& tile = scores[token / TILE];
-            const bool exists = q < GROUP && g + i / 2 * 8 < count;
+            const bool exists = 2 * l + i % 2 < GROUP && g + i / 2 * 8 < count;
             p[i] = exists ? half_to_float(__ldcg(&tile.scores[q][place_of(token % TILE)])) : -infinity();
             level[i] = exists ? __ldcg(&tile.levels[q]) : 0;
         }
