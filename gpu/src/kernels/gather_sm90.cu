@@ -1,8 +1,8 @@
 // gather.cu on sm_90: rows by bulk copies.
 //
 // gather.cuh has the compile-time shape, to which PIECE is added: a thread has up to PIECE bytes of one row in flight.
-// Launch: LANES threads. L1 returns loads in order, so loads of other kernels on the multiprocessor would wait behind
-// those that cross PCIe. Bulk copies bypass L1: the next kernel, which may start at once, runs at full speed meanwhile.
+// Launch: LANES threads. Bulk copies bypass L1. Loads that cross PCIe slowed the loads of other kernels on the
+// multiprocessor, such as the next one, which may start at once: L1 seems to return them in order.
 #include "gather.cuh"
 #include "mbarrier_sm90.cuh"
 

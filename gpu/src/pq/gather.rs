@@ -89,7 +89,7 @@ const _: () = assert!(size_of::<KernelArguments>() == 96);
 /// PQCache (arXiv 2407.12820), 3.4.
 pub struct Gather {
     kernel: Kernel,
-    row_pieces: usize, // loads of a thread per row
+    row_pieces: usize, // pieces of a row, one per thread and step
     threads: usize,
     blocks: usize, // of all heads and both sides
 }

@@ -120,10 +120,10 @@ struct ValueSums {
 #pragma unroll
         for (int m = 0; m < MMAS; m++) {
             const float level = levels[m] - base[m];
-            const u16 score[4] = {(u16)scores[m].x, (u16)(scores[m].x >> 16), (u16)scores[m].y, (u16)(scores[m].y >> 16)};
+            const u32 pairs[2] = {scores[m].x, scores[m].y};
             float p[4];
 #pragma unroll
-            for (int i = 0; i < 4; i++) p[i] = exp2_approx(half_to_float(score[i]) + level);
+            for (int i = 0; i < 4; i++) p[i] = exp2_approx(half_to_float((u16)(pairs[i / 2] >> i % 2 * 16)) + level);
             weight[m] += (p[0] + p[1]) + (p[2] + p[3]);
 #pragma unroll
             for (int i = 0; i < 2; i++) {

@@ -38,9 +38,8 @@ impl UrlArgs {
 }
 
 #[derive(Args)]
-#[command(
-    after_help = "Example:\n  kv store ls s3://caches/eu\n\nContexts that are the beginning of another one do not count, shared chunks count once."
-)]
+#[command(after_help = "Example:\n  kv store ls s3://caches/eu\n\n\
+                  Contexts that are the beginning of another one do not count, shared chunks count once.")]
 pub struct Ls {
     #[command(flatten)]
     url: UrlArgs,
