@@ -24,8 +24,9 @@ use support::{
 
 #[test]
 fn kernels_compile_and_keep_their_registers() {
-    for (architecture, shared_memory) in [("sm_80", 163 << 10), ("sm_90", 227 << 10)] {
-        for program in programs(shared_memory) {
+    for (capability, shared_memory) in [((8, 0), 163 << 10), ((9, 0), 227 << 10)] {
+        let architecture = &format!("sm_{}{}", capability.0, capability.1);
+        for program in programs(capability, shared_memory) {
             match compile(&program, architecture) {
                 Ok(image) => assert_eq!(image.spilled_bytes(), 0, "{program} for {architecture}"),
                 Err(error @ kv_gpu::Error::NoNvrtc) => return skip("compilation", &error),

@@ -7,8 +7,11 @@ use pq_core::PqShape;
 use super::gemv::{GemvShape, Input, Output};
 use crate::side::Side;
 
-const HEADERS: &[(&str, &str)] =
-    &[("random.cuh", include_str!("kernels/random.cuh")), ("picks.cuh", include_str!("kernels/picks.cuh"))];
+const HEADERS: &[(&str, &str)] = &[
+    ("int8_rows.cuh", include_str!("kernels/int8_rows.cuh")),
+    ("picks.cuh", include_str!("kernels/picks.cuh")),
+    ("random.cuh", include_str!("kernels/random.cuh")),
+];
 
 pub(crate) fn gemv(defines: &[(&str, usize)]) -> Program {
     Program::own("gemv.cu", include_str!("kernels/gemv.cu"), HEADERS, defines)
@@ -105,15 +108,24 @@ pub(crate) fn int8_rows(element: Element, head_dim: usize) -> Program {
     Program::own("int8_rows.cu", include_str!("kernels/int8_rows.cu"), HEADERS, &defines)
 }
 
-/// Every kernel of the loop for blocks of up to `shared_memory` bytes, to be compiled without a device: the
-/// products of models with 384 and with 4,096 components for one, six and 32 sequences, and codes of all
-/// layouts.
+/// `load` of rows in 8 bits by bulk copies, for sm_90.
+pub(crate) fn int8_load_sm90(element: Element, head_dim: usize) -> Program {
+    let defines = [("ELEMENT", element as usize), ("HEAD_DIM", head_dim)];
+    Program::own("int8_load_sm90.cu", include_str!("kernels/int8_load_sm90.cu"), HEADERS, &defines)
+}
+
+/// Every kernel of the loop for a compute capability and blocks of up to `shared_memory` bytes, to be compiled
+/// without a device: the products of models with 384 and with 4,096 components for one, six and 32 sequences,
+/// and codes of all layouts.
 #[must_use]
-pub fn programs(shared_memory: usize) -> Vec<Program> {
+pub fn programs(capability: (i32, i32), shared_memory: usize) -> Vec<Program> {
     let mut programs = vec![weights(0), weights(1), draw(), leaving(), pages(), retrieval(), reuse()];
     for element in [Element::F16, Element::Bf16] {
         programs.extend([step(element), prompt(element, 64), prompt(element, 128)]);
         programs.extend([int8_rows(element, 64), int8_rows(element, 128)]);
+        if capability.0 >= 9 {
+            programs.extend([int8_load_sm90(element, 64), int8_load_sm90(element, 128)]);
+        }
         let heads = [(64, 3), (128, 1), (128, 4), (128, 16)];
         programs.extend(heads.map(|(dim, group)| zack(element, dim, group)));
         programs.extend(heads.map(|(dim, group)| bases(element, dim, group)));

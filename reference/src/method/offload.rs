@@ -41,7 +41,7 @@ const DEFAULT_HELD: usize = 4096;
 enum Format {
     /// The element type of sinks and window.
     Exact,
-    /// 8 bits, with a scale per 32 components.
+    /// 8 bits, scales of 16 components each included.
     Int8,
 }
 words!(Format, "exact" => Format::Exact, "int8" => Format::Int8);

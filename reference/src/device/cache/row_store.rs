@@ -68,7 +68,7 @@ struct HostRows {
     layers: Vec<HostBuffer<u16>>, // as on the device, or records
     reuse: Reuse,
     form: HostForm,
-    followed_by: Vec<Prefetch>, // of each layer: what the next product reads, up to the part of L2 that takes it
+    followed_by: Vec<Prefetch>, // of each layer: what the next product reads, as far as L2 takes it
 }
 
 enum HostForm {
@@ -114,12 +114,22 @@ struct CopyArguments {
     chunks: u64,
     from_stride: u64,
     to_stride: u64,
+    heads: u32,
 }
 
-const _: () = assert!(size_of::<CopyArguments>() == 56);
+const _: () = assert!(size_of::<CopyArguments>() == 64);
 
-/// Blocks of each head that store the rows of a chunk, next to the model's kernels.
-const CHUNK_BLOCKS: usize = 16;
+/// The grid and the threads of a copy.
+type CopyLaunch = ([usize; 3], u32);
+
+/// The copy that stores a chunk next to the model's kernels. A block keeps a multiprocessor from products for
+/// as long as the link takes, so they are few; two saturate it. With 256 blocks a prefill took as long as if
+/// the copies had run alone (`benches/results/offload.md`).
+const STORE: CopyLaunch = ([1, 1, 2], 512);
+
+/// Threads, and blocks of each head, of the copy that reads the rows of a sequence back, for which the stream
+/// waits.
+const RESTORE: (u32, usize) = (256, 16);
 
 /// The part of L2 that what is prefetched may take: rows and the queries of attention need little.
 const L2_SHARE: (usize, usize) = (2, 3);
@@ -319,7 +329,8 @@ impl RowStore {
             return int8.restore(gpu, records, count, rows);
         }
         let (stored, rows) = self.spans(layer, sequence, (0, count), rows)?;
-        self.launch_copy(&gpu.stream, rows, stored, count)
+        let (threads, blocks) = RESTORE;
+        self.launch_copy(&gpu.stream, rows, stored, count, ([blocks, self.shape.heads, 2], threads))
     }
 
     /// Takes the tokens that a chunk's end stores, (first, count) behind the sinks, from rows of all tokens.
@@ -338,7 +349,7 @@ impl RowStore {
             return int8.take_chunk(stream, records, tokens, rows);
         }
         let (stored, rows) = self.spans(layer, chunk.sequence, tokens, rows)?;
-        self.launch_copy(stream, stored, rows, tokens.1)
+        self.launch_copy(stream, stored, rows, tokens.1, STORE)
     }
 
     /// Where tokens of one sequence, (first, count) behind the sinks, are in the store and in rows of all its
@@ -363,7 +374,14 @@ impl RowStore {
     }
 
     /// Launches a copy of `count` rows of every head.
-    fn launch_copy(&self, stream: &CudaStream, to: HeadRows, from: HeadRows, count: usize) -> Result<()> {
+    fn launch_copy(
+        &self,
+        stream: &CudaStream,
+        to: HeadRows,
+        from: HeadRows,
+        count: usize,
+        (grid, threads): CopyLaunch,
+    ) -> Result<()> {
         let StoreShape { heads, head_dim, .. } = self.shape;
         let chunks = |rows: usize| (rows * head_dim / 8) as u64;
         let arguments = CopyArguments {
@@ -374,10 +392,10 @@ impl RowStore {
             chunks: chunks(count),
             from_stride: chunks(from.stride),
             to_stride: chunks(to.stride),
+            heads: heads as u32,
         };
-        let grid = Grid::new([CHUNK_BLOCKS, heads, 2])?;
         // SAFETY: the structure is the kernel's argument, and `spans` has checked that the rows exist.
-        Ok(unsafe { self.copy.launch(stream.cu_stream(), grid, 256, false, &arguments) }?)
+        Ok(unsafe { self.copy.launch(stream.cu_stream(), Grid::new(grid)?, threads, false, &arguments) }?)
     }
 
     /// Forgets which rows the last steps have fetched: they are of other sequences.

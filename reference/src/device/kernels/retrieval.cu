@@ -88,24 +88,26 @@ struct CopyArguments {
     uint4* to_values;
     u64 chunks; // of a head that are copied
     u64 from_stride, to_stride;
+    u32 heads;
 };
 
 // Copies rows of a part of a prompt to their store, or from there.
 //
-// Launch: grid (blocks, heads, keys and values), any number of threads.
+// Launch: grid (blocks of a head, heads at a time, keys and values), any number of threads.
 extern "C" __global__ void copy(const CopyArguments a) {
     constexpr int IN_FLIGHT = 4;
-    const bool is_values = blockIdx.z;
-    const uint4* from = (is_values ? a.values : a.keys) + blockIdx.y * a.from_stride;
-    uint4* to = (is_values ? a.to_values : a.to_keys) + blockIdx.y * a.to_stride;
     const u64 step = (u64)gridDim.x * blockDim.x;
-    for (u64 first = (u64)blockIdx.x * blockDim.x + threadIdx.x; first < a.chunks; first += step * IN_FLIGHT) {
-        uint4 data[IN_FLIGHT];
+    for (u64 head = blockIdx.y; head < a.heads; head += gridDim.y) {
+        const uint4* from = (blockIdx.z ? a.values : a.keys) + head * a.from_stride;
+        uint4* to = (blockIdx.z ? a.to_values : a.to_keys) + head * a.to_stride;
+        for (u64 first = (u64)blockIdx.x * blockDim.x + threadIdx.x; first < a.chunks; first += step * IN_FLIGHT) {
+            uint4 data[IN_FLIGHT];
 #pragma unroll
-        for (int i = 0; i < IN_FLIGHT; i++)
-            if (first + i * step < a.chunks) data[i] = from[first + i * step];
+            for (int i = 0; i < IN_FLIGHT; i++)
+                if (first + i * step < a.chunks) data[i] = from[first + i * step];
 #pragma unroll
-        for (int i = 0; i < IN_FLIGHT; i++)
-            if (first + i * step < a.chunks) to[first + i * step] = data[i];
+            for (int i = 0; i < IN_FLIGHT; i++)
+                if (first + i * step < a.chunks) to[first + i * step] = data[i];
+        }
     }
 }

@@ -2,8 +2,8 @@ use cudarc::driver::CudaStream;
 use kv_gpu::pq::Prefetch;
 use kv_gpu::{AnyElement, DevicePtr, Element, Grid, Kernel};
 
+use super::StoreShape;
 use super::reuse::Reuse;
-use super::{CHUNK_BLOCKS, StoreShape};
 use crate::device::cache::Rows;
 use crate::device::cache::turns::Turns;
 use crate::device::{Gpu, programs};
@@ -12,17 +12,21 @@ use crate::{Error, Result};
 /// Threads of a block: `THREADS` of the kernels.
 const THREADS: u32 = 256;
 
-/// Components that share a scale: `GROUP` of the kernels.
-const GROUP: usize = 32;
+/// Blocks of each head that store a chunk next to the model's kernels: few, as of `STORE` for 16 bits.
+const STORE_BLOCKS: usize = 2;
 
-/// Transfers of rows to host memory in 8 bits, and back: about half the bytes of 16.
+/// Threads of a block of `load`, and blocks per multiprocessor, as bulk copies and as loads.
+const BULK: (u32, usize) = (32, 2);
+const LOADS: (u32, usize) = (THREADS, 1);
+
+/// Transfers of rows to host memory in 8 bits, and back: half the bytes of 16.
 ///
-/// A token's key and value of one head are one record, in the format of the CPU (`RowFormat::Int8`), padded
-/// to 16 bytes.
+/// A token's key and value of one head are one record, in the format of the CPU (`RowFormat::Int8`).
 pub(super) struct Int8Rows {
     store: Kernel,
     load: Kernel,
-    blocks: usize, // one per multiprocessor
+    load_launch: (u32, usize), // threads of a block, and blocks
+    sm_count: usize,
     shape: StoreShape,
 }
 
@@ -74,17 +78,23 @@ impl Int8Rows {
             )));
         }
         let program = programs::int8_rows(element, shape.head_dim);
+        let (load, (threads, blocks)) = match gpu.device.capability().0 {
+            9.. => (programs::int8_load_sm90(element, shape.head_dim), BULK),
+            _ => (program.clone(), LOADS),
+        };
+        let sm_count = gpu.device.sm_count();
         Ok(Self {
             store: gpu.device.kernel(&program, "store", 0)?,
-            load: gpu.device.kernel(&program, "load", 0)?.prefer_shared()?,
-            blocks: gpu.device.sm_count(),
+            load: gpu.device.kernel(&load, "load", 0)?.prefer_shared()?,
+            load_launch: (threads, blocks * sm_count),
+            sm_count,
             shape,
         })
     }
 
     /// Bytes of a record, of heads with `dim` components.
     pub const fn record_len(dim: usize) -> usize {
-        (2 * (dim + size_of::<u16>() * dim / GROUP)).next_multiple_of(16)
+        2 * dim
     }
 
     /// Quantizes the rows of a turn's tokens of a layer.
@@ -119,14 +129,14 @@ impl Int8Rows {
             count: count as u32,
             ..self.store_arguments(records, rows, rows.capacity)
         };
-        self.launch_store(stream, [1, CHUNK_BLOCKS], arguments)
+        self.launch_store(stream, [1, STORE_BLOCKS], arguments)
     }
 
     /// Quantizes the rows of a layer's ring, repeated, as those of all tokens.
     pub fn fill(&self, gpu: &Gpu, records: DevicePtr<u16>, exact: Rows) -> Result<()> {
         let StoreShape { batch, heads, ring, stored, .. } = self.shape;
         let arguments = StoreArguments { count: stored as u32, ..self.store_arguments(records, exact, ring) };
-        self.launch_store(&gpu.stream, [batch, (4 * self.blocks).div_ceil(batch * heads)], arguments)
+        self.launch_store(&gpu.stream, [batch, (4 * self.sm_count).div_ceil(batch * heads)], arguments)
     }
 
     fn store_arguments(&self, records: DevicePtr<u16>, rows: Rows, ring: usize) -> StoreArguments {
@@ -213,9 +223,10 @@ impl Int8Rows {
     }
 
     fn launch_load(&self, gpu: &Gpu, heads: usize, arguments: LoadArguments) -> Result<()> {
-        let grid = Grid::new([(self.blocks / heads).max(1), heads, 1])?;
+        let (threads, blocks) = self.load_launch;
+        let grid = Grid::new([(blocks / heads).max(1), heads, 1])?;
         // SAFETY: the structure is the kernel's argument. Tokens are below `stored`, and places are rows that
         // exist.
-        Ok(unsafe { self.load.launch(gpu.stream(), grid, THREADS, true, &arguments) }?)
+        Ok(unsafe { self.load.launch(gpu.stream(), grid, threads, true, &arguments) }?)
     }
 }
