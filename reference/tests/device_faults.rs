@@ -168,6 +168,6 @@ fn a_decoder_that_is_dropped_on_a_busy_link_does_not_hang() {
         (0..4).for_each(|_| decoder.step().unwrap());
         let start = Instant::now();
         drop(decoder);
-        assert!(start.elapsed() < Duration::from_secs(10));
+        assert!(start.elapsed() < Duration::from_secs(60)); // a step takes milliseconds
     });
 }

@@ -157,7 +157,7 @@ impl HostWord {
 impl<T> Drop for HostBuffer<T> {
     fn drop(&mut self) {
         if self.context.bind_to_thread().is_ok() {
-            // SAFETY: allocated once and freed once; the owner has waited for the work that uses it.
+            // SAFETY: allocated once and freed once; the driver waits for the work that uses it.
             let _ = unsafe {
                 match self.kind {
                     Kind::PageLocked => result::free_host(self.address),
