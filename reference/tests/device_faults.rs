@@ -11,7 +11,7 @@ mod support;
 
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 use std::{panic, ptr, thread};
 
@@ -25,10 +25,10 @@ use support::{gpu, model, skip, teacher_forced};
 /// Methods with rows on the host whose codebooks the prompt trains, or whose codes attend while rows arrive.
 const METHODS: [&str; 3] = ["pqcache:tokens=64", "pqcache:tokens=96:offloaded=int8:held=0", "hybrid"];
 
-/// Runs beside copies over the link in both directions, four in flight each.
+/// Runs next to copies in both directions over the link, four in flight in each.
 fn occupied<T>(gpu: &Gpu, run: impl FnOnce() -> T) -> T {
     const BYTES: usize = 64 << 20;
-    let (stop, started) = (AtomicBool::new(false), AtomicBool::new(false));
+    let (stop, started) = (AtomicBool::new(false), AtomicUsize::new(0));
     let copy = |to_device: bool| {
         let context = gpu.device().context();
         context.bind_to_thread().unwrap();
@@ -39,13 +39,13 @@ fn occupied<T>(gpu: &Gpu, run: impl FnOnce() -> T) -> T {
             let host = result::malloc_host(BYTES, sys::CU_MEMHOSTALLOC_PORTABLE).unwrap();
             ptr::write_bytes(host.cast::<u8>(), 0, BYTES);
             let device = result::malloc_sync(BYTES).unwrap();
+            started.fetch_add(1, Ordering::Relaxed);
             while !stop.load(Ordering::Relaxed) {
                 for _ in 0..4 {
                     let (there, stream) = (host as u64, stream.cu_stream());
                     let (to, from) = if to_device { (device, there) } else { (there, device) };
                     sys::cuMemcpyAsync(to, from, BYTES, stream).result().unwrap();
                 }
-                started.store(true, Ordering::Relaxed);
                 stream.synchronize().unwrap();
             }
             result::free_sync(device).unwrap();
@@ -54,7 +54,7 @@ fn occupied<T>(gpu: &Gpu, run: impl FnOnce() -> T) -> T {
     };
     thread::scope(|scope| {
         let copies = [true, false].map(|to_device| scope.spawn(move || copy(to_device)));
-        while !started.load(Ordering::Relaxed) && !copies.iter().any(|copy| copy.is_finished()) {
+        while started.load(Ordering::Relaxed) < 2 && !copies.iter().any(|copy| copy.is_finished()) {
             thread::yield_now();
         }
         let done = panic::catch_unwind(AssertUnwindSafe(run));
@@ -64,12 +64,11 @@ fn occupied<T>(gpu: &Gpu, run: impl FnOnce() -> T) -> T {
 }
 
 #[test]
-fn a_busy_link_delays_steps_and_changes_no_token() {
+fn a_busy_link_changes_no_token() {
     let Some(gpu) = gpu("a busy link") else { return };
     let (model, tokens) = model();
     let (prompt, run) = tokens[3000..4600].split_at(1500);
-    let method: Method = METHODS[2].parse().unwrap();
-    let profile = support::profile(&model, &tokens[..2048], &[&method.spec()]);
+    let profile = support::profile(&model, &tokens[..2048], &["hybrid"]);
     for spec in METHODS {
         let timed = || {
             let start = Instant::now();
@@ -79,7 +78,7 @@ fn a_busy_link_delays_steps_and_changes_no_token() {
         };
         let (logits, fetched, quiet) = timed();
         let (again, fetched_again, busy) = occupied(&gpu, timed);
-        println!("{spec}: {quiet:?}, beside copies {busy:?}");
+        println!("{spec}: {quiet:?}, next to copies {busy:?}");
         assert!(logits == again, "{spec}: other logits");
         assert_eq!(fetched, fetched_again, "{spec}");
     }
@@ -110,12 +109,14 @@ fn times_of_another_machine_change_the_iterations_alone() {
     };
     let from_file = logits(&file.display().to_string());
     let before = times.iterations(1500);
+    assert!(before < 25, "no more iterations are possible");
+    assert!(logits(&before.to_string()) != from_file, "{before} iterations as before");
     let same = (before + 1..=25).find(|count| logits(&count.to_string()) == from_file);
     println!("{before} iterations, with the other times {same:?}");
     assert!(same.is_some());
 }
 
-/// Rounds that would exceed the limit of device memory if they left theirs behind.
+/// Runs so often that leaks would exceed the limit of device memory.
 #[test]
 fn what_is_dropped_inside_a_step_or_refused_leaves_nothing() {
     const LIMIT: usize = 400 << 20;

@@ -108,15 +108,15 @@ pub(crate) fn int8_rows(element: Element, head_dim: usize) -> Program {
     Program::own("int8_rows.cu", include_str!("kernels/int8_rows.cu"), HEADERS, &defines)
 }
 
-/// `load` of rows in 8 bits by bulk copies, for sm_90.
+/// `load` of rows in 8 bits by bulk copies, for compute capability 9.0 and later.
 pub(crate) fn int8_load_sm90(element: Element, head_dim: usize) -> Program {
     let defines = [("ELEMENT", element as usize), ("HEAD_DIM", head_dim)];
     Program::own("int8_load_sm90.cu", include_str!("kernels/int8_load_sm90.cu"), HEADERS, &defines)
 }
 
-/// Every kernel of the loop for a compute capability and blocks of up to `shared_memory` bytes, to be compiled
-/// without a device: the products of models with 384 and with 4,096 components for one, six and 32 sequences,
-/// and codes of all layouts.
+/// Every kernel of the loop for a compute capability and blocks of up to `shared_memory` bytes, to be
+/// compiled without a device: the products of models with 384 and with 4,096 components for one, six and 32
+/// sequences, and codes of all layouts.
 #[must_use]
 pub fn programs(capability: (i32, i32), shared_memory: usize) -> Vec<Program> {
     let mut programs = vec![weights(0), weights(1), draw(), leaving(), pages(), retrieval(), reuse()];

@@ -41,7 +41,7 @@ const DEFAULT_HELD: usize = 4096;
 enum Format {
     /// The element type of sinks and window.
     Exact,
-    /// 8 bits, scales of 16 components each included.
+    /// 8 bits per component, including a scale per 16 components.
     Int8,
 }
 words!(Format, "exact" => Format::Exact, "int8" => Format::Int8);

@@ -172,7 +172,7 @@ pub fn prompts_in_chunks_are_whole_prompts(gpu: &Arc<Gpu>, spec: &str) {
         let parts = divergence(&after(chunk), &whole, rest);
         let (kl, top1) = (parts.kl(), parts.top1());
         println!("{spec} in chunks of {chunk}: KL {kl:.1e}, top-1 {top1:.4}");
-        // With so little between them other picks are near ties.
+        // At such a small KL, different picks are near ties.
         assert!(kl <= 1e-4 || kl <= 5e-4 && top1 >= 0.98, "{spec}: KL {kl}, top-1 {top1}");
     }
 }

@@ -15,10 +15,10 @@ use crate::cache::exact::{attend_rows, attend_tokens, saturating_f16};
 pub(crate) enum RowFormat {
     /// The key, then the value, in this element type.
     Exact(ElementType),
-    /// The key, then the value, in 8 bits, scales included: groups of [`GROUP`] components are scaled by 127
-    /// over their largest magnitude, and byte `i` of a group is the nearest one whose lowest bit is bit `i`
-    /// of the group's scale. So a record of 128 components a side has two sectors of a PCIe read, of 128
-    /// bytes, and no third one for its scales. Rows are padded to whole groups.
+    /// The key, then the value, in 8 bits per component, including scales: a group of [`GROUP`] components is
+    /// scaled by 127 over its largest magnitude, and component `i` is rounded to the nearest byte whose lowest
+    /// bit is bit `i` of the group's f16 scale. A record of 128 components a side takes two PCIe reads of 128
+    /// bytes. Rows are padded to whole groups.
     Int8,
 }
 
@@ -173,6 +173,16 @@ mod tests {
                     "{y} for {x} of {dim}"
                 );
             }
+        }
+    }
+
+    #[test]
+    fn any_group_keeps_its_scale() {
+        for x in [0.0, f32::NAN, f32::INFINITY, 1e-9, 6e-6, 1.0] {
+            let mut bytes = [0; GROUP];
+            quantize(&[x; GROUP], &mut bytes);
+            let largest = if x.is_nan() { 0.0 } else { x };
+            assert_eq!(scale(&bytes), saturating_f16(largest / 127.0).to_f32(), "{x}");
         }
     }
 

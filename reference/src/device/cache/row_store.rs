@@ -122,14 +122,14 @@ const _: () = assert!(size_of::<CopyArguments>() == 64);
 /// The grid and the threads of a copy.
 type CopyLaunch = ([usize; 3], u32);
 
-/// The copy that stores a chunk next to the model's kernels. A block keeps a multiprocessor from products for
-/// as long as the link takes, so they are few; two saturate it. With 256 blocks a prefill took as long as if
-/// the copies had run alone (`benches/results/offload.md`).
-const STORE: CopyLaunch = ([1, 1, 2], 512);
+/// The copy of a chunk to the host, next to the model's kernels. A block keeps a multiprocessor from products
+/// for as long as the link takes, so they are few; two saturate it. With 256 blocks a prefill took as long as
+/// if the copies had run alone (`benches/results/offload.md`).
+const TO_HOST: CopyLaunch = ([1, 1, 2], 512);
 
-/// Threads, and blocks of each head, of the copy that reads the rows of a sequence back, for which the stream
-/// waits.
-const RESTORE: (u32, usize) = (256, 16);
+/// Blocks of each head, and threads, of copies within device memory and of those from the host, for which the
+/// stream waits.
+const COPY: (usize, u32) = (16, 256);
 
 /// The part of L2 that what is prefetched may take: rows and the queries of attention need little.
 const L2_SHARE: (usize, usize) = (2, 3);
@@ -329,8 +329,7 @@ impl RowStore {
             return int8.restore(gpu, records, count, rows);
         }
         let (stored, rows) = self.spans(layer, sequence, (0, count), rows)?;
-        let (threads, blocks) = RESTORE;
-        self.launch_copy(&gpu.stream, rows, stored, count, ([blocks, self.shape.heads, 2], threads))
+        self.launch_copy(&gpu.stream, rows, stored, count, self.copy_of_all_heads())
     }
 
     /// Takes the tokens that a chunk's end stores, (first, count) behind the sinks, from rows of all tokens.
@@ -349,7 +348,15 @@ impl RowStore {
             return int8.take_chunk(stream, records, tokens, rows);
         }
         let (stored, rows) = self.spans(layer, chunk.sequence, tokens, rows)?;
-        self.launch_copy(stream, stored, rows, tokens.1, STORE)
+        let launch = match self.rows {
+            Memory::Device(_) => self.copy_of_all_heads(),
+            Memory::Host(_) => TO_HOST,
+        };
+        self.launch_copy(stream, stored, rows, tokens.1, launch)
+    }
+
+    const fn copy_of_all_heads(&self) -> CopyLaunch {
+        ([COPY.0, self.shape.heads, 2], COPY.1)
     }
 
     /// Where tokens of one sequence, (first, count) behind the sinks, are in the store and in rows of all its

@@ -42,7 +42,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) store(const StoreArguments
             for (int c = 0; c < OF_LANE; c++) {
                 const int low = scale >> (lane * OF_LANE + c) % GROUP & 1;
                 const float half = (__fmul_rn(x[c], unit) - (float)low) / 2.f; // no FMA, as on the CPU
-                const int byte = 2 * (int)fminf(fmaxf(roundf(half), -64.f), 63.f) + low;
+                const int byte = 2 * min(max((int)roundf(half), -64), 63) + low; // 0 for NaN, as on the CPU
                 bytes |= (u32)(byte & 0xff) << 8 * c;
             }
             u8* to = record + side * D + lane * OF_LANE;

@@ -9,10 +9,10 @@ use crate::device::cache::turns::Turns;
 use crate::device::{Gpu, programs};
 use crate::{Error, Result};
 
-/// Threads of a block: `THREADS` of the kernels.
+/// Threads of a block: `THREADS` of int8_rows.cu.
 const THREADS: u32 = 256;
 
-/// Blocks of each head that store a chunk next to the model's kernels: few, as of `STORE` for 16 bits.
+/// Blocks of each head that store a chunk next to the model's kernels, few for the reason of `TO_HOST`.
 const STORE_BLOCKS: usize = 2;
 
 /// Threads of a block of `load`, and blocks per multiprocessor, as bulk copies and as loads.
