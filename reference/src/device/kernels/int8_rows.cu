@@ -35,16 +35,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) store(const StoreArguments
 #pragma unroll
             for (int bit = 1; bit < GROUP / OF_LANE; bit *= 2)
                 largest = fmaxf(largest, __shfl_xor_sync(FULL, largest, bit));
-            const u16 scale = float_to_half(fminf(largest / 127.f, 65504.f));
+            const u16 scale = float_to_half(fminf(largest / 63.f, 65504.f));
             const float unit = half_to_float(scale) > 0 ? 1.f / half_to_float(scale) : 0;
             u32 bytes = 0;
 #pragma unroll
-            for (int c = 0; c < OF_LANE; c++) {
-                const int low = scale >> (lane * OF_LANE + c) % GROUP & 1;
-                const float half = (__fmul_rn(x[c], unit) - (float)low) / 2.f; // no FMA, as on the CPU
-                const int byte = 2 * min(max((int)roundf(half), -64), 63) + low; // 0 for NaN, as on the CPU
-                bytes |= (u32)(byte & 0xff) << 8 * c;
-            }
+            for (int c = 0; c < OF_LANE; c++) bytes |= quantized(x[c], unit, scale, lane * OF_LANE + c) << 8 * c;
             u8* to = record + side * D + lane * OF_LANE;
             if constexpr (OF_LANE == 4)
                 *reinterpret_cast<u32*>(to) = bytes;
