@@ -1,4 +1,4 @@
-//! Faults of a run on a GPU with exact rows in host memory: a slow link, times of another machine, memory
+//! Faults of a run on a GPU with exact rows in host memory: a busy link, times of another machine, memory
 //! that is refused, and decoders that are dropped inside a step. The run takes longer or ends with an error
 //! that names the fault, and no token is wrong. Without a GPU these tests are skipped, which
 //! `GPU_TESTS=require` turns into a failure.

@@ -17,7 +17,8 @@ macro_rules! offload_help {
     () => {
         concat!(
             "                      exact rows are counted as offloaded, or are in      offloaded=exact|int8\n",
-            "                      files in a folder with a block cache in memory      offload=FOLDER cache=4096 block=128\n",
+            "                      files in a folder with a block cache in memory      ",
+            "offload=FOLDER cache=4096 block=128\n",
             "                                                                          k-cache=32 evict=lfu|lru\n",
             "                      on a GPU: rows of each head that stay there         held=4096\n",
         )

@@ -19,9 +19,9 @@
 // receiver counts the bytes. A cluster barrier would also order global memory, which took longer than the exchange:
 // st.async took 1 us less.
 //
-// Bound by the latency of this chain of short steps. One level of sums, one barrier, half of the scans' shuffles and the
-// test of each counted token, all since removed, took 0.5 us. Scoring all codes in every block was slower (20 us for 8
-// heads of 131,072 tokens at (2, 6)): reading the counts of all blocks took 4 us, scoring 3.
+// Bound by the latency of this chain of short steps. One level of sums, one barrier, half of the scans' shuffles and
+// the test of each counted token, all since removed, took 0.5 us. Scoring all codes in every block was slower (20 us
+// for 8 heads of 131,072 tokens at (2, 6)): reading the counts of all blocks took 4 us, scoring 3.
 #include "mbarrier_sm90.cuh"
 #include "pq_codes.cuh"
 #include "pq_search/select.cuh"

@@ -14,7 +14,7 @@
 constexpr int D = HEAD_DIM, GROUP = 16, RECORD = 2 * D;
 constexpr int SHARERS = RECORD / GROUP; // lanes that share a record, with a group each
 
-// The byte of a component, which is `component` in its row.
+// The byte of x, component number `component` of its row.
 __device__ __forceinline__ u32 quantized(float x, float unit, u16 scale, u32 component) {
     const int rounded = min(max((int)roundf(x * unit), -63), 63); // 0 for NaN, as on the CPU
     return (u32)(2 * rounded + (scale >> component % GROUP & 1)) & 0xff;
