@@ -6,6 +6,9 @@
 // lanes share in uniform registers. Without it the base of shared memory is added to every address of a look-up.
 __device__ __forceinline__ bool warp_uniform(bool condition) { return __any_sync(FULL, condition); }
 
+// Keeps a value that is computed before a loop in a register: the compiler would recompute it in every iteration.
+__device__ __forceinline__ void keep_in_register(u32& x) { asm volatile("" : "+r"(x)); }
+
 // The sum over this lane and those before it.
 template <typename T>
 __device__ __forceinline__ T warp_inclusive_sum(T x) {

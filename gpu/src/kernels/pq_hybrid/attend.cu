@@ -81,14 +81,14 @@ __device__ __forceinline__ void attend_to_tiles(const AttendArguments& a) {
         const ValueOffsets offsets(lane);
         auto add = [&](Tile& tile, Tile& next) {
             walk.advance();
-            if (warp_uniform(tiles.left() == 0 && walk.tile < end)) begin_run();
+            if (TileIndices::PAGES && warp_uniform(tiles.left() == 0 && walk.tile < end)) begin_run();
             load(next); // prefetches one tile ahead
             u32 weights[2][MMAS][2], any = 0;
             sums.weigh(weights, tile.scores, tile.levels, lane);
 #pragma unroll
             for (int i = 0; i < 4 * MMAS; i++) any |= weights[i / 2 / MMAS][i / 2 % MMAS][i % 2];
             // A tile is skipped if all its weights have underflowed.
-            if (warp_uniform(any != 0)) sums.add(tile.codes, weights, offsets, shared, lane);
+            if (warp_uniform(any != 0)) sums.add(tile.codes, weights, offsets, shared);
         };
         do {
             add(even, odd);

@@ -34,7 +34,10 @@ struct Selector {
         const int n = lane / 4;
         const u32 one = n % 2 ? 0x3c000000 : 0x3c00; // as an f16
 #pragma unroll
-        for (int i = 0; i < 4; i++) b[i / 2][i % 2] = n / 4 == i / 2 && n / 2 % 2 == i % 2 ? one : 0;
+        for (int i = 0; i < 4; i++) {
+            b[i / 2][i % 2] = n / 4 == i / 2 && n / 2 % 2 == i % 2 ? one : 0;
+            keep_in_register(b[i / 2][i % 2]);
+        }
     }
 };
 
@@ -132,7 +135,7 @@ __device__ __forceinline__ void score_sequence(const SelectArguments& a, const L
     const u64 row = (u64)plan.entry * a.heads + head;
     ScoredTile* scores = a.scores_of(row);
     while (warp_uniform(tile < end)) {
-        if (warp_uniform(tiles.left() == 0 && tile + WARPS < end)) begin_run(tile + WARPS);
+        if (TileIndices::PAGES && warp_uniform(tiles.left() == 0 && tile + WARPS < end)) begin_run(tile + WARPS);
         TileScores of_tile;
         of_tile.look_up(keys, offsets, selector, base, addends);
         ScoredTile& out = scores[tile];

@@ -67,10 +67,10 @@ struct ValueOffsets {
         const int g = lane / 4, l = lane % 4;
         auto at = [&](int step) { return piece_offset(g, (step + l) % SETS, l / 2); };
 #pragma unroll
-        for (int i = 0; i < SETS / 2; i++) pairs[i] = pack_offsets(at(2 * i), at(2 * i + 1), g / HALF_G);
-        // Keeps them in registers: the compiler would recompute them for every tile.
-#pragma unroll
-        for (int i = 0; i < SETS / 2; i++) asm volatile("" : "+r"(pairs[i]));
+        for (int i = 0; i < SETS / 2; i++) {
+            pairs[i] = pack_offsets(at(2 * i), at(2 * i + 1), g / HALF_G);
+            keep_in_register(pairs[i]);
+        }
     }
 };
 
@@ -93,6 +93,7 @@ struct ValueLookUp {
 struct ValueSums {
     float sums[PIECE_WORDS][MMAS][4]; // components 2 w (+ 1: second pair) of row g, columns 2 l and 2 l + 1
     float base[MMAS], weight[MMAS];   // of the lane's query; `weight` is the lane's share
+    u32 of_set[SETS];                 // ones in the steps in which the lane's column has its set
 
     static constexpr int OTHER_HALF = 4 * COLUMNS; // bit of the lane
     static __device__ __forceinline__ int half_of(int lane) { return lane / OTHER_HALF % 2; }
@@ -111,6 +112,11 @@ struct ValueSums {
 #pragma unroll
         for (int m = 0; m < MMAS; m++)
             base[m] = bases[min(m * COLUMNS + lane / 4 % COLUMNS, GROUP - 1)], weight[m] = 0;
+#pragma unroll
+        for (int step = 0; step < SETS; step++) {
+            of_set[step] = lane / 4 / COLUMNS == (step + lane) % SETS ? ~0u : 0;
+            keep_in_register(of_set[step]);
+        }
     }
 
     // Converts scores of the lane's half to weights, as pairs of f16 in `weights[half][mma]`. `levels`: of the tile.
@@ -134,10 +140,9 @@ struct ValueSums {
     }
 
     __device__ __forceinline__ void add(const Values& packed, const u32 (&weights)[2][MMAS][2],
-                                        const ValueOffsets& offsets, const u8* table, int lane) {
+                                        const ValueOffsets& offsets, const u8* table) {
         u32 codes[Values::EXPANDED];
         packed.expand(codes);
-        const int g = lane / 4, l = lane % 4;
 #pragma unroll
         for (int half = 0; half < 2; half++)
 #pragma unroll
@@ -157,7 +162,6 @@ struct ValueSums {
                         words[i][0] = *reinterpret_cast<const u32*>(at);
                     }
                 }
-                const bool mine = g / COLUMNS == (step + l) % SETS;
 #pragma unroll
                 for (int w = 0; w < PIECE_WORDS; w++) {
                     const u32 operand[4] = {
@@ -165,8 +169,8 @@ struct ValueSums {
                         prmt(words[2][w], words[3][w], 0x5410), prmt(words[2][w], words[3][w], 0x7632)};
 #pragma unroll
                     for (int m = 0; m < MMAS; m++)
-                        mma_m16n8k16_f16(sums[w][m], operand, mine ? weights[half][m][0] : 0,
-                                         mine ? weights[half][m][1] : 0);
+                        mma_m16n8k16_f16(sums[w][m], operand, weights[half][m][0] & of_set[step],
+                                         weights[half][m][1] & of_set[step]);
                 }
             }
     }
