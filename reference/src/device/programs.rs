@@ -97,9 +97,9 @@ pub(crate) fn retrieval() -> Program {
     Program::own("retrieval.cu", include_str!("kernels/retrieval.cu"), HEADERS, &[])
 }
 
-/// `reuse`.
-pub(crate) fn reuse() -> Program {
-    Program::own("reuse.cu", include_str!("kernels/reuse.cu"), HEADERS, &[])
+/// `reuse`, for short lists or for any.
+pub(crate) fn reuse(short: bool) -> Program {
+    Program::own("reuse.cu", include_str!("kernels/reuse.cu"), HEADERS, &[]).define_if(short, "SHORT")
 }
 
 /// `store` and `load` of rows in 8 bits.
@@ -119,7 +119,8 @@ pub(crate) fn int8_load_sm90(element: Element, head_dim: usize) -> Program {
 /// sequences, and codes of all layouts.
 #[must_use]
 pub fn programs(capability: (i32, i32), shared_memory: usize) -> Vec<Program> {
-    let mut programs = vec![weights(0), weights(1), draw(), leaving(), pages(), retrieval(), reuse()];
+    let mut programs = vec![weights(0), weights(1), draw(), leaving(), pages(), retrieval()];
+    programs.extend([reuse(true), reuse(false)]);
     for element in [Element::F16, Element::Bf16] {
         programs.extend([step(element), prompt(element, 64), prompt(element, 128)]);
         programs.extend([int8_rows(element, 64), int8_rows(element, 128)]);

@@ -2,9 +2,13 @@
 //
 // CPU twin: pq_core::BlockCache with blocks of one token, by last use.
 //
-// Launch: grid (blocks, heads of all sequences) in clusters of a head's blocks, which are one before sm_90; THREADS
-// threads, dynamic shared memory for `ChosenBits` and for `found`. The blocks of a head share its lists: each has the
-// bits of all chosen tokens, looks up its part of the held ones, and lists its part of the missing ones.
+// Compile-time shape: SHORT, if no list has more than AT_ONCE entries. A head then has one block, which keeps its lists
+// in registers and shared memory.
+//
+// Launch: grid (blocks, heads of all sequences) in clusters of a head's blocks, which are one if SHORT or before sm_90;
+// THREADS threads, dynamic shared memory for `ChosenBits`, for `found` and, if SHORT, for `MissingTokens`. The blocks
+// of a head share its lists: each has the bits of all chosen tokens, looks up its part of the held ones, and lists its
+// part of the missing ones.
 #include "mbarrier_sm90.cuh"
 #include "primitives_sm80.cuh"
 #include "warp.cuh"
@@ -12,6 +16,11 @@
 constexpr int THREADS = 1024;
 constexpr u32 NOWHERE = 0xffffffffu;
 static_assert(THREADS == LANES * LANES, "a lane for the sum of every warp");
+#ifdef SHORT
+constexpr bool IS_SHORT = true;
+#else
+constexpr bool IS_SHORT = false;
+#endif
 
 struct Arguments {
     const u32* tokens; // [head][most]: chosen tokens, ascending; a head is one of a sequence
@@ -21,11 +30,11 @@ struct Arguments {
     u32* slots;        // [head][most]: the slot of each chosen token
     u32* missing;      // [head][most / 32, rounded up]: a bit for each whose row is in no slot
     u32* misses;       // [head][most]: these tokens
-    u32* indices;      // [head][most]: the index of each among the chosen tokens
+    u32* indices;      // [head][most]: the index of each among the chosen tokens; null if SHORT
     u32* places;       // [head][most]: the slot for each
     u32* miss_counts;  // [head]
     u64* fetched;      // misses so far
-    u32* found_at;     // [head][n_held]: for lists that threads take in turns
+    u32* found_at;     // [head][n_held]: for lists that threads take in turns; null if SHORT
     u32 most, n_held;  // at least `most`
     u32 span;          // tokens that are looked up at once, a multiple of 128
     float forced;      // part of the chosen tokens that misses, to time it, or a negative number
@@ -54,6 +63,34 @@ __device__ __forceinline__ u32 count_before(u32 mine, u32* sums, u32& all) {
 // The first n bits.
 __device__ __forceinline__ u32 first_bits(u32 n) { return n < 32 ? (1u << n) - 1 : FULL; }
 
+// The part of the chosen tokens that a thread has: ENTRIES of AT_ONCE at a time.
+struct ChosenEntries {
+    const u32* list;
+    u32 k, capacity;
+    u32 token[ENTRIES], previous[ENTRIES]; // NOWHERE before the first token and behind the last one
+
+    __device__ __forceinline__ ChosenEntries(const u32* list, u32 k, u32 capacity)
+        : list(list), k(k), capacity(capacity) {
+        if (IS_SHORT) load(0);
+    }
+    __device__ __forceinline__ void turn_to(u32 first) {
+        if (!IS_SHORT) load(first);
+    }
+
+private:
+    __device__ __forceinline__ void load(u32 first) {
+        // Up to the capacity, so that loads do not wait for `k`.
+#pragma unroll
+        for (u32 j = 0; j < ENTRIES; j++) {
+            const u32 i = first + entry(j);
+            token[j] = i < capacity ? list[i] : NOWHERE, previous[j] = i > 0 && i < capacity ? list[i - 1] : NOWHERE;
+        }
+#pragma unroll
+        for (u32 j = 0; j < ENTRIES; j++)
+            if (first + entry(j) >= k) token[j] = previous[j] = NOWHERE;
+    }
+};
+
 // The chosen tokens of one span as bits in shared memory, so that a slot finds its token with two loads.
 struct ChosenBits {
     u32* words;  // [span / 32]: a bit for every token
@@ -65,25 +102,20 @@ struct ChosenBits {
             reinterpret_cast<uint4*>(words)[i] = make_uint4(0, 0, 0, 0);
     }
 
-    // Adds the token with this index, which follows `previous` (NOWHERE for the first); both count from the span on.
+    // Adds the token with this index, which follows `previous`; both count from the span on.
     __device__ __forceinline__ void add(u32 token, u32 previous, u32 index) const {
         if (token >= span) return;
         atomicOr(&words[token / 32], 1u << token % 32);
         if (token / 32 != previous / 32) firsts[token / 32] = index;
     }
 
-    // Adds the tokens of a list of `k`, which count from `base` on.
-    __device__ __forceinline__ void add_all(const u32* tokens, u32 k, u32 base) const {
-        for (u32 first = 0; first < k; first += AT_ONCE) {
-            u32 token[ENTRIES], previous[ENTRIES];
+    // Adds the tokens of the span from `base` on; all others are beyond it.
+    __device__ __forceinline__ void add_all(ChosenEntries& chosen, u32 base) const {
+        for (u32 first = 0; first < chosen.k; first += AT_ONCE) {
+            chosen.turn_to(first);
 #pragma unroll
-            for (u32 j = 0; j < ENTRIES; j++) {
-                const u32 i = first + entry(j);
-                token[j] = i < k ? tokens[i] - base : NOWHERE;
-                previous[j] = i > 0 && i < k ? tokens[i - 1] - base : NOWHERE;
-            }
-#pragma unroll
-            for (u32 j = 0; j < ENTRIES; j++) add(token[j], previous[j], first + entry(j));
+            for (u32 j = 0; j < ENTRIES; j++)
+                add(chosen.token[j] - base, chosen.previous[j] - base, first + entry(j));
         }
     }
 
@@ -112,9 +144,9 @@ struct ForcedMisses {
     }
 };
 
-// The blocks that share a head: a cluster, and before sm_90 one block.
+// The blocks that share a head: a cluster, or one block.
 struct Team {
-#if __CUDA_ARCH__ >= 900
+#if __CUDA_ARCH__ >= 900 && !defined(SHORT)
     u32 rank = cluster_ctarank(), blocks = cluster_nctarank();
 
     __device__ __forceinline__ void arrive() const { cluster_arrive(); }
@@ -139,6 +171,16 @@ struct Team {
     }
 };
 
+// The chosen tokens without a slot, and their indices among the chosen ones. If SHORT they are in shared memory, and no
+// warp waits for what another one stores in L2.
+struct MissingTokens {
+    u32 *tokens, *indices;
+
+    __device__ __forceinline__ void put(u32 at, u32 token, u32 index) const {
+        tokens[at] = token, indices[at] = index;
+    }
+};
+
 // Consecutive entries of a list of `n` that a block has; `each` of every block but the last ones.
 struct Part {
     u32 each, first, end;
@@ -149,6 +191,7 @@ struct Part {
     }
 
     __device__ __forceinline__ u32 len() const { return end - first; }
+    __device__ __forceinline__ u32 owner_of(u32 i) const { return IS_SHORT ? 0 : i / each; }
 };
 
 // The part of the tokens that are held that a thread has: ENTRIES of AT_ONCE at a time.
@@ -161,6 +204,8 @@ struct HeldEntries {
 
     __device__ __forceinline__ static u32 place(u32 first, u32 j) { return first + entry(j); }
     __device__ __forceinline__ bool has(u32 first, u32 j) const { return place(first, j) < part.end; }
+
+    __device__ __forceinline__ bool takes_turns() const { return !IS_SHORT && part.len() > AT_ONCE; }
 
     // Before the PDL wait, `early`, loads bypass L1.
     __device__ __forceinline__ void load(u32 first, bool early = false) {
@@ -175,7 +220,7 @@ struct HeldEntries {
 
     // Takes the entries from `first` on, with what has been found of them so far.
     __device__ __forceinline__ void turn_to(u32 first, bool is_found) {
-        if (part.len() <= AT_ONCE) return;
+        if (!takes_turns()) return;
         load(first);
 #pragma unroll
         for (u32 j = 0; j < ENTRIES; j++)
@@ -184,7 +229,7 @@ struct HeldEntries {
 
     // Keeps what has been found for later turns.
     __device__ __forceinline__ void keep(u32 first) const {
-        if (part.len() <= AT_ONCE) return;
+        if (!takes_turns()) return;
 #pragma unroll
         for (u32 j = 0; j < ENTRIES; j++)
             if (has(first, j)) found_at[place(first, j)] = index[j];
@@ -203,6 +248,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) reuse(const Arguments a) {
     u32* words = reinterpret_cast<u32*>(shared);
     const ChosenBits bits = {words, words + a.span / 32, a.span};
     u32* found = words + a.span / 16; // a bit for every chosen token of the block that has a slot
+    u32* behind = found + (a.most + 31) / 32;
     const u32 head = blockIdx.y, step = __ldcg(&a.steps[head]), n = a.n_held, lane = threadIdx.x % LANES;
     const u64 list = (u64)head * a.most, of_parity = (u64)gridDim.y * n;
     uint2* next = a.held + (step + 1) % 2 * of_parity + (u64)head * n;
@@ -217,15 +263,18 @@ extern "C" __global__ void __launch_bounds__(THREADS) reuse(const Arguments a) {
     pdl_trigger();
     const u32* tokens = a.tokens + list;
     u32 *slots = a.slots + list, *missing = a.missing + (u64)head * ((a.most + 31) / 32);
-    u32 *misses = a.misses + list, *indices = a.indices + list, *places = a.places + list;
+    u32 *misses = a.misses + list, *places = a.places + list;
+    const MissingTokens missing_tokens =
+        IS_SHORT ? MissingTokens{behind, behind + a.most} : MissingTokens{misses, a.indices + list};
     const u32 k = a.counts[head], last = k ? tokens[k - 1] : 0;
+    ChosenEntries entries(tokens, k, a.most);
     const Part chosen(team, k, 32);
     const ForcedMisses forced(a.forced, k);
     team.wait(); // nothing is found yet in any block
     // Looks up the tokens that are held among the chosen ones.
     u32 n_found = 0;
     for (u32 base = 0;; base += a.span) {
-        bits.add_all(tokens, k, base);
+        bits.add_all(entries, base);
         __syncthreads();
         for (u32 first = held.part.first; first < held.part.end; first += AT_ONCE) {
             held.turn_to(first, base > 0);
@@ -236,7 +285,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) reuse(const Arguments a) {
                 if (!held.has(first, j) || index == NOWHERE) continue;
                 n_found += held.index[j] == NOWHERE;
                 slots[index] = held.slot[j], held.index[j] = index;
-                const u32 owner = index / chosen.each, i = index % chosen.each;
+                const u32 owner = chosen.owner_of(index), i = index - owner * chosen.each;
                 team.set_bits(&found[i / 32], owner, 1u << i % 32);
             }
             held.keep(first);
@@ -267,13 +316,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) reuse(const Arguments a) {
             const u32 i = first + entry_of(warp, 0, j);
             are_missing[j] = i < chosen.end ? ~found[(i - chosen.first) / 32] & first_bits(chosen.end - i) : 0;
             mine += __popc(are_missing[j]);
-            if (are_missing[j] >> lane & 1) token[j] = tokens[i + lane];
+            if (are_missing[j] >> lane & 1) token[j] = IS_SHORT ? entries.token[j] : tokens[i + lane];
         }
         u32 before = missing_before + count_before(mine, warp_sums, all);
 #pragma unroll
         for (u32 j = 0; j < ENTRIES; j++) {
             const u32 at = before + __popc(are_missing[j] & lower_lanes);
-            if (are_missing[j] >> lane & 1) misses[at] = token[j], indices[at] = first + entry(j);
+            if (are_missing[j] >> lane & 1) {
+                missing_tokens.put(at, token[j], first + entry(j));
+                if (IS_SHORT) misses[at] = token[j];
+            }
             before += __popc(are_missing[j]);
         }
         missing_before += all;
@@ -295,7 +347,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) reuse(const Arguments a) {
         for (u32 j = 0; j < ENTRIES; j++) {
             rank[j] = before + __popc(are_free[j] & lower_lanes);
             before += __popc(are_free[j]);
-            if (are_free[j] >> lane & 1 && rank[j] < n_missing) index[j] = indices[rank[j]], token[j] = misses[rank[j]];
+            if (are_free[j] >> lane & 1 && rank[j] < n_missing)
+                index[j] = missing_tokens.indices[rank[j]], token[j] = missing_tokens.tokens[rank[j]];
         }
 #pragma unroll
         for (u32 j = 0; j < ENTRIES; j++) {

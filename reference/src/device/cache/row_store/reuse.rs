@@ -27,10 +27,10 @@ pub(super) struct Reuse {
     kernel: Kernel,
     entries: Buffer<[u32; 2]>, // (layer, parity of the step, heads of sequences, held): tokens and slots
     steps: Buffer<u32>,        // (layer, heads of sequences): so far; none makes all slots empty
-    found_at: Buffer<u32>,     // (heads of sequences, held)
+    found_at: Option<Buffer<u32>>, // (heads of sequences, held), of long lists
     slots: Buffer<u32>,        // (heads of sequences, most), as the lists below
     misses: Buffer<u32>,
-    indices: Buffer<u32>,
+    indices: Option<Buffer<u32>>, // of long lists
     places: Buffer<u32>,
     missing: Buffer<u32>, // (heads of sequences, most / 32, rounded up): a bit for every token
     miss_counts: Buffer<u32>, // (heads of sequences,)
@@ -53,11 +53,11 @@ struct ReuseArguments {
     slots: DevicePtr<u32>,
     missing: DevicePtr<u32>,
     misses: DevicePtr<u32>,
-    indices: DevicePtr<u32>,
+    indices: Option<DevicePtr<u32>>,
     places: DevicePtr<u32>,
     miss_counts: DevicePtr<u32>,
     fetched: DevicePtr<u64>,
-    found_at: DevicePtr<u32>,
+    found_at: Option<DevicePtr<u32>>,
     most: u32,
     held: u32,
     span: u32,
@@ -73,7 +73,10 @@ impl Reuse {
         let words = |n| Buffer::<u32>::zeros(gpu, n);
         let (heads, held) = (batch * heads, held.max(most));
         let span = stored.min(MOST_SPAN).next_multiple_of(128);
-        let shared = (2 * span / 32 + most.div_ceil(32)) * size_of::<u32>();
+        let short = held <= AT_ONCE;
+        let lists = if short { 2 * most } else { 0 };
+        let shared = (2 * span / 32 + most.div_ceil(32) + lists) * size_of::<u32>();
+        let of_long = |n| if short { Ok(None) } else { words(n).map(Some) };
         // As many as take the lists at once, if those of all heads run at the same time.
         let all_at_once = 1 << (gpu.device.sm_count() / heads.max(1)).clamp(1, MOST_BLOCKS).ilog2();
         let blocks = match gpu.device.capability() >= (9, 0) {
@@ -81,13 +84,13 @@ impl Reuse {
             false => 1,
         };
         Ok(Self {
-            kernel: gpu.device.kernel(&programs::reuse(), "reuse", shared)?.prefer_shared()?,
+            kernel: gpu.device.kernel(&programs::reuse(short), "reuse", shared)?.prefer_shared()?,
             entries: Buffer::zeros(gpu, 2 * n_layers * heads * held)?,
             steps: words(n_layers * heads)?,
-            found_at: words(heads * held)?,
+            found_at: of_long(heads * held)?,
             slots: words(heads * most)?,
             misses: words(heads * most)?,
-            indices: words(heads * most)?,
+            indices: of_long(heads * most)?,
             places: words(heads * most)?,
             missing: words(heads * most.div_ceil(32))?,
             miss_counts: words(heads)?,
@@ -119,11 +122,11 @@ impl Reuse {
             slots: self.slots.pointer(),
             missing: self.missing.pointer(),
             misses: self.misses.pointer(),
-            indices: self.indices.pointer(),
+            indices: self.indices.as_ref().map(Buffer::pointer),
             places: self.places.pointer(),
             miss_counts: self.miss_counts.pointer(),
             fetched: self.fetched.pointer(),
-            found_at: self.found_at.pointer(),
+            found_at: self.found_at.as_ref().map(Buffer::pointer),
             most: most as u32,
             held: held as u32,
             span: span as u32,
@@ -182,9 +185,9 @@ impl Reuse {
 
     /// Bytes of device memory.
     pub fn bytes(&self) -> usize {
-        let lists = [&self.slots, &self.misses, &self.indices, &self.places, &self.missing];
-        let all = lists.into_iter().chain([&self.miss_counts, &self.steps, &self.found_at]);
-        self.entries.bytes() + all.map(Buffer::bytes).sum::<usize>()
+        let lists = [&self.slots, &self.misses, &self.places, &self.missing, &self.miss_counts, &self.steps];
+        let of_long = [&self.indices, &self.found_at].into_iter().flatten();
+        self.entries.bytes() + lists.into_iter().chain(of_long).map(Buffer::bytes).sum::<usize>()
     }
 
     /// Makes this part of the tokens count as held, whatever their slots have, with the same work.
