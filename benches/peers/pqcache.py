@@ -7,8 +7,8 @@
 
 Prefill: milliseconds for a layer, for offloading its rows to a file in the temporary folder, and for one k-means iteration over its heads;
 the number of iterations that take as long as a layer, by a fit of both times; a layer followed by 4 iterations (in turn), and with the
-iterations on threads that run concurrently with the following layers (overlapped), both on all cores. `hidden` is the fraction of the
-iterations that the overlap hides.
+iterations on threads that run concurrently with the following layers (overlapped), both on all cores. The times scatter by more than 4
+iterations take (some layers are slower without iterations than with them), so no fraction that the overlap hides follows from them.
 Iterations: KL divergence from the dense cache (teacher-forced) at a tenth of the tokens, and seconds to train all layers.
 Hits: block-cache hit rate of the rows of a step, at a tenth of the tokens; KiB per step are summed over all layers and heads.
 Quality: pqcache and the oracle with the same number of rows, at 8,192 tokens and, on WIKITEXT, at 16,000 or the model's maximum.
@@ -67,17 +67,16 @@ def prefill(bench, lengths, code, folder):
 def prefill_lines(profile):
     c, layer = profile["iteration"], profile["layer"]
     lines = [
-        "| tokens | layer ms | offload ms | iteration ms | iterations | in turn ms | overlapped ms | hidden |",
-        "|" + " --- |" * 8,
+        "| tokens | layer ms | offload ms | iteration ms | iterations | in turn ms | overlapped ms |",
+        "|" + " --- |" * 7,
     ]
     for at in profile["times"]:
         n = at["tokens"]
         fits = (layer[0] + layer[1] * n + layer[2] * n * n) / (c[0] + c[1] * n)
-        hidden = (at["in_turn"] - at["overlapped"]) / (4 * at["iteration"])
         cells = [f"{1000 * at[key]:.2f}" for key in ("layer", "offload", "iteration")] + [
             f"{min(max(int(fits), 1), 25)}"
         ]
-        cells += [f"{1000 * at[key]:.2f}" for key in ("in_turn", "overlapped")] + [f"{100 * hidden:.0f} %"]
+        cells += [f"{1000 * at[key]:.2f}" for key in ("in_turn", "overlapped")]
         lines.append("| " + " | ".join([str(n)] + cells) + " |")
     return lines
 
