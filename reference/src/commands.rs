@@ -59,10 +59,16 @@ enum Command {
     /// Time clustering against a layer's prefill: how many iterations PQCache can overlap
     Cost(cost::Cost),
     /// Load a stored prompt over a link, chunk by chunk, before a deadline
+    #[command(
+        after_help = "Example:\n  kv stream load --context 4096 --chunk 512 --link random:0.01-0.1 --slo 0.5"
+    )]
     Stream(stream::Stream),
     /// Get a real model
     Fetch(fetch::Fetch),
     /// List the methods with their settings
+    #[command(
+        after_help = "Example:\n  kv methods\n  kv compare --methods dense,hybrid:rows=auto:bound=0.05"
+    )]
     Methods,
     /// Keep caches in an object store: a folder, S3 and compatible servers
     #[cfg(feature = "store")]

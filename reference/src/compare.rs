@@ -92,7 +92,7 @@ pub struct Row {
     pub needle_trials: usize,
     /// Wall time of a decode step, in milliseconds.
     pub ms_per_token: f64,
-    /// Offloaded exact bytes per token, of which a step reads a part.
+    /// Offloaded bytes per token, of which a step reads a part.
     pub offloaded_bytes_per_token: f64,
     /// Exact rows that a step reads.
     #[serde(flatten)]

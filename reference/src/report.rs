@@ -68,12 +68,12 @@ fn notes(comparison: &Comparison) -> Vec<String> {
     for (row, label) in comparison.methods.iter().zip(&labels) {
         let mut further = vec![];
         if row.offloaded_bytes_per_token > 0.0 {
-            further.push(format!("{:.0} exact bytes/token offloaded", row.offloaded_bytes_per_token));
+            further.push(format!("{:.0} bytes/token offloaded", row.offloaded_bytes_per_token));
         }
         let FetchedPerStep { rows, hit_rate, bytes, loaded_bytes } = row.fetched;
         if rows > 0.0 {
             let (percent, kib) = (100.0 * hit_rate, bytes / 1024.0);
-            further.push(format!("{rows:.1} exact rows a step and head read, {kib:.0} KiB"));
+            further.push(format!("{rows:.1} rows read per step and head, {kib:.0} KiB"));
             if hit_rate > 0.0 {
                 let loaded = loaded_bytes / 1024.0;
                 further.push(format!(
@@ -106,7 +106,7 @@ pub fn table(comparison: &Comparison) -> String {
     for column in table.column_iter_mut().skip(2) {
         column.set_cell_alignment(CellAlignment::Right);
     }
-    format!("{table}\n\n{}\n", notes(comparison).join("\n"))
+    format!("{}\n\n{}\n", table.trim_fmt(), notes(comparison).join("\n"))
 }
 
 /// One self-contained HTML page: the table and two charts.

@@ -333,7 +333,13 @@ fn objects_that_are_too_long_are_named_and_mended() {
     store.profile(profile, || kv_reference::Result::Ok(SETUP.profile.clone())).unwrap();
     store.describe(space, "about").unwrap();
     SETUP.put(&store, prompt);
-    assert!(run("verify", kv(&["store", "verify", url])).status.success());
+    let output = run("verify", kv(&["store", "verify", url]));
+    let stdout = String::from_utf8(output.stdout).unwrap();
+    let last = stdout.lines().last().unwrap();
+    assert!(
+        output.status.success() && last.starts_with("verified ") && last.ends_with(", no damage"),
+        "{stdout}"
+    );
 }
 
 /// A store that can only be read serves what it holds, and a prompt that was to be kept costs a warning.

@@ -229,6 +229,7 @@ fn notes_under_a_table_tell_settings_apart() {
     let notes: Vec<&str> =
         stdout.lines().filter_map(|line| Some(line.split_once(" also has: ")?.0)).collect();
     assert!(notes.len() == 2 && notes[0] != notes[1] && notes[1].contains(" bits=4"), "{stdout}");
+    assert!(stdout.lines().all(|line| line == line.trim_end()), "{stdout}");
 }
 
 #[test]
@@ -258,10 +259,23 @@ fn methods_are_listed_once() {
     let out = |args: &[&str]| String::from_utf8(run("help", kv(args)).stdout).unwrap();
     let table = "sinks and window only (StreamingLLM)";
     assert!(out(&["methods"]).contains(table));
-    assert!(out(&["--help"]).contains("Example:\n  kv compare"));
     for command in ["compare", "generate", "logits", "eval", "calibrate", "fetch"] {
-        let help = out(&[command, "--help"]);
-        assert!(!help.contains(table), "{command}");
-        assert!(help.contains(&format!("Example:\n  kv {command} ")), "{command}: {help}");
+        assert!(!out(&[command, "--help"]).contains(table), "{command}");
     }
+}
+
+#[test]
+fn every_help_has_an_example() {
+    help_has_an_example(&[]);
+}
+
+/// Checks a command's help, and those of the commands that it lists.
+fn help_has_an_example(command: &[&str]) {
+    let output = run("help", kv(&[command, &["--help"]].concat()));
+    let help = String::from_utf8(output.stdout).unwrap();
+    let example = help.split_once("\nExample:\n").or(help.split_once("\nExamples:\n"));
+    assert!(example.is_some_and(|(_, lines)| lines.starts_with("  kv ")), "{command:?}: {help}");
+    let listed = help.split_once("\nCommands:\n").map_or("", |(_, lines)| lines);
+    let names = listed.lines().map_while(|line| line.split_whitespace().next());
+    names.filter(|name| *name != "help").for_each(|name| help_has_an_example(&[command, &[name]].concat()));
 }

@@ -30,7 +30,7 @@ pub struct Compare {
     /// Maximum tokens to calibrate on, from the text before the prompt
     #[arg(long, value_name = "N", default_value_t = 4096)]
     calibration: usize,
-    /// Methods to compare [default: each near-lossless and aggressive]
+    /// Methods to compare [default: every method with a near-lossless and an aggressive setting]
     #[arg(long, value_name = "LIST", default_value = DEFAULT_METHODS, hide_default_value = true)]
     methods: String,
     /// Use this profile (`kv calibrate`) and calibrate nothing

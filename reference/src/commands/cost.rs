@@ -17,7 +17,16 @@ use super::{Files, JsonArgs, ModelArgs, Stdout, TextArgs, distinct};
 
 #[derive(Args)]
 #[command(
-    after_help = "Example:\n  kv cost --method pqcache:code=2x6 --json cost.json\n  kv compare --methods pqcache:code=2x6:iterations=cost.json\n\nThe times of a GPU go to a file beside that of --json, which iterations= reads there; they need no text and write no rows."
+    after_help = "Example:\n  kv cost --method pqcache:code=2x6 --json cost.json\n  kv compare --methods pqcache:code=2x6:iterations=cost.json
+
+Columns: milliseconds of a layer's prefill, of writing its keys and values to --offload, and of one k-means
+iteration over its heads; the iterations that take as long as a layer, by a fit of both times, 1 to 25;
+milliseconds of a layer followed by 4 iterations (in turn), and with them running next to the following
+layers (overlapped). --json has seconds: `times` by length, and the coefficients of the fits for n tokens,
+`iteration`: c[0] + c[1] n, and `layer`: c[0] + c[1] n + c[2] n^2.
+
+The times of a GPU go to a file next to that of --json, which iterations= reads there; they need no text and
+write no rows."
 )]
 pub struct Cost {
     #[command(flatten)]
@@ -83,7 +92,7 @@ fn ms(seconds: f64) -> String {
 }
 
 /// Milliseconds by length, and the resulting iterations of the fit.
-fn table(profile: &ClusteringProfile) -> Table {
+fn table(profile: &ClusteringProfile) -> String {
     let header =
         ["tokens", "layer ms", "offload ms", "iteration ms", "iterations", "in turn ms", "overlapped ms"];
     let row = |at: &PrefillTimes| {
@@ -96,7 +105,7 @@ fn table(profile: &ClusteringProfile) -> Table {
 
 /// The same for a GPU.
 #[cfg(feature = "cuda")]
-fn device_table(profile: &DeviceClustering) -> Table {
+fn device_table(profile: &DeviceClustering) -> String {
     let row = |at: &LayerTimes| {
         let iterations = profile.iterations(at.tokens).to_string();
         [at.tokens.to_string(), ms(at.layer), ms(at.iteration), iterations]
@@ -104,11 +113,11 @@ fn device_table(profile: &DeviceClustering) -> Table {
     of_rows(["tokens", "layer ms", "iteration ms", "iterations"], profile.times.iter().map(row))
 }
 
-fn of_rows<const N: usize>(header: [&str; N], rows: impl Iterator<Item = [String; N]>) -> Table {
+fn of_rows<const N: usize>(header: [&str; N], rows: impl Iterator<Item = [String; N]>) -> String {
     let mut table = Table::new();
     table.load_preset(presets::NOTHING);
     table.set_header(header);
     table.add_rows(rows);
     table.column_iter_mut().for_each(|column| column.set_cell_alignment(CellAlignment::Right));
-    table
+    table.trim_fmt()
 }

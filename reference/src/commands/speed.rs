@@ -17,6 +17,12 @@ use super::{
 ///
 /// For steps the caches are filled with random rows or codes, so that any length is timed at once.
 #[derive(Args)]
+#[command(after_help = "Examples:
+  kv speed --random llama-3.1-8b --contexts 8192,131072 --batches 1,6
+  kv speed --random llama-3.1-8b --contexts 131072 --hits 0.5 --methods pqcache:exact=bf16,hybrid:exact=bf16
+  kv speed --random llama-3.1-8b --contexts 32768 --chunk 8192
+
+Methods and their settings: kv methods")]
 pub struct Speed {
     #[command(flatten)]
     model: ModelArgs,

@@ -126,7 +126,7 @@ impl Times {
         self.rows.iter().for_each(|row| {
             table.add_row(cells(row));
         });
-        table.to_string()
+        table.trim_fmt()
     }
 
     /// One self-contained HTML page: a chart of the parts of steps, and the table.

@@ -36,9 +36,12 @@ pub(super) const HYBRID: Entry = Entry {
     names: &["hybrid"],
     help: concat!(
         "\
-  hybrid            attention on coarse PQ codes, with the exact rows of  k=16x8 v=8x8 rows=0.01|auto bound=0.05
-                      the few tokens that hold most of the weight; auto:  keys=mean|rope|rotated norms=off|on
-                      as many as a bound needs, but for at most `most`    iterations=8 most=1
+  hybrid            attention on coarse PQ codes, with the exact rows of  k=16x8 v=8x8 keys=mean|rope|rotated
+                      the few tokens that hold most of the weight:        norms=off|on iterations=8 refine=0
+                      a fraction of the tokens, or as many as keep the    rows=0.01|auto
+                      error of about 95 % of the outputs below `bound`    bound=0.05
+                      standard deviations of the values, up to `most`     most=1
+                      of the tokens
                       on a GPU: the memory that holds the exact rows      rows-on=host|device
 ",
         offload_help!()

@@ -42,12 +42,13 @@ pub fn methods_help() -> String {
         "A method is NAME[:KEY=VALUE]...; several are separated by commas.\n\n{methods}\n\
 For all but dense: sinks=4 window=64 (tokens kept exact), batch=N (tokens that leave the window at once: 64 for int,
 cachegen and zack's codes, else 1), exact=f16|bf16|f32 (how), exact-layers=0+5 (layers left uncompressed).
+ratio= includes sinks and window, rows= does not. refine=N trains codebooks for N iterations more on the prompt.
 A PQ code is SUBSPACESxBITS, or BITS/COMPONENTS for any head: 8/2 is 64x8 for 128 components, and the
 default scales so."
     )
 }
 
-/// The methods of `kv compare` by default: each near-lossless and aggressive.
+/// The methods of `kv compare` by default: every method with a near-lossless and an aggressive setting.
 pub const DEFAULT_METHODS: &str = "dense,dense:dtype=f16,int8,int4,int2,rotated,rotated:k=2:v=2,\
 lloydmax,lloydmax:k=2:v=2,streaming:window=1280,streaming:window=128,oracle:ratio=0.2,oracle:ratio=0.1,\
 pqcache:ratio=0.2,pqcache:ratio=0.1:code=6/64,million,million:k=8/4:v=8/4,pqklt:k=6/2:v=6/2,pqklt:k=4/2:v=4/2,\

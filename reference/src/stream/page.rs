@@ -55,7 +55,7 @@ pub fn table(trace: &Trace) -> String {
     for event in &trace.events {
         table.add_row(cells(event));
     }
-    table.to_string()
+    table.trim_fmt()
 }
 
 /// One self-contained HTML page: a chart of transfers, decoding and recomputation over time, and the table of

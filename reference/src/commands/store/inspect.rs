@@ -145,7 +145,7 @@ fn print(reports: &[SpaceReport], out: &mut Stdout) {
     }
     let numbers = table.column_iter_mut().skip(1).take(COLUMNS.len() - 2);
     numbers.for_each(|column| column.set_cell_alignment(CellAlignment::Right));
-    out.print(format_args!("{table}\n"));
+    out.print(format_args!("{}\n", table.trim_fmt()));
 }
 
 impl Ls {
@@ -222,6 +222,11 @@ impl Verify {
             );
         }
         let mut damaged: usize = reports.iter().map(|report| report.damaged.len()).sum();
+        if damaged + profiles + unreadable == 0 && !reports.is_empty() {
+            let chunks = count(reports.iter().map(|report| report.chunks).sum(), "chunk");
+            let bytes = HumanBytes(reports.iter().map(|report| report.bytes).sum());
+            out.print(format_args!("verified {chunks}, {bytes}, no damage\n"));
+        }
         if self.remove && damaged > 0 {
             for ((space, listing), report) in listings.iter().zip(&reports) {
                 listing.damaged.iter().try_for_each(|(id, _)| store.delete(*space, *id))?;

@@ -147,7 +147,7 @@ impl Time {
             }
         }
         bar.finish_and_clear();
-        out.print(format_args!("{}\n\n{}\n", loads(&output), streams(&output)));
+        out.print(format_args!("{}\n\n{}\n", loads(&output).trim_fmt(), streams(&output).trim_fmt()));
         json.write_json(&output)
     }
 
