@@ -95,7 +95,8 @@ pub enum Error {
         /// Index of the first such element.
         index: usize,
     },
-    /// A field of a [`RowBudget`](crate::RowBudget) is negative, infinite or NaN, or a share above 1.
+    /// A field of a [`RowBudget`](crate::RowBudget) is negative, infinite or NaN, a share is above 1, or a
+    /// variance of scores is negative.
     Budget {
         /// The field.
         what: &'static str,

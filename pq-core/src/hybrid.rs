@@ -104,7 +104,8 @@ impl<'a> HybridScratch<'a> {
     }
 
     /// The coded scores of all tokens, the combined ones, and their softmax statistics, as
-    /// [`hybrid_select_into`] leaves them.
+    /// [`hybrid_select_into`] leaves them. After [`hybrid_attend_into`] the coded scores of the selected tokens
+    /// are minus infinity.
     #[must_use]
     pub const fn search(&self) -> &SearchScratch<'a> {
         &self.search
@@ -129,8 +130,9 @@ const fn attend_len(values: PqShape, group: usize) -> usize {
 /// [`RowBudget::most`] of n elements.
 /// # Errors
 /// [`Error::ShapeMismatch`]; [`Error::Length`] for a bias, variances, statistics or a scratch of another
-/// group or n; [`Error::NotFinite`] for a variance, a share or a bound; [`Error::TooShort`] for `selected`,
-/// which is then untouched.
+/// group or n; [`Error::NotFinite`] for an infinite or NaN variance and for statistics of a NaN;
+/// [`Error::Budget`] for a negative variance and for a share or bounds out of range; [`Error::TooShort`] for
+/// `selected`, which is then untouched.
 /// # Cost
 /// group * n * m lookups, the exponentials of [`combine_group_into`](crate::combine_group_into), one
 /// selection, and for [`RowBudget::Error`] one more pass over n; no allocation.
@@ -202,6 +204,10 @@ pub fn hybrid_select_into_with(
         check_len(what, len, if len == 0 { 0 } else { group })?;
     }
     check_finite("variances", hybrid.score_variances)?;
+    hybrid.score_variances.iter().try_for_each(|&x| check_budget("score_variances", x, f32::MAX))?;
+    if let Some(index) = hybrid.others.iter().position(|others| others.log_sum_exp().is_nan()) {
+        return Err(Error::NotFinite { what: "others", index });
+    }
     match hybrid.rows {
         RowBudget::Count(_) => {}
         RowBudget::Share(share) => check_budget("share", share, 1.0)?,
@@ -259,6 +265,9 @@ impl Kernel for FinishScores<'_, '_> {
 /// [`hybrid_select_into`] left in `scratch`. The selected tokens are excluded from the sums, not subtracted,
 /// and from the maximum, so the result stays accurate even if they hold nearly all the weight. Add the exact
 /// rows of the selected tokens before or after.
+///
+/// The scores of the selected tokens become minus infinity in `scratch`: a second call on the same scores
+/// excludes them, too.
 ///
 /// # Shapes
 /// `selected` as [`hybrid_select_into`] wrote it, or any other tokens; `scratch` from that call for the same

@@ -305,6 +305,13 @@ fn wrong_arguments_are_errors() {
     let variances = [1.0, f32::NAN];
     let wrong = Hybrid { score_variances: &variances, ..hybrid };
     assert!(matches!(select(&tokens, wrong, 5), Err(Error::NotFinite { .. })));
+    // Either would silently select no rows.
+    let rows_by_error = RowBudget::Error { bound: 0.1, value_error: 0.1, most: 5 };
+    let wrong = Hybrid { rows: rows_by_error, score_variances: &[0.5, -2.0], ..hybrid };
+    assert_eq!(select(&tokens, wrong, 5), Err(Error::Budget { what: "score_variances" }));
+    let others = [SoftmaxStats::EMPTY, SoftmaxStats { max: 1.0, sum: f32::NAN }];
+    let wrong = Hybrid { rows: rows_by_error, others: &others, ..hybrid };
+    assert_eq!(select(&tokens, wrong, 5), Err(Error::NotFinite { what: "others", index: 1 }));
     assert!(matches!(select(&tokens.with_bias(&[0.0; 70][..]), hybrid, 5), Err(Error::Length { .. })));
     let bound = RowBudget::Error { bound: f32::INFINITY, value_error: 0.0, most: 5 };
     assert!(matches!(select(&tokens, Hybrid { rows: bound, ..hybrid }, 5), Err(Error::Budget { .. })));

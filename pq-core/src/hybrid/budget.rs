@@ -29,7 +29,8 @@ use crate::SoftmaxStats;
 pub enum RowBudget {
     /// This many tokens.
     Count(usize),
-    /// This fraction of the coded tokens, rounded up: 0 for none, 1 for all.
+    /// This fraction of the coded tokens, rounded up: 0 for none, 1 for all. The `f32` stands for the decimal
+    /// that it was written as: a tenth of 1000 tokens is 100.
     Share(f32),
     /// As many as keep the error of every query's output below a bound at about the 95th percentile.
     Error {
@@ -56,9 +57,18 @@ impl RowBudget {
     pub fn most(&self, n: usize) -> usize {
         match *self {
             Self::Count(count) | Self::Error { most: count, .. } => count.min(n),
-            Self::Share(share) => (libm::ceil(f64::from(share) * n as f64) as usize).min(n),
+            Self::Share(share) => part(share, n).min(n),
         }
     }
+}
+
+/// `share * n`, rounded up, unless it exceeds a whole number by no more than the rounding of `share` to `f32`:
+/// 0.1 of 1000 is 100, although `0.1_f32` is larger than 0.1.
+fn part(share: f32, n: usize) -> usize {
+    let part = f64::from(share) * n as f64;
+    let whole = libm::floor(part);
+    let rounding = part * f64::from(f32::EPSILON / 2.0);
+    (if part - whole <= rounding { whole } else { whole + 1.0 }) as usize
 }
 
 /// Number of tokens to read exactly, given the combined scores and the softmax statistics of the codes.
@@ -132,5 +142,24 @@ impl Weights {
             }
         }
         0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shares_are_those_of_their_decimals() {
+        for thousandths in 0..=1000_usize {
+            let share = RowBudget::Share(thousandths as f32 / 1000.0);
+            for n in [0, 1, 10, 100, 999, 1000, 1001, 4096, 131_072, 1_000_000] {
+                assert_eq!(share.most(n), (thousandths * n).div_ceil(1000), "{share:?} of {n}");
+            }
+        }
+        let most = |share: f32, n: usize| RowBudget::Share(share).most(n);
+        assert_eq!([most(1e-10, 1000), most(1e-45, 1), most(0.0, usize::MAX)], [1, 1, 0]);
+        assert_eq!([most(1.0, 1 << 26), most(1.0, usize::MAX)], [1 << 26, usize::MAX]);
+        assert_eq!([most(f32::NAN, 10), most(-0.5, 10), most(2.0, 10)], [0, 0, 10]);
     }
 }
