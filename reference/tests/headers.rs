@@ -75,7 +75,7 @@ struct Gguf {
     n_metadata: u64,
     tensors: Vec<u8>,
     n_tensors: u64,
-    data: u64, // bytes of all tensors
+    data: u64, // bytes of all tensors, padded
 }
 
 fn string(text: &[u8]) -> Vec<u8> {
@@ -100,7 +100,7 @@ impl Gguf {
         self.tensors.extend([&string(name.as_bytes())[..], &(shape.len() as u32).to_le_bytes()].concat());
         shape.iter().rev().for_each(|&n| self.tensors.extend((n as u64).to_le_bytes()));
         self.tensors.extend([&0_u32.to_le_bytes()[..], &self.data.to_le_bytes()].concat());
-        self.data += 4 * shape.iter().product::<usize>() as u64;
+        self.data += (4 * shape.iter().product::<usize>() as u64).next_multiple_of(32);
         self.n_tensors += 1;
     }
 

@@ -300,7 +300,7 @@ fn gguf() {
     };
     spoil("another magic", "not a GGUF file", &|bytes| bytes[0] = b'X');
     spoil("version 9", "version 9", &|bytes| bytes[4] = 9);
-    spoil("2^64 tensors", "ends inside", &|bytes| bytes[8..16].fill(0xff));
+    spoil("2^64 tensors", "model.gguf", &|bytes| bytes[8..16].fill(0xff));
     spoil("2^64 metadata", "model.gguf", &|bytes| bytes[16..24].fill(0xff));
     spoil("a text of 2^64 bytes", "ends inside", &|bytes| bytes[24..32].fill(0xff));
     spoil("the magic alone", "ends inside", &|bytes| bytes.truncate(4));

@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::io::{Read, Seek};
 use std::ops::Range;
 
+use super::blocks::Layout;
 use crate::error::Quoted;
 
 /// The metadata and the tensors of a file.
@@ -34,6 +35,15 @@ pub(super) struct TensorInfo {
     pub shape: Vec<usize>, // outermost first, as in safetensors; the file stores it innermost first
     pub kind: u32,         // ggml type
     pub offset: u64,
+}
+
+impl TensorInfo {
+    /// The bytes behind the header that hold the tensor, unless there are none or its type is not supported.
+    fn range(&self) -> Option<Range<u64>> {
+        let elements = self.shape.iter().try_fold(1_usize, |product, &n| product.checked_mul(n))?;
+        let len = Layout::of(self.kind).and_then(|layout| layout.bytes(elements)).ok()? as u64;
+        (len > 0).then(|| self.offset..self.offset.saturating_add(len))
+    }
 }
 
 /// The metadata type of texts.
@@ -72,6 +82,11 @@ pub(super) fn parse(input: impl Read + Seek, len: u64) -> Result<Header> {
             return Err(format!("holds more than {MOST_METADATA} metadata"));
         }
     }
+    let alignment = match metadata.get("general.alignment") {
+        None => 32,
+        Some(&Value::Int(x)) if (1..=1 << 20).contains(&x) => x as u64,
+        Some(_) => return Err("`general.alignment` is no whole number of 1 to 1048576".into()),
+    };
     let mut tensors = HashMap::new();
     for _ in 0..n_tensors {
         let name = reader.name()?;
@@ -85,17 +100,27 @@ pub(super) fn parse(input: impl Read + Seek, len: u64) -> Result<Header> {
         if tensors.contains_key(&name) {
             return Err(format!("tensor {} appears twice", Quoted(&name)));
         }
+        if !info.offset.is_multiple_of(alignment) {
+            let offset = info.offset;
+            return Err(format!("tensor {} is at {offset}, not a multiple of {alignment}", Quoted(&name)));
+        }
         tensors.insert(name, info);
         if tensors.len() > MOST_TENSORS {
             return Err(format!("holds more than {MOST_TENSORS} tensors"));
         }
     }
-    let alignment = match metadata.get("general.alignment") {
-        None => 32,
-        Some(&Value::Int(x)) if (1..=1 << 20).contains(&x) => x as u64,
-        Some(_) => return Err("`general.alignment` is no whole number of 1 to 1048576".into()),
-    };
+    check_apart(&tensors)?;
     Ok(Header { metadata, tensors, data_start: reader.at.next_multiple_of(alignment) })
+}
+
+/// Rejects tensors that share bytes. Those of unsupported types have no known length, and loading them fails.
+fn check_apart(tensors: &HashMap<String, TensorInfo>) -> Result<()> {
+    let mut places: Vec<_> = tensors.iter().filter_map(|(name, info)| Some((info.range()?, name))).collect();
+    places.sort_unstable_by_key(|(range, name)| (range.start, *name));
+    match places.windows(2).find(|pair| pair[0].0.end > pair[1].0.start) {
+        Some([(_, a), (_, b)]) => Err(format!("tensor {} overlaps {}", Quoted(a), Quoted(b))),
+        _ => Ok(()),
+    }
 }
 
 /// A cursor that never reads past the end and buffers at most a name.
@@ -241,6 +266,36 @@ mod tests {
         ] {
             assert!(parsed(&bytes).is_err());
         }
+    }
+
+    #[test]
+    fn tensors_are_aligned_and_apart() {
+        let tensors = |of: &[(&str, u64, u32, u64)]| {
+            let entries = of.iter().map(|&(name, len, kind, offset)| {
+                let [name_len, len, offset] = [name.len() as u64, len, offset].map(u64::to_le_bytes);
+                let [dims, kind] = [1, kind].map(u32::to_le_bytes);
+                [&name_len[..], name.as_bytes(), &dims, &len, &kind, &offset].concat()
+            });
+            parsed(&header(of.len() as u64, 0, &entries.collect::<Vec<_>>().concat())).err()
+        };
+        let [f32, q8_0, unknown] = [0, 8, 99];
+        assert_eq!(tensors(&[("b", 8, f32, 32), ("a", 8, f32, 0), ("c", 32, q8_0, 64)]), None);
+        for offset in [1, 31, 33] {
+            let error = tensors(&[("a", 8, f32, 0), ("b", 8, f32, offset)]).unwrap();
+            assert_eq!(error, format!("tensor `b` is at {offset}, not a multiple of 32"));
+        }
+        for of in [
+            [("a", 8, f32, 0), ("b", 8, f32, 0)],
+            [("b", 8, f32, 32), ("a", 9, f32, 0)],
+            [("a", 32, q8_0, 0), ("b", 1, f32, 32)], // 34 bytes
+            [("a", 100, f32, 0), ("b", 1, f32, 96)],
+        ] {
+            assert_eq!(tensors(&of).unwrap(), "tensor `a` overlaps `b`");
+        }
+        // No bytes, or no known ones.
+        let empty = [("a", 0, f32, 0), ("b", 100, f32, 0), ("c", 0, f32, 32), ("d", u64::MAX, f32, 0)];
+        assert_eq!(tensors(&empty), None);
+        assert_eq!(tensors(&[("a", 8, f32, 0), ("b", 8, unknown, 0)]), None);
     }
 
     #[test]
