@@ -19,6 +19,12 @@ pub(crate) enum RowFormat {
     /// scaled by 63 over its largest magnitude and rounded to 7 bits, the high ones of a byte, whose lowest
     /// bit is a bit of the group's f16 scale. A record of 128 components a side takes two PCIe reads of 128
     /// bytes. Rows are padded to whole groups.
+    ///
+    /// If a group's largest magnitude is between 0.0039 and 4.1e6, so that its scale is a normal f16, the error
+    /// of a component is at most half a step of 1/63 of that magnitude, and 1/2048 of it more since the scale
+    /// is rounded. Below, the scale is rounded up to a multiple of 2^-24: the error is at most 2^-25 more than
+    /// half a step, which doubles it at 3.8e-6. Components beyond 63 * 65504 (4.1e6) become that magnitude, and
+    /// NaN becomes 0.
     Int8,
 }
 
@@ -120,10 +126,18 @@ fn attend<E: Element>(
     attend_tokens(q, &tokens, out, stats)
 }
 
+/// The scale of a group: 1/63 of its largest magnitude. A subnormal one has few bits: rounded down, it would
+/// clamp the largest component.
+fn scale_of(largest: f32) -> f16 {
+    let exact = largest / 63.0;
+    let nearest = saturating_f16(exact);
+    let up = nearest < f16::MIN_POSITIVE && nearest.to_f32() < exact;
+    f16::from_bits(nearest.to_bits() + u16::from(up))
+}
+
 /// The bytes of a group of at most [`GROUP`] components, of which the last may be padding.
 fn quantize(group: &[f32], bytes: &mut [i8]) {
-    let largest = group.iter().fold(0.0_f32, |max, x| max.max(x.abs()));
-    let scale = saturating_f16(largest / 63.0);
+    let scale = scale_of(group.iter().fold(0.0_f32, |max, x| max.max(x.abs())));
     let unit = if scale.to_f32() > 0.0 { 1.0 / scale.to_f32() } else { 0.0 };
     let padded = group.iter().copied().chain(iter::repeat(0.0));
     for ((i, byte), x) in bytes.iter_mut().enumerate().zip(padded) {
@@ -179,8 +193,31 @@ mod tests {
             let mut bytes = [0; GROUP];
             quantize(&[x; GROUP], &mut bytes);
             let largest = if x.is_nan() { 0.0 } else { x };
-            assert_eq!(scale(&bytes), saturating_f16(largest / 63.0).to_f32(), "{x}");
+            assert_eq!(scale(&bytes), scale_of(largest).to_f32(), "{x}");
         }
+    }
+
+    #[test]
+    fn errors_keep_their_bound_at_every_magnitude() {
+        let round_trip = |x: [f32; GROUP]| {
+            let (mut bytes, mut out) = ([0; GROUP], [0.0; GROUP]);
+            quantize(&x, &mut bytes);
+            out.iter_mut().zip(bytes).for_each(|(out, byte)| *out = scale(&bytes) * f32::from(byte >> 1));
+            out
+        };
+        for exponent in -149..=21 {
+            for mantissa in [1.0, 1.2, 1.4, 1.6, 1.8, 1.96] {
+                let largest = (mantissa * 2_f64.powi(exponent)) as f32;
+                let x = std::array::from_fn(|i| largest * (1.0 - 2.0 * i as f32 / 17.0));
+                let step = f64::from(largest) / 63.0;
+                let of_scale = if step < 2_f64.powi(-14) { 2_f64.powi(-24) } else { step / 2048.0 };
+                let bound = 0.500_001 * (step + of_scale);
+                for (x, y) in x.into_iter().zip(round_trip(x)) {
+                    assert!(f64::from((x - y).abs()) <= bound, "{y} for {x} of {largest}");
+                }
+            }
+        }
+        assert_eq!(round_trip([1e30; GROUP]), [63.0 * 65504.0; GROUP]);
     }
 
     #[test]

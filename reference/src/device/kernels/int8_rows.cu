@@ -35,7 +35,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) store(const StoreArguments
 #pragma unroll
             for (int bit = 1; bit < GROUP / OF_LANE; bit *= 2)
                 largest = fmaxf(largest, __shfl_xor_sync(FULL, largest, bit));
-            const u16 scale = float_to_half(fminf(largest / 63.f, 65504.f));
+            const u16 scale = scale_of(largest);
             const float unit = half_to_float(scale) > 0 ? 1.f / half_to_float(scale) : 0;
             u32 bytes = 0;
 #pragma unroll

@@ -14,6 +14,14 @@
 constexpr int D = HEAD_DIM, GROUP = 16, RECORD = 2 * D;
 constexpr int SHARERS = RECORD / GROUP; // lanes that share a record, with a group each
 
+// The scale of a group: 1/63 of its largest magnitude, as on the CPU. A subnormal one has few bits: rounded down, it
+// would clamp the largest component.
+__device__ __forceinline__ u16 scale_of(float largest) {
+    const float exact = largest / 63.f;
+    const u16 nearest = float_to_half(fminf(exact, 65504.f));
+    return nearest + (nearest < 0x400 && half_to_float(nearest) < exact);
+}
+
 // The byte of x, component number `component` of its row.
 __device__ __forceinline__ u32 quantized(float x, float unit, u16 scale, u32 component) {
     const int rounded = min(max((int)roundf(x * unit), -63), 63); // 0 for NaN, as on the CPU
