@@ -66,7 +66,7 @@ pub(super) const HYBRID: Entry = Entry {
 /// How many rows a decode step reads.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Rows {
-    Share(f32),
+    Share(f64),
     Auto,
 }
 
@@ -186,7 +186,7 @@ impl HybridStore {
         let n = step.tokens.n();
         let part = |share: f64| Budget::Share(share).k(n - first, 0);
         let rows = match self.rows {
-            Rows::Share(share) => RowBudget::Count(part(share.into())),
+            Rows::Share(share) => RowBudget::Count(part(share)),
             Rows::Auto => {
                 RowBudget::Error { bound: self.bound, value_error: step.value_error, most: part(self.most) }
             }

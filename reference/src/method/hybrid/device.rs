@@ -32,7 +32,7 @@ impl HybridKind {
         let home = self.offload.home(self.home)?;
         let held = self.offload.held();
         let (share, bound) = match self.rows {
-            RowCount::Share(share) => (share.into(), None),
+            RowCount::Share(share) => (share, None),
             RowCount::Auto => (self.most, Some(self.bound)),
         };
         Ok(HybridPlan { quantizers, form, budget: Budget::Share(share), bound, home, held })
