@@ -47,6 +47,12 @@ pub enum Error {
         /// The unsupported operation or input.
         what: String,
     },
+    /// The activations of a model exceed the range of `f32`.
+    #[error("{model}: logits hold a NaN or an infinity")]
+    Logits {
+        /// The model's name.
+        model: String,
+    },
     /// Streaming a stored context failed.
     #[error("stream: {0}")]
     Stream(String),

@@ -193,12 +193,23 @@ fn check_shapes(model: &Model, rope: &Rope) -> Result<()> {
 }
 
 /// Logits (n, vocab_size) of normalized hidden states (n, hidden_size).
-#[must_use]
-pub fn logits(model: &Model, hidden: &[f32]) -> Vec<f32> {
+///
+/// # Errors
+/// [`Error::Logits`] for a NaN or an infinity among them.
+pub fn logits(model: &Model, hidden: &[f32]) -> Result<Vec<f32>> {
     let n = hidden.len() / model.config.hidden_size;
     let mut out = vec![0.0; n * model.config.vocab_size];
-    matmul(&model.output, hidden, &mut out, model.config.hidden_size);
-    out
+    logits_into(model, hidden, &mut out)?;
+    Ok(out)
+}
+
+/// As [`logits`]. Finite weights may overflow, and no comparison of logits would notice a NaN.
+fn logits_into(model: &Model, hidden: &[f32], out: &mut [f32]) -> Result<()> {
+    matmul(&model.output, hidden, out, model.config.hidden_size);
+    match out.iter().all(|x| x.is_finite()) {
+        true => Ok(()),
+        false => Err(Error::Logits { model: model.name.clone() }),
+    }
 }
 
 fn embedding(model: &Model, token: u32) -> &[f32] {
@@ -231,7 +242,8 @@ impl Decoder {
     ///
     /// # Errors
     /// [`Error::Argument`] for a token outside the vocabulary, for a cache filled up to the last position,
-    /// and for weights or positions that do not match the model's configuration; errors of the cache.
+    /// and for weights or positions that do not match the model's configuration; errors of the cache;
+    /// [`Error::Logits`], after which the cache holds the token.
     pub fn step(&mut self, token: u32, cache: &mut dyn KvCache) -> Result<&[f32]> {
         let model = &*self.model;
         let config = &model.config;
@@ -258,7 +270,7 @@ impl Decoder {
         }
         rms_norm(x, &model.norm, config.rms_norm_eps, &mut buffers.normed);
         self.logits.resize(config.vocab_size, 0.0);
-        matmul(&model.output, &buffers.normed, &mut self.logits, config.hidden_size);
+        logits_into(model, &buffers.normed, &mut self.logits)?;
         Ok(&self.logits)
     }
 
@@ -302,7 +314,38 @@ impl Decoder {
             cache.prefill(l, pos, k, v)
         })?;
         self.logits.resize(config.vocab_size, 0.0);
-        matmul(&model.output, &hidden[(n - 1) * config.hidden_size..], &mut self.logits, config.hidden_size);
+        logits_into(model, &hidden[(n - 1) * config.hidden_size..], &mut self.logits)?;
         Ok(&self.logits)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+    use crate::Profile;
+    use crate::method::Method;
+
+    #[test]
+    fn logits_that_overflow_are_refused() {
+        let gqa = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/parity/fixtures/gqa");
+        let mut model = Model::load(&gqa).unwrap();
+        // Weights, keys and values are finite.
+        let last = model.layers.last_mut().unwrap();
+        Arc::make_mut(&mut last.feed_forward).down.weight.fill(3e38);
+        let rope = Arc::new(Rope::new(&model.config, 8));
+        let model = Arc::new(model);
+        let refused = |error: Option<Error>| {
+            assert!(matches!(error, Some(Error::Logits { model: name }) if name == model.name));
+        };
+        let hidden = prefill(&model, &rope, &[1, 2], &mut |_, _| Ok(())).unwrap();
+        refused(logits(&model, &hidden).err());
+        let dense: Method = "dense".parse().unwrap();
+        let mut cache = dense.prepare(&model, &rope, &Profile::default()).unwrap().cache;
+        let mut decoder = Decoder::new(model.clone(), rope);
+        refused(decoder.prefill(&[1, 2], cache.as_mut()).err());
+        refused(decoder.step(3, cache.as_mut()).err());
+        assert_eq!(cache.seq_len(), 3);
     }
 }

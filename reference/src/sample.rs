@@ -47,7 +47,7 @@ impl Sampler {
         Self { sampling, rng: Rng(sampling.seed) }
     }
 
-    /// The next token.
+    /// The next token, given finite logits.
     pub fn sample(&mut self, logits: &[f32]) -> u32 {
         let Sampling { temperature, top_p, .. } = self.sampling;
         if temperature == 0.0 {

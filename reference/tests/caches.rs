@@ -101,7 +101,7 @@ fn distance(a: &[f32], b: &[f32]) -> f32 {
 fn decoding_over_a_dense_cache_equals_prefill() {
     let s = setup(&[]);
     let hidden = prefill(&s.model, &s.rope, &s.tokens[..50], &mut |_, _| Ok(())).unwrap();
-    let expected = logits(&s.model, &hidden[49 * s.model.config.hidden_size..]);
+    let expected = logits(&s.model, &hidden[49 * s.model.config.hidden_size..]).unwrap();
     for start in [0, 1, 30] {
         let Prepared { model, mut cache } =
             if start == 0 { s.prepare("dense") } else { s.prefilled("dense", start) };

@@ -79,7 +79,7 @@ impl Setup {
     /// The logits after the first `TOKENS` tokens with exact attention.
     fn exact(&self) -> Vec<f32> {
         let hidden = prefill(&self.model, &self.rope, &self.tokens[..TOKENS], &mut |_, _| Ok(())).unwrap();
-        logits(&self.model, &hidden[(TOKENS - 1) * self.model.config.hidden_size..])
+        logits(&self.model, &hidden[(TOKENS - 1) * self.model.config.hidden_size..]).unwrap()
     }
 
     /// The logits after the same tokens in chunks that end at these positions; a chunk of one token is a

@@ -43,7 +43,7 @@ fn dense_logits_are_those_of_the_cpu() {
     let tokens = &tokens[..400];
     let rope = Rope::new(&model.config, tokens.len());
     let hidden = prefill(&model, &rope, tokens, &mut |_, _| Ok(())).unwrap();
-    let expected = logits(&model, &hidden);
+    let expected = logits(&model, &hidden).unwrap();
     for method in ["dense:dtype=f16", "dense:dtype=bf16"] {
         let mut decoder = decoder(&gpu, &model, method, &Profile::default(), 1, tokens.len());
         let (mut divergence, mut worst) = (Divergence::default(), 1.0_f64);
@@ -123,7 +123,7 @@ fn prompts_have_the_logits_of_the_cpu() {
     let tokens = &tokens[..420];
     let rope = Rope::new(&model.config, tokens.len());
     let hidden = prefill(&model, &rope, tokens, &mut |_, _| Ok(())).unwrap();
-    let expected = logits(&model, &hidden);
+    let expected = logits(&model, &hidden).unwrap();
     for method in ["dense:dtype=f16", "dense:dtype=bf16"] {
         let mut decoder = decoder(&gpu, &model, method, &Profile::default(), 1, tokens.len());
         let (mut divergence, mut worst, mut apart) = (Divergence::default(), 1.0_f64, 1.0_f64);

@@ -65,7 +65,7 @@ fn logits_agree_with_transformers() {
         let model = load(&folder);
         let rope = Rope::new(&model.config, expected.tokens.len());
         let hidden = prefill(&model, &rope, &expected.tokens, &mut |_, _| Ok(())).unwrap();
-        let ours = logits(&model, &hidden);
+        let ours = logits(&model, &hidden).unwrap();
         let theirs = expected.logits.concat();
         assert_eq!(ours.len(), theirs.len());
         let largest = theirs.iter().fold(0.0_f32, |a, x| a.max(x.abs()));

@@ -34,7 +34,7 @@ impl Logits {
         model.check_context(self.tokens.len())?;
         let rope = Rope::new(&model.config, self.tokens.len());
         let hidden = prefill(&model, &rope, &self.tokens, &mut |_, _| Ok(()))?;
-        let all = logits(&model, &hidden);
+        let all = logits(&model, &hidden)?;
         let rows: Vec<&[f32]> = all.chunks_exact(model.config.vocab_size).collect();
         for (position, row) in rows.iter().enumerate() {
             let best = kv_reference::ops::argmax(row);

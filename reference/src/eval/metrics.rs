@@ -15,11 +15,12 @@ pub fn log_softmax(logits: &[f32]) -> Vec<f64> {
 }
 
 /// Kullback-Leibler divergence of `q` from `p` in nats, both given as logarithms of probabilities. Never
-/// negative.
+/// negative; NaN for logarithms of NaN.
 #[must_use]
 pub fn kl_divergence(p: &[f64], q: &[f64]) -> f64 {
-    let terms = p.iter().zip(q).filter(|(p, _)| p.is_finite()).map(|(p, q)| p.exp() * (p - q));
-    terms.sum::<f64>().max(0.0)
+    let terms = p.iter().zip(q).filter(|(p, _)| **p != f64::NEG_INFINITY).map(|(p, q)| p.exp() * (p - q));
+    let sum: f64 = terms.sum();
+    if sum < 0.0 { 0.0 } else { sum }
 }
 
 /// The quality of a sequence of predictions relative to a reference's, position by position.
@@ -38,8 +39,11 @@ impl Divergence {
     pub fn add(&mut self, logits: &[f32], reference: &[f32], next: u32) {
         let (p, q) = (log_softmax(reference), log_softmax(logits));
         self.nll.push(-q[next as usize]);
-        self.kl.push(kl_divergence(&p, &q));
-        self.agree += usize::from(crate::ops::argmax(logits) == crate::ops::argmax(reference));
+        let kl = kl_divergence(&p, &q);
+        self.kl.push(kl);
+        // Among NaNs no token is the most likely one.
+        let agree = !kl.is_nan() && crate::ops::argmax(logits) == crate::ops::argmax(reference);
+        self.agree += usize::from(agree);
     }
 
     /// `exp` of the mean negative log-likelihood.
@@ -101,6 +105,17 @@ mod tests {
             .abs()
                 < 1e-12
         );
+    }
+
+    #[test]
+    fn nan_is_no_agreement() {
+        for (logits, reference) in
+            [([f32::NAN; 2], [0.0; 2]), ([0.0; 2], [f32::NAN; 2]), ([f32::NAN; 2], [f32::NAN; 2])]
+        {
+            let mut divergence = Divergence::default();
+            divergence.add(&logits, &reference, 0);
+            assert!(divergence.kl().is_nan() && divergence.top1() == 0.0, "{logits:?}, {reference:?}");
+        }
     }
 
     #[test]

@@ -25,7 +25,7 @@ impl Prompt {
     /// Runs the prompt.
     ///
     /// # Errors
-    /// Errors of [`prefill`].
+    /// Errors of [`prefill`] and [`logits`].
     pub fn run(model: &Model, rope: &Rope, tokens: &[u32]) -> Result<Self> {
         let mut layers = vec![];
         let hidden = prefill(model, rope, tokens, &mut |l, activations| {
@@ -36,7 +36,7 @@ impl Prompt {
             Ok(())
         })?;
         let last = &hidden[hidden.len() - model.config.hidden_size..];
-        Ok(Self { layers, logits: logits(model, last) })
+        Ok(Self { layers, logits: logits(model, last)? })
     }
 
     /// Fills an empty cache.
@@ -61,7 +61,7 @@ impl SharedPrompt {
     /// Runs the prompt on the original model.
     ///
     /// # Errors
-    /// Errors of [`prefill`].
+    /// Errors of [`prefill`] and [`logits`].
     pub fn run(model: &Model, rope: &Rope, tokens: &[u32]) -> Result<Self> {
         Ok(Self { tokens: tokens.to_vec(), run: Prompt::run(model, rope, tokens)? })
     }
@@ -130,7 +130,8 @@ pub fn score_text(
 /// every prediction inside a window scored, as in published tables.
 ///
 /// # Errors
-/// [`Error::Argument`] for a text shorter than one window of two tokens; errors of [`prefill`].
+/// [`Error::Argument`] for a text shorter than one window of two tokens; errors of [`prefill`] and
+/// [`logits`].
 pub fn window_perplexity(
     model: &Model,
     rope: &Rope,
@@ -148,7 +149,7 @@ pub fn window_perplexity(
         let hidden = prefill(model, rope, window, &mut |_, _| Ok(()))?;
         let (row, vocab) = (model.config.hidden_size, model.config.vocab_size);
         for (hidden, next) in hidden[..(length - 1) * row].chunks(ROWS * row).zip(window[1..].chunks(ROWS)) {
-            let logits = logits(model, hidden);
+            let logits = logits(model, hidden)?;
             nll += logits
                 .par_chunks(vocab)
                 .zip(next)

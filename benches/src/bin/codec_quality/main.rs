@@ -156,7 +156,7 @@ fn scored_logits(
         None => Ok(()),
     })?;
     let row = model.config.hidden_size;
-    Ok(logits(model, &hidden[SCORED * row..(window.len() - 1) * row]))
+    logits(model, &hidden[SCORED * row..(window.len() - 1) * row])
 }
 
 /// Sums over all planes of all windows.

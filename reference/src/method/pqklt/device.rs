@@ -168,7 +168,9 @@ mod tests {
             crate::compare::calibrated(&model, &rope, &tokens, std::slice::from_ref(&method)).unwrap();
         let folded = method.device_model(&model, &profile).unwrap();
         assert_ne!(folded.layers[0].attention.v.weight, model.layers[0].attention.v.weight);
-        let run = |model: &Model| logits(model, &prefill(model, &rope, &tokens, &mut |_, _| Ok(())).unwrap());
+        let run = |model: &Model| {
+            logits(model, &prefill(model, &rope, &tokens, &mut |_, _| Ok(())).unwrap()).unwrap()
+        };
         let (plain, folded) = (run(&model), run(&folded));
         let largest = plain.iter().fold(0.0_f32, |m, x| m.max(x.abs()));
         let difference = plain.iter().zip(&folded).fold(0.0_f32, |m, (a, b)| m.max((a - b).abs()));

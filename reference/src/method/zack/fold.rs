@@ -65,8 +65,9 @@ mod tests {
                 }
             }
         }
-        let run =
-            |model: &Model| logits(model, &prefill(model, &rope, &tokens[..64], &mut |_, _| Ok(())).unwrap());
+        let run = |model: &Model| {
+            logits(model, &prefill(model, &rope, &tokens[..64], &mut |_, _| Ok(())).unwrap()).unwrap()
+        };
         let (plain, folded) = (run(&model), run(&folded));
         let largest = plain.iter().fold(0.0_f32, |m, x| m.max(x.abs()));
         let difference = plain.iter().zip(&folded).fold(0.0_f32, |m, (a, b)| m.max((a - b).abs()));
