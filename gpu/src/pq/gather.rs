@@ -7,7 +7,7 @@ use crate::pointer::DevicePtr;
 use crate::{Device, Error, Program};
 
 /// Blocks per multiprocessor, over all heads and both sides.
-const BLOCKS: usize = 3;
+const BLOCKS: usize = 2;
 /// Bytes of a row that a thread of the bulk copies has in flight, at most.
 const PIECE: usize = 512;
 
