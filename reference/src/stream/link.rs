@@ -82,11 +82,11 @@ impl Bandwidth {
             };
             let last = steps.last().map_or(-1.0, |step: &(f64, f64)| step.0);
             let rising = if steps.is_empty() { from == 0.0 } else { from.is_finite() && from > last };
-            if !rising || !gbps.is_finite() || gbps < 0.0 {
-                let what = "seconds rise from 0, and rates are not negative";
+            let Some(rate) = rate(gbps).filter(|_| rising) else {
+                let what = "seconds rise from 0, and rates are finite and not negative";
                 return Err(Error::file(path, format!("line {}: {what}", i + 1)));
-            }
-            steps.push((from, gbps * GBPS));
+            };
+            steps.push((from, rate));
         }
         match steps.is_empty() {
             true => Err(Error::file(path, "has no bandwidth")),
@@ -95,24 +95,28 @@ impl Bandwidth {
     }
 }
 
+/// Bytes per second; none unless they are finite and not negative.
+fn rate(gbps: f64) -> Option<f64> {
+    let rate = gbps * GBPS;
+    (rate.is_finite() && rate >= 0.0).then_some(rate)
+}
+
 /// A number of Gbit/s; `random:LOW-HIGH`; or a file with a line `SECONDS GBPS` for every change.
 impl FromStr for Bandwidth {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        let rate = |text: &str| text.parse().ok().filter(|rate: &f64| rate.is_finite() && *rate >= 0.0);
+        let rate = |text: &str| text.parse().ok().and_then(rate);
         if let Some(range) = text.strip_prefix("random:") {
             let range = range.split_once('-').and_then(|(low, high)| Some((rate(low)?, rate(high)?)));
             return match range {
-                Some((low, high)) if low <= high => {
-                    Ok(Self::Random { low: low * GBPS, high: high * GBPS, seed: 0 })
-                }
+                Some((low, high)) if low <= high => Ok(Self::Random { low, high, seed: 0 }),
                 _ => Err(Error::Argument(format!("bandwidth `{text}` is not `random:LOW-HIGH` in Gbit/s"))),
             };
         }
         match (Self::file_of(text), rate(text)) {
             (Some(path), _) => Self::from_file(path),
-            (None, Some(gbps)) => Ok(Self::Steps(vec![(0.0, gbps * GBPS)])),
+            (None, Some(rate)) => Ok(Self::Steps(vec![(0.0, rate)])),
             (None, None) => Err(Error::Argument(format!("a bandwidth of {text} Gbit/s"))),
         }
     }
@@ -318,10 +322,10 @@ mod tests {
         };
         let steps = read("# seconds, Gbit/s\n0 8\n\n1.5 0 # an outage\n").unwrap();
         assert_eq!(steps, Bandwidth::Steps(vec![(0.0, 1e9), (1.5, 0.0)]));
-        for text in ["", "1 8", "0 8\n0 9", "0 -1", "0 8 9", "0", "0 nan", "0 8\ninf 3"] {
+        for text in ["", "1 8", "0 8\n0 9", "0 -1", "0 8 9", "0", "0 nan", "0 1e301", "0 8\ninf 3"] {
             assert!(matches!(read(text), Err(Error::File { .. })), "{text}");
         }
-        for text in ["-1", "nan", "inf", "random:3", "random:3-1", "random:a-b"] {
+        for text in ["-1", "nan", "inf", "1e301", "random:3", "random:3-1e301", "random:3-1", "random:a-b"] {
             assert!(matches!(text.parse::<Bandwidth>(), Err(Error::Argument(_))), "{text}");
         }
     }
