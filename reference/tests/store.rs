@@ -577,8 +577,11 @@ fn the_command_line_stores_and_loads() {
     let adaptive = ["--kv", &url, "--kv-encoding", "adaptive", "--kv-slo", "30"];
     let (of_file, _) = output(&["generate", "-f", &text, "--tokens", "8", "--device", "cpu", "--kv", &url]);
     assert_eq!(first, of_file);
-    let (third, err) = output(&[&generate[..], &adaptive].concat());
+    let (third, err) = output(&[&generate[..], &adaptive, &["--json", &report]].concat());
     assert!(first == third && err.contains(" tokens recomputed"), "{err}"); // in time
+    let json: serde_json::Value = serde_json::from_slice(&std::fs::read(&report).unwrap()).unwrap();
+    assert_eq!(json["kv"]["loaded"], serde_json::json!([0, 0]));
+    assert!(err.contains(&format!(", {} tokens recomputed", json["kv"]["recomputed"])), "{err} {json}");
     let folded = [&generate[..], &["--kv", &url, "--method", "zack"], &common].concat();
     refused("weights of the method", &folded, "on the CPU method zack");
     let (put, _) = output(&["store", "put", &url, "--text", &text, "--json", &report]);

@@ -77,8 +77,26 @@ struct Generated<'a> {
     method: String,
     prompt_tokens: usize,
     prompt_seconds: f64, // from the tokens of the prompt to the logits after it
+    #[serde(skip_serializing_if = "Option::is_none")]
+    kv: Option<Prefix>,
     tokens: Vec<u32>,
     text: String,
+}
+
+/// The prefix of a prompt that was in a store.
+#[derive(Serialize)]
+pub struct Prefix {
+    /// Tokens loaded at each level.
+    pub loaded: Vec<usize>,
+    /// Tokens recomputed.
+    pub recomputed: usize,
+}
+
+/// A prompt that is in the cache.
+pub struct Prefilled {
+    pub seconds: f64,
+    /// None without a store.
+    pub prefix: Option<Prefix>,
 }
 
 impl Generate {
@@ -104,7 +122,7 @@ impl Generate {
         self.kv.check()?;
         let rope = Arc::new(Rope::new(&model.config, length.max(CALIBRATION.min(model.config.max_seq_len))));
         let profile = self.profile(&model, &rope)?;
-        let Started { model, seconds, mut next } = self.start(model, rope, &profile, &prompt, sampling)?;
+        let Started { model, prefilled, mut next } = self.start(model, rope, &profile, &prompt, sampling)?;
         let mut stream = Stream { model: &model, tokens: vec![], shown: String::new() };
         while stream.tokens.len() < self.tokens {
             let token = next()?;
@@ -123,7 +141,8 @@ impl Generate {
             prompt: &text,
             method: self.method.spec(),
             prompt_tokens: prompt.len(),
-            prompt_seconds: seconds,
+            prompt_seconds: prefilled.seconds,
+            kv: prefilled.prefix,
             tokens,
             text: shown,
         })
@@ -163,11 +182,11 @@ impl Generate {
                 let begin = Instant::now();
                 decoder.prefill(&[prompt.to_vec()], chunk)?;
                 decoder.next_tokens()?; // waits
-                Ok(begin.elapsed().as_secs_f64())
+                Ok(Prefilled { seconds: begin.elapsed().as_secs_f64(), prefix: None })
             };
             let capacity = prompt.len() + self.tokens;
             match on_device(gpu, &model, &self.method, profile, (capacity, sampling), run) {
-                Ok((seconds, next)) => return Ok(Started { model, seconds, next }),
+                Ok((prefilled, next)) => return Ok(Started { model, prefilled, next }),
                 Err(e) if self.device.falls_back(&e) => {}
                 Err(e) => return Err(e),
             }
@@ -186,8 +205,8 @@ impl Generate {
         for chunk in prompt.chunks(self.chunk.map_or(prompt.len(), NonZeroUsize::get)) {
             logits = decoder.prefill(chunk, cache.as_mut())?.to_vec();
         }
-        let seconds = begin.elapsed().as_secs_f64();
-        Ok(Started { model, seconds, next: sampled(decoder, cache, logits, sampling) })
+        let prefilled = Prefilled { seconds: begin.elapsed().as_secs_f64(), prefix: None };
+        Ok(Started { model, prefilled, next: sampled(decoder, cache, logits, sampling) })
     }
 
     /// As [`Self::start`], with the prompt over a store of caches.
@@ -209,8 +228,8 @@ impl Generate {
         }
         let mut decoder = Decoder::new(model.clone(), rope.clone());
         let chunk = self.chunk.map_or(prompt.len(), NonZeroUsize::get);
-        let (logits, seconds) = kv.fill(&model, &rope, &mut decoder, cache.as_mut(), (prompt, chunk))?;
-        Ok(Started { model, seconds, next: sampled(decoder, cache, logits, sampling) })
+        let (logits, prefilled) = kv.fill(&model, &rope, &mut decoder, cache.as_mut(), (prompt, chunk))?;
+        Ok(Started { model, prefilled, next: sampled(decoder, cache, logits, sampling) })
     }
 
     /// All methods that take entries of the profile: that of the cache, and the levels of the store.
@@ -247,7 +266,7 @@ impl Generate {
 /// A prompt that has been run.
 struct Started {
     model: Arc<Model>, // for decoding
-    seconds: f64,      // of the prefill
+    prefilled: Prefilled,
     next: Next,
 }
 
@@ -272,7 +291,7 @@ fn sampled(
     })
 }
 
-/// The seconds of a prefill on a GPU, done by `run`, and the tokens that the GPU samples after it.
+/// A prefill on a GPU, done by `run`, and the tokens that the GPU samples after it.
 #[cfg(feature = "cuda")]
 fn on_device(
     gpu: Gpu,
@@ -280,15 +299,15 @@ fn on_device(
     method: &Method,
     profile: &Profile,
     (capacity, sampling): (usize, Sampling),
-    run: impl FnOnce(&mut device::Decoder) -> Result<f64>,
-) -> Result<(f64, Next)> {
+    run: impl FnOnce(&mut device::Decoder) -> Result<Prefilled>,
+) -> Result<(Prefilled, Next)> {
     let (gpu, element) = (Arc::new(gpu), method.device_element()?);
     profile_clustering(&gpu, method, &model.config)?;
     let cache = method_cache(&gpu, method, &model.config, element, Some(profile), 1, capacity)?;
     let weights = Arc::new(Weights::of(&gpu, &*method.device_model(model, profile)?, element)?);
     let mut decoder = device::Decoder::new(gpu, weights, cache, 1)?;
     decoder.choose(sampling);
-    let seconds = run(&mut decoder)?;
+    let prefilled = run(&mut decoder)?;
     let mut begun = false;
     let next = move || {
         if std::mem::replace(&mut begun, true) {
@@ -296,7 +315,7 @@ fn on_device(
         }
         Ok(decoder.next_tokens()?[0])
     };
-    Ok((seconds, Box::new(next)))
+    Ok((prefilled, Box::new(next)))
 }
 
 /// Incremental detokenizer. A character may take several tokens: an incomplete one is held back.

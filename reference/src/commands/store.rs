@@ -27,6 +27,7 @@ use kv_reference::stream::{self, Choice, Outcome, Trace};
 use kv_reference::{Error, Profile, Result};
 use serde::Serialize;
 
+use super::generate::{Prefilled, Prefix};
 use super::stream::{RESERVE, choice, first_level};
 use super::{
     Files, JsonArgs, ModelArgs, Stdout, TextArgs, check_seconds, count, load_profile, print_error, progress,
@@ -261,8 +262,8 @@ const SAMPLE_DEPTH: usize = 4096;
 const STALL: f64 = 10.0;
 
 impl PromptLoader {
-    /// Fills a cache with a prompt, and returns the logits after it and the seconds taken, without the
-    /// one-time measurement of this machine's speeds for an adaptive stream.
+    /// Fills a cache with a prompt, and returns the logits after it. The seconds are without the one-time
+    /// measurement of this machine's speeds for an adaptive stream.
     pub fn fill(
         &self,
         model: &Model,
@@ -270,7 +271,7 @@ impl PromptLoader {
         decoder: &mut Decoder,
         cache: &mut dyn KvCache,
         (prompt, chunk): (&[u32], usize),
-    ) -> Result<(Vec<f32>, f64)> {
+    ) -> Result<(Vec<f32>, Prefilled)> {
         let sample = &prompt[..SAMPLE.min(prompt.len() / 2)];
         let speeds = match self.choice {
             Choice::Adaptive(_) if sample.len() > SINKS => {
@@ -286,17 +287,17 @@ impl PromptLoader {
         let begin = Instant::now();
         let filled = self.open.prompts().fill(decoder, cache, prompt, &options)?;
         let seconds = begin.elapsed().as_secs_f64();
-        self.report(prompt, &filled);
-        Ok((filled.logits, seconds))
+        let prefix = self.report(prompt, &filled);
+        Ok((filled.logits, Prefilled { seconds, prefix: Some(prefix) }))
     }
 
-    /// The same on a GPU: returns the seconds; the decoder has then chosen the token after the prompt.
+    /// The same on a GPU: the decoder has then chosen the token after the prompt.
     #[cfg(feature = "cuda")]
     pub fn fill_device(
         &self,
         decoder: &mut device::Decoder,
         (prompt, chunk): (&[u32], usize),
-    ) -> Result<f64> {
+    ) -> Result<Prefilled> {
         if self.keep {
             return Err(Error::argument("--kv-keep runs on the CPU: pass --device cpu"));
         }
@@ -309,8 +310,8 @@ impl PromptLoader {
         let begin = Instant::now();
         let filled = self.open.prompts().fill_device(decoder, &mut loader, prompt, &options)?;
         let seconds = begin.elapsed().as_secs_f64();
-        self.report(prompt, &filled);
-        Ok(seconds)
+        let prefix = self.report(prompt, &filled);
+        Ok(Prefilled { seconds, prefix: Some(prefix) })
     }
 
     fn options(&self, speeds: Speeds, chunk: usize) -> FillOptions {
@@ -320,18 +321,22 @@ impl PromptLoader {
     }
 
     /// Reports how much of the prompt was loaded.
-    fn report(&self, prompt: &[u32], filled: &Filled) {
+    fn report(&self, prompt: &[u32], filled: &Filled) -> Prefix {
+        let levels = self.open.profile.levels();
+        let (loaded, recomputed) = match &filled.trace {
+            Some(trace) => trace.tokens(levels),
+            None => (vec![0; levels], 0),
+        };
         let events = filled.trace.iter().flat_map(|trace| &trace.events);
-        let loaded = events.filter(|event| event.outcome == Outcome::Loaded);
-        let (tokens, bytes) =
-            loaded.fold((0, 0), |(tokens, bytes), event| (tokens + event.tokens, bytes + event.bytes));
+        let bytes = events.filter(|event| event.outcome == Outcome::Loaded).map(|event| event.bytes).sum();
         let seconds = filled.trace.as_ref().map_or(0.0, Trace::seconds);
         print_error(format_args!(
-            "kv: loaded {tokens} of {} ({}) in {seconds:.3} s{}{}, {} stored\n",
+            "kv: loaded {} of {} ({}) in {seconds:.3} s{}{}, {} stored\n",
+            loaded.iter().sum::<usize>(),
             count(prompt.len(), "token"),
             HumanBytes(bytes),
             if self.slo > 0.0 && seconds > self.slo { " (late)" } else { "" },
-            filled.trace.as_ref().map(recomputed).unwrap_or_default(),
+            recomputed_text(recomputed, filled.trace.as_ref()),
             count(filled.stored, "chunk")
         ));
         if let Some(e) = &filled.damage {
@@ -345,18 +350,14 @@ impl PromptLoader {
         {
             print_error(format_args!("kv: {e}\n"));
         }
+        Prefix { loaded, recomputed }
     }
 }
 
 /// The recomputed part of a prefix, and the first reason if it was not by choice.
-fn recomputed(trace: &Trace) -> String {
-    let tokens: usize = trace
-        .events
-        .iter()
-        .filter(|event| matches!(event.outcome, Outcome::Recomputed | Outcome::Damaged(_)))
-        .map(|event| event.tokens)
-        .sum();
-    let fault = trace.events.iter().find_map(|event| match &event.outcome {
+fn recomputed_text(tokens: usize, trace: Option<&Trace>) -> String {
+    let mut events = trace.iter().flat_map(|trace| &trace.events);
+    let fault = events.find_map(|event| match &event.outcome {
         Outcome::Damaged(what) | Outcome::Failed(what) => Some(format!(" (chunk {}: {what})", event.chunk)),
         _ => None,
     });

@@ -42,6 +42,20 @@ impl Trace {
         }
     }
 
+    /// Tokens loaded at each of the first `levels` levels, and tokens recomputed.
+    #[must_use]
+    pub fn tokens(&self, levels: usize) -> (Vec<usize>, usize) {
+        let (mut loaded, mut recomputed) = (vec![0; levels], 0);
+        for event in &self.events {
+            match (&event.outcome, event.level) {
+                (Outcome::Loaded, Some(level)) if level < levels => loaded[level] += event.tokens,
+                (Outcome::Recomputed | Outcome::Damaged(_), _) => recomputed += event.tokens,
+                _ => {}
+            }
+        }
+        (loaded, recomputed)
+    }
+
     /// When the last request's cache held its context.
     #[must_use]
     pub fn seconds(&self) -> f64 {
@@ -101,14 +115,16 @@ pub struct Event {
     /// When its keys and values were in the cache.
     pub computed_at: Option<f64>,
     #[serde(skip)]
+    pub(super) level: Option<usize>, // none for text
+    #[serde(skip)]
     pub(super) level_bytes: u64,
 }
 
 impl Event {
     pub(super) fn new(id: ChunkId, cost: &ChunkCost, decision: &Decision, now: f64) -> Self {
-        let (encoding, outcome, level_bytes) = match decision.encoding {
-            Encoding::Text => ("text".into(), Outcome::Recomputed, 0),
-            Encoding::Level(level) => (format!("level {level}"), Outcome::Loaded, cost.levels[level]),
+        let (encoding, outcome, level) = match decision.encoding {
+            Encoding::Text => ("text".into(), Outcome::Recomputed, None),
+            Encoding::Level(level) => (format!("level {level}"), Outcome::Loaded, Some(level)),
         };
         Self {
             request: id.request,
@@ -134,7 +150,8 @@ impl Event {
             outcome,
             computing_from: None,
             computed_at: None,
-            level_bytes,
+            level,
+            level_bytes: level.map_or(0, |level| cost.levels[level]),
         }
     }
 

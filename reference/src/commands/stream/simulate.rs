@@ -76,11 +76,8 @@ struct Trial {
 
 impl Trial {
     fn new(trace: &Trace, rest: f64, levels: usize) -> Self {
-        let mut tokens = vec![0; levels + 1];
-        for event in trace.events.iter().filter(|event| event.computed_at.is_some()) {
-            let level = event.encoding.strip_prefix("level ").and_then(|level| level.parse().ok());
-            tokens[level.unwrap_or(levels)] += event.tokens;
-        }
+        let (mut tokens, recomputed) = trace.tokens(levels);
+        tokens.push(recomputed);
         let &Trace { transferred, computing, bytes, .. } = trace;
         let first_tokens = trace.loaded.iter().map(|loaded| loaded + rest).collect();
         Self { first_token: trace.seconds() + rest, first_tokens, transferred, computing, bytes, tokens }
