@@ -43,6 +43,9 @@ const WINDOW: f64 = 50e-3;
 /// The policy counts on half the throughput of a link for the same reason.
 const UNMEASURED: f64 = 2.0;
 
+/// Maximum of [`Options::timeout`]: a day in seconds.
+pub const MOST_SECONDS: f64 = 86_400.0;
+
 /// Maximum chunks of a context. The work of a decision grows with their square.
 pub const MOST_CHUNKS: usize = 1024;
 
@@ -189,7 +192,7 @@ pub struct Options {
     pub choice: Choice,
     /// Maximum requests streamed together (CacheGen's `B`); others wait for the previous batch.
     pub batch: usize,
-    /// Seconds without a byte after which a transfer counts as stalled.
+    /// Seconds without a byte after which a transfer counts as stalled, at most [`MOST_SECONDS`].
     pub timeout: f64,
     /// After damage, a stall or an error of the link, recompute the missing chunks instead of returning an
     /// error.
@@ -204,8 +207,9 @@ pub struct Options {
 ///
 /// # Errors
 /// [`Error::Argument`] for chunks without levels or with different numbers of them, for given encodings that
-/// do not exist, and for a batch or a timeout of 0; [`Error::Stream`] for a stall, and errors of the link, if
-/// [`Options::fall_back`] is off; a cancelled link; errors of the receiver and of the policy.
+/// do not exist, for a batch of 0, and for a timeout that is not above 0 or is above [`MOST_SECONDS`];
+/// [`Error::Stream`] for a stall, and errors of the link, if [`Options::fall_back`] is off; a cancelled link;
+/// errors of the receiver and of the policy.
 pub fn serve(
     link: &mut dyn Link,
     receiver: &mut dyn Receiver,
@@ -244,8 +248,11 @@ fn check(requests: &[Vec<ChunkCost>], options: &Options) -> Result<()> {
     if let Some(chunks) = requests.iter().map(Vec::len).find(|&chunks| chunks > MOST_CHUNKS) {
         return Err(Error::Argument(format!("a context of {chunks} chunks, of at most {MOST_CHUNKS}")));
     }
-    if options.batch == 0 || !options.timeout.is_finite() || options.timeout <= 0.0 {
-        return Err(Error::argument("a batch needs a request, and the timeout must be above 0 s"));
+    if options.batch == 0 {
+        return Err(Error::argument("a batch needs a request"));
+    }
+    if !(options.timeout > 0.0 && options.timeout <= MOST_SECONDS) {
+        return Err(Error::Argument(format!("the timeout must be above 0 and at most {MOST_SECONDS} s")));
     }
     if let Choice::Given(given) = &options.choice {
         let missing = |encoding: &Encoding| matches!(encoding, Encoding::Level(level) if *level >= levels);

@@ -9,7 +9,7 @@ use std::str::FromStr;
 use clap::{Args, Subcommand};
 use codec_core::{CHUNK_TOKENS, Encoding, Plans, StreamPolicy};
 use kv_reference::stream::link::{Bandwidth, GBPS};
-use kv_reference::stream::{Choice, Options};
+use kv_reference::stream::{Choice, MOST_SECONDS, Options};
 use kv_reference::{Error, Result};
 
 use super::output::Output;
@@ -129,7 +129,8 @@ impl StreamArgs {
         if self.batch == 0 {
             return Err(Error::argument("--batch must be at least 1"));
         }
-        check_number("--timeout", self.timeout, "a number of seconds above 0", |x| x > 0.0)?;
+        let timeout = format!("a number of seconds above 0, at most {MOST_SECONDS}");
+        check_number("--timeout", self.timeout, &timeout, |x| x > 0.0 && x <= MOST_SECONDS)?;
         if self.chunk == 0 {
             return Err(Error::argument("--chunk must be at least 1"));
         }
@@ -138,7 +139,9 @@ impl StreamArgs {
                 "--first must be below {levels}, the number of levels, not {first}"
             )));
         }
-        self.prior.map_or(Ok(()), |prior| check_number("--prior", prior, "a rate above 0", |x| x > 0.0))?;
+        self.prior.map_or(Ok(()), |prior| {
+            check_number("--prior", prior, "a rate above 0", |x| x > 0.0 && (x * GBPS).is_finite())
+        })?;
         let policy = StreamPolicy {
             slo: self.slo * (1.0 - self.reserve),
             first_level: self.first.unwrap_or(first_level(self.slo, levels)),

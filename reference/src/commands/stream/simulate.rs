@@ -3,11 +3,11 @@
 use clap::Args;
 use kv_reference::stream::simulated::{Machine, simulate};
 use kv_reference::stream::speeds::{GPU_DECODE_RATE, PrefillTime, Speeds};
-use kv_reference::stream::{ChunkCost, Trace, page};
+use kv_reference::stream::{ChunkCost, MOST_SECONDS, Trace, page};
 use kv_reference::{Error, Result};
 use serde::Serialize;
 
-use super::super::{Files, Stdout, check_number, check_seconds, count};
+use super::super::{Files, Stdout, check_number, count};
 use super::{BITS, StreamArgs};
 
 /// Time streams of contexts of a given shape on a simulated clock
@@ -90,7 +90,8 @@ impl Simulate {
             check_number("--bits", bits, "numbers above 0", |x| x > 0.0)?;
         }
         check_number("--decode-rate", self.decode_rate, "a rate above 0", |x| x > 0.0)?;
-        check_seconds("--rest", self.rest)?;
+        let rest = format!("a number of seconds from 0 to {MOST_SECONDS}");
+        check_number("--rest", self.rest, &rest, |x| (0.0..=MOST_SECONDS).contains(&x))?;
         for (option, count) in [("--tokens", self.tokens), ("--values", self.values)] {
             check_number(option, count as f64, "above 0", |x| x > 0.0)?;
         }
