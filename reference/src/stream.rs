@@ -39,6 +39,12 @@ const ARRIVING: f64 = 0.2e-3;
 /// Window in seconds over which the throughput of a transfer is measured.
 const WINDOW: f64 = 50e-3;
 
+/// Share of another plan's delay for which it must have been better before a transfer is abandoned for it,
+/// unless a deadline is ahead. A stall of the link, or of this machine's threads while others are busy, looks
+/// like a slow link: the next bytes of a transfer that goes on correct that, while a recomputation is not
+/// taken back.
+const PATIENCE: f64 = 0.02;
+
 /// Factor on the expected seconds of recomputations for plans with a deadline, until one has been measured.
 /// The policy counts on half the throughput of a link for the same reason.
 const UNMEASURED: f64 = 2.0;
@@ -438,6 +444,7 @@ impl Stream<'_> {
         let total = event.level_bytes;
         let begin = self.link.now();
         let mut meter = Meter::new(begin);
+        let mut best = begin; // when no plan was known to be better
         if let Err(e) = self.link.start(id, level) {
             return Ok(Transfer::Failed(e));
         }
@@ -450,8 +457,10 @@ impl Stream<'_> {
                 Err(e) => return Ok(self.failed(e)),
             };
             event.bytes = received;
-            let idle = meter.add(self.link.now(), received);
-            self.measured = meter.rate().or(self.measured);
+            let now = self.link.now();
+            let idle = meter.add(now, received);
+            let rate = if received == total { meter.whole() } else { meter.rate() };
+            self.measured = rate.or(self.measured);
             if received == total {
                 return Ok(match self.link.take() {
                     Ok(bytes) => Transfer::Arrived(Payload::Level(level, bytes)),
@@ -466,16 +475,21 @@ impl Stream<'_> {
                     format!("chunk {} has stalled at {received} of {total} bytes for {idle:.1} s", id.index);
                 return Ok(self.failed(Error::Stream(what)));
             }
-            if let Choice::Adaptive(policy) = self.options.choice
-                && received > 0
-            {
-                let pace = self.pace();
-                let sizes: Vec<_> = chunks.iter().map(|mean| mean.sizes(pace)).collect();
-                let left = total - received;
-                if let Some(decision) = policy.reconsider(&sizes, level, left, self.progress(pace))? {
-                    self.link.cancel();
-                    return Ok(Transfer::Abandoned(Box::new(decision)));
+            let better = match self.options.choice {
+                Choice::Adaptive(policy) if received > 0 => {
+                    let pace = self.pace();
+                    let sizes: Vec<_> = chunks.iter().map(|mean| mean.sizes(pace)).collect();
+                    policy.reconsider(&sizes, level, total - received, self.progress(pace))?
                 }
+                _ => None,
+            };
+            let Some(decision) = better else {
+                best = now;
+                continue;
+            };
+            if decision.remaining > 0.0 || now - best >= PATIENCE * decision.delay.unwrap_or(0.0) {
+                self.link.cancel();
+                return Ok(Transfer::Abandoned(Box::new(decision)));
             }
         }
     }
@@ -504,13 +518,14 @@ impl Stream<'_> {
 
 /// The throughput over the last [`WINDOW`] of a transfer.
 struct Meter {
+    begin: f64,                    // of the transfer
     samples: VecDeque<(f64, u64)>, // times and bytes received by then
     heard: f64,                    // time of the last byte
 }
 
 impl Meter {
     fn new(begin: f64) -> Self {
-        Self { samples: [(begin, 0)].into(), heard: begin }
+        Self { begin, samples: [(begin, 0)].into(), heard: begin }
     }
 
     /// Adds the bytes received so far; returns the seconds since the last byte. If they are fewer than
@@ -530,9 +545,21 @@ impl Meter {
         now - self.heard
     }
 
-    /// Bytes per second; none if no byte came in the window or no time passed.
+    /// Bytes per second of the window.
     fn rate(&self) -> Option<f64> {
-        let (first, last) = (self.samples.front()?, self.samples.back()?);
+        self.since(*self.samples.front()?)
+    }
+
+    /// Bytes per second of a whole transfer: of its last window, or since it began if that is more. A stall at
+    /// its end says nothing about the next one.
+    fn whole(&self) -> Option<f64> {
+        let rates = [self.rate(), self.since((self.begin, 0))];
+        rates.into_iter().flatten().reduce(f64::max)
+    }
+
+    /// Bytes per second since this sample; none if no byte came or no time passed.
+    fn since(&self, first: (f64, u64)) -> Option<f64> {
+        let last = self.samples.back()?;
         let rate = (last.1 - first.1) as f64 / (last.0 - first.0);
         (rate.is_finite() && rate > 0.0).then_some(rate)
     }
@@ -613,7 +640,9 @@ mod tests {
             meter.add(1.0 + 0.01 * f64::from(i), 1_000 + 100 * (i as u64 - 1));
         }
         assert!((meter.rate().unwrap() - 1e4).abs() < 1.0);
+        assert!((meter.whole().unwrap() - 2_900.0 / 0.2).abs() < 1.0);
         assert!((meter.add(1.5, 2_900) - 0.3).abs() < 1e-9);
         assert_eq!(meter.rate(), None);
+        assert!((meter.whole().unwrap() - 2_900.0 / 0.5).abs() < 1.0);
     }
 }

@@ -191,6 +191,29 @@ fn a_stall_ends_in_an_error_or_in_text() {
     assert_eq!(stalled.bytes, 0);
 }
 
+/// A machine that recomputes a chunk in seconds, and decodes it in a tenth of a second.
+fn slow_machine() -> Machine {
+    let speeds = Speeds { prefill: PrefillTime { linear: 2e-4, quadratic: 5e-8 }, decode_rate: 60e6 };
+    Machine { values_per_token: 4096, ..Machine { speeds, ..machine() } }
+}
+
+/// A link of 100 MB/s that brings almost nothing at the beginning of every tenth of a second, as if a busy
+/// machine did not run its threads.
+#[test]
+fn stalls_of_a_fast_link_are_waited_for() {
+    let contexts = [slow_machine().chunks(13_600, 1500).unwrap()];
+    for stall in [0.005, 0.01, 0.02, 0.03] {
+        for slow in [0.0, 0.1e6, 0.5e6, 2e6] {
+            let period = |i| [(0.1 * f64::from(i), slow), (0.1 * f64::from(i) + stall, 100e6)];
+            let link = || Bandwidth::Steps((0..100).flat_map(period).collect());
+            let seconds = |options: &Options| simulate(&contexts, link(), 0.0, options).unwrap();
+            let (fixed, adapted) = (seconds(&given(&[Encoding::Level(2)])), seconds(&adaptive(0.0, 2, None)));
+            assert_eq!(adapted.tokens(3).1, 0, "{stall} s at {slow}: {:?}", adapted.events);
+            assert!(adapted.seconds() < 1.1 * fixed.seconds(), "{stall} s at {slow}: {}", adapted.seconds());
+        }
+    }
+}
+
 #[test]
 fn wrong_arguments_are_errors() {
     let contexts = [machine().chunks(3000, 1500).unwrap()];
