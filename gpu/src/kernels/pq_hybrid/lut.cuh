@@ -26,10 +26,7 @@ struct LutOffsets {
         const int g = lane / 4, l = lane % 4, copy = g / STEPS % LINE_COPIES;
         auto at = [&](int step) { return (copy * LINE_M + 4 * (step ^ g % STEPS) + l) * ENTRY; };
 #pragma unroll
-        for (int i = 0; i < STEPS / 2; i++) {
-            pairs[i] = pack_offsets(at(2 * i), at(2 * i + 1));
-            keep_in_register(pairs[i]);
-        }
+        for (int i = 0; i < STEPS / 2; i++) pairs[i] = pack_offsets(at(2 * i), at(2 * i + 1));
     }
 };
 
