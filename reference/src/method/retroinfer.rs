@@ -351,8 +351,7 @@ mod tests {
                 let mut order: Vec<usize> = (0..clusters.len()).collect();
                 order.sort_by(|&a, &b| combined[b].total_cmp(&combined[a]));
                 let (mut read, mut retrieved) = (0, 0);
-                while (read as f64) < (f64::from(rows) * (n - first) as f64).ceil() && retrieved < order.len()
-                {
+                while read < RowBudget::Share(rows).most(n - first) && retrieved < order.len() {
                     read += clusters[order[retrieved]].len();
                     retrieved += 1;
                 }
