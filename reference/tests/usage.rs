@@ -89,7 +89,7 @@ fn refusals_name_the_option_and_the_way_out() {
         (&["eval", "--depths", "0.5,0.50"], "--depths: 0.5 is given twice"),
         (&["cost", "--lengths", "64,128,64"], "--lengths: 64 is given twice"),
         (&["cost", "--lengths", "0,1,2"], "--lengths must be at least 1, not 0"),
-        (&["stream", "load", "--timeout", "0"], "--timeout must be a number of seconds above 0, not 0"),
+        (&["stream", "load", "--timeout", "0"], "a number of seconds above 0, at most 86400, not 0"),
         (&["stream", "load", "--latency", "-1"], "--latency must be a number of seconds from 0 on, not -1"),
         (&["stream", "load", "--slo", "inf"], "--slo must be a number of seconds from 0 on, not inf"),
         (&["stream", "load", "--reserve", "1"], "--reserve must be a fraction from 0 to below 1, not 1"),
