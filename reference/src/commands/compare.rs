@@ -13,9 +13,10 @@ use super::{
 };
 
 #[derive(Args)]
-#[command(
-    after_help = "Example:\n  kv compare --model MODEL --text FILE --context 4096 --methods dense,int4,million:k=64x8:v=64x8\n\nMethods and their settings: kv methods"
-)]
+#[command(after_help = "Example:
+  kv compare --model MODEL --text FILE --context 4096 --methods dense,int4,million:k=64x8:v=64x8
+
+Methods and their settings: kv methods")]
 pub struct Compare {
     #[command(flatten)]
     model: ModelArgs,

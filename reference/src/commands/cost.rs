@@ -16,8 +16,9 @@ use super::device::DeviceArgs;
 use super::{Files, JsonArgs, ModelArgs, Stdout, TextArgs, distinct};
 
 #[derive(Args)]
-#[command(
-    after_help = "Example:\n  kv cost --method pqcache:code=2x6 --json cost.json\n  kv compare --methods pqcache:code=2x6:iterations=cost.json
+#[command(after_help = "Example:
+  kv cost --method pqcache:code=2x6 --json cost.json
+  kv compare --methods pqcache:code=2x6:iterations=cost.json
 
 Columns: milliseconds of a layer's prefill, of writing its keys and values to --offload, and of one k-means
 iteration over its heads; the iterations that take as long as a layer, by a fit of both times, 1 to 25;
@@ -26,8 +27,7 @@ layers (overlapped). --json has seconds: `times` by length, and the coefficients
 `iteration`: c[0] + c[1] n, and `layer`: c[0] + c[1] n + c[2] n^2.
 
 The times of a GPU go to a file next to that of --json, which iterations= reads there; they need no text and
-write no rows."
-)]
+write no rows.")]
 pub struct Cost {
     #[command(flatten)]
     model: ModelArgs,

@@ -20,9 +20,10 @@ use super::{
 };
 
 #[derive(Args)]
-#[command(
-    after_help = "Example:\n  kv eval --methods dense,pqcache:ratio=0.1 --lengths 512,2048 --depths 0.1,0.9 --trials 4\n\nMethods and their settings: kv methods"
-)]
+#[command(after_help = "Example:
+  kv eval --methods dense,pqcache:ratio=0.1 --lengths 512,2048 --depths 0.1,0.9 --trials 4
+
+Methods and their settings: kv methods")]
 pub struct Eval {
     #[command(flatten)]
     model: ModelArgs,
