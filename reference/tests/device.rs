@@ -347,6 +347,30 @@ fn draws_follow_the_probabilities_inside_the_nucleus() {
 }
 
 #[test]
+fn logits_that_overflow_are_refused() {
+    let Some(gpu) = gpu("logits that overflow") else { return };
+    let (model, tokens) = model();
+    let mut overflowing = (*model).clone();
+    let last = overflowing.layers.last_mut().unwrap();
+    Arc::make_mut(&mut last.feed_forward).down.weight.fill(3e38);
+    let mut decoder = decoder(&gpu, &Arc::new(overflowing), "dense:dtype=bf16", &Profile::default(), 2, 64);
+    for temperature in [0.0, 1.0] {
+        decoder.choose(Sampling::new(temperature, 0.9, 1).unwrap());
+        decoder.clear().unwrap();
+        decoder.prefill(&[tokens[..9].to_vec(), tokens[50..55].to_vec()], 4).unwrap();
+        for _ in 0..3 {
+            let errors = [decoder.logits().err(), decoder.next_tokens().err(), decoder.picked().err()];
+            for error in errors {
+                assert!(matches!(error, Some(Error::Logits { model: name }) if name == model.name));
+            }
+            decoder.step().unwrap();
+        }
+        decoder.feed(&[1, 2]).unwrap();
+        assert_eq!(decoder.next_tokens().unwrap(), [1, 2]);
+    }
+}
+
+#[test]
 fn hashed_weights_run_at_full_width() {
     let Some(gpu) = gpu("hashed weights") else { return };
     let weights = Arc::new(Weights::random(&gpu, "llama-3.1-70b/8", Element::Bf16).unwrap());

@@ -208,7 +208,7 @@ fn measure(
         eos_tokens: vec![],
         ..config.clone()
     };
-    let weights = Arc::new(Weights::hashed(gpu, config.clone(), element)?);
+    let weights = Arc::new(Weights::hashed(gpu, "a layer", config.clone(), element)?);
     let cache = DenseCache::new(gpu, &config, element, 1, longest + 1)?;
     let mut decoder = Decoder::new(gpu.clone(), weights, Box::new(cache), 1)?;
     let training = Training::new(gpu, &config, element, quantizer, longest)?;

@@ -20,7 +20,7 @@ use super::weights::Weights;
 use super::{Gpu, driver, programs};
 use crate::model::Rope;
 use crate::{Error, Result, Sampling};
-use picks::Picks;
+use picks::{NO_TOKEN, Picks};
 use prompt::Prompts;
 
 /// Default chunk size of a prompt, in tokens. Weights are unpacked once per segment of up to eight chunks and
@@ -240,29 +240,40 @@ impl Decoder {
     /// Logits (batch, vocab_size) of the last step. Waits for it.
     ///
     /// # Errors
-    /// [`Error::Device`].
+    /// [`Error::Logits`] for a NaN or an infinity among them; [`Error::Device`].
     pub fn logits(&self) -> Result<Vec<f32>> {
         let mut logits = vec![0.0; self.activations.logits.len()];
         self.activations.logits.read_into(&self.gpu, &mut logits)?;
+        self.check_finite(logits.iter().all(|x| x.is_finite()))?;
         Ok(logits)
     }
 
     /// The tokens that the next step feeds, (batch,), as chosen by the last step. Waits for it.
     ///
     /// # Errors
-    /// [`Error::Device`].
+    /// [`Error::Logits`] if a sequence's logits held a NaN or an infinity, which ends it; [`Error::Device`].
     pub fn next_tokens(&self) -> Result<Vec<u32>> {
         let mut tokens = vec![0; self.batch];
         self.sequences.tokens.read_into(&self.gpu, &mut tokens)?;
+        self.check_finite(!tokens.contains(&NO_TOKEN))?;
         Ok(tokens)
     }
 
     /// The tokens that every sequence has picked since its prompt. Waits for the last step.
     ///
     /// # Errors
-    /// [`Error::Device`].
+    /// As [`Self::next_tokens`].
     pub fn picked(&self) -> Result<Vec<Vec<u32>>> {
-        self.picks.read(&self.gpu)
+        let picked = self.picks.read(&self.gpu)?;
+        self.check_finite(!picked.iter().any(|tokens| tokens.contains(&NO_TOKEN)))?;
+        Ok(picked)
+    }
+
+    fn check_finite(&self, finite: bool) -> Result<()> {
+        match finite {
+            true => Ok(()),
+            false => Err(Error::Logits { model: self.weights.name.clone() }),
+        }
     }
 
     /// Number of sequences.

@@ -68,6 +68,8 @@ pub(crate) struct LayerWeights {
 
 /// A model on the device, in 16 bits.
 pub struct Weights {
+    /// Its name.
+    pub name: String,
     /// Its shape.
     pub config: Config,
     /// Type of weights and activations.
@@ -213,6 +215,7 @@ impl Weights {
         let layers = layers.collect::<Result<_>>()?;
         let output = Source::Parts(&[&model.output]);
         Ok(Self {
+            name: model.name.clone(),
             element,
             embedding: packer.table(&model.embedding)?,
             layers,
@@ -228,11 +231,11 @@ impl Weights {
     /// # Errors
     /// [`Error::Argument`] for another name; [`Error::Device`].
     pub fn random(gpu: &Gpu, name: &str, element: Element) -> Result<Self> {
-        Self::hashed(gpu, random_config(name)?, element)
+        Self::hashed(gpu, name, random_config(name)?, element)
     }
 
     /// A model of this shape whose weights are [`hashed`], without biases.
-    pub(super) fn hashed(gpu: &Gpu, config: Config, element: Element) -> Result<Self> {
+    pub(super) fn hashed(gpu: &Gpu, name: &str, config: Config, element: Element) -> Result<Self> {
         let _purpose = Allocating::new("weights");
         let config = checked(config)?;
         let packer = Packer::new(gpu, element, config.head_dim)?;
@@ -251,6 +254,7 @@ impl Weights {
         });
         let layers = layers.collect::<Result<_>>()?;
         Ok(Self {
+            name: name.to_owned(),
             element,
             embedding: packer.hashed_table(0, vocab * hidden)?,
             layers,

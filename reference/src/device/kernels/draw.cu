@@ -64,16 +64,21 @@ extern "C" __global__ void __launch_bounds__(THREADS) draw(const Arguments a) {
     const u32 warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
     const float* logits = a.logits + (u64)sequence * a.vocab;
 
-    float largest = -infinity(); // a NaN is never the largest
+    float largest = -infinity(); // infinity if a logit is not finite
 #pragma unroll 8
-    for (u32 i = threadIdx.x; i < a.vocab; i += THREADS) largest = fmaxf(largest, logits[i]);
+    for (u32 i = threadIdx.x; i < a.vocab; i += THREADS)
+        largest = fabsf(logits[i]) < infinity() ? fmaxf(largest, logits[i]) : infinity();
     largest = warp_max(largest);
     if (threadIdx.x == 0) first = a.vocab - 1;
     if (lane == 0) maxima[warp] = largest;
     __syncthreads();
     for (int w = 0; w < WARPS; w++) largest = fmaxf(largest, maxima[w]);
+    if (largest == infinity()) {
+        if (threadIdx.x == 0) take(a.picks, sequence, NO_TOKEN);
+        return;
+    }
     // Differences from the largest: quotients of the logits themselves overflow at a low temperature. A weight is at
-    // most 1, and 0 for a NaN and for tokens not above the pivot.
+    // most 1, and 0 for tokens not above the pivot.
     float pivot = 0;
     const auto weight = [&](u32 i) {
         const float w = logits[i] == largest ? 1.0f : expf((logits[i] - largest) / a.temperature);

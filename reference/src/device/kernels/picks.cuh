@@ -2,6 +2,8 @@
 #pragma once
 #include "types.cuh"
 
+constexpr u32 NO_TOKEN = ~0u; // the choice from logits that hold a NaN or an infinity
+
 struct Picks {
     u32* tokens;     // [sequence]: fed to the next step
     u32* positions;  // [sequence]: of these
@@ -12,12 +14,13 @@ struct Picks {
     u32 n_ends, most;
 };
 
-// Called by one thread: makes `token` the next one. A sequence that has ended does not advance.
+// Called by one thread: makes `token` the next one. A sequence that has ended does not advance; NO_TOKEN ends it.
 __device__ __forceinline__ void take(const Picks& p, u32 sequence, u32 token) {
     const u32 count = p.counts[sequence];
     if (!p.running[sequence] || count >= p.most) return;
     p.tokens[sequence] = token, p.positions[sequence] += 1;
     p.picked[(u64)sequence * p.most + count] = token, p.counts[sequence] = count + 1;
-    for (u32 i = 0; i < p.n_ends; i++)
-        if (token == p.ends[i]) p.running[sequence] = 0;
+    bool ends = token == NO_TOKEN;
+    for (u32 i = 0; i < p.n_ends; i++) ends |= token == p.ends[i];
+    if (ends) p.running[sequence] = 0;
 }

@@ -9,7 +9,7 @@
 
 struct BeginArguments {
     const u16* embedding; // element [token][hidden]
-    const u32* tokens;    // [sequence]
+    const u32* tokens;    // [sequence]: NO_TOKEN counts as the last one of the vocabulary
     const u32* positions; // [sequence]: of these tokens
     const float* norm;    // [hidden]: weights of the norm that follows
     float* residual;      // [sequence][hidden]
@@ -21,6 +21,7 @@ struct BeginArguments {
     const u32* pages;     // [sequence][max_pages] pages of the exact tokens, or null: a sequence is a page
     u32 hidden, sinks, ring;
     u32 max_pages, heads, capacity; // capacity: rows of a head in a page
+    u32 vocab;
 };
 
 // Embeds the tokens and assigns their rows. The first `sinks` tokens keep their rows; the others share a ring of `ring`
@@ -31,7 +32,7 @@ extern "C" __global__ void begin(const BeginArguments a) {
     pdl_wait();
     pdl_trigger();
     const u32 sequence = blockIdx.x, parts = (a.hidden + 15) / 16;
-    const u16* row = a.embedding + (u64)a.tokens[sequence] * a.hidden;
+    const u16* row = a.embedding + (u64)min(a.tokens[sequence], a.vocab - 1) * a.hidden;
     const u64 to = (u64)sequence * a.hidden;
     for (u32 part = threadIdx.x; part < parts; part += blockDim.x) {
         float square = 0;
@@ -65,7 +66,7 @@ __device__ __forceinline__ void keep_best(float& value, u32& at, float other, u3
     if (other > value || (other == value && other_at < at)) value = other, at = other_at;
 }
 
-// The best of a block, in its first thread. A NaN is never the best.
+// The best of a block, in its first thread.
 __device__ __forceinline__ void block_best(float& value, u32& at) {
     __shared__ float values[LANES];
     __shared__ u32 indices[LANES];
@@ -93,8 +94,10 @@ extern "C" __global__ void pick(const PickArguments a) {
     pdl_trigger();
     float value = -infinity();
     u32 at = 0;
-    for (u32 i = blockIdx.x * blockDim.x + threadIdx.x; i < a.vocab; i += gridDim.x * blockDim.x)
-        keep_best(value, at, logits[i], i);
+    for (u32 i = blockIdx.x * blockDim.x + threadIdx.x; i < a.vocab; i += gridDim.x * blockDim.x) {
+        const bool finite = fabsf(logits[i]) < infinity();
+        keep_best(value, at, finite ? logits[i] : infinity(), finite ? i : NO_TOKEN);
+    }
     block_best(value, at);
     const u64 own = (u64)sequence * gridDim.x;
     if (threadIdx.x == 0) {
@@ -103,12 +106,12 @@ extern "C" __global__ void pick(const PickArguments a) {
     }
     __syncthreads();
     if (!last) return;
-    value = -infinity(), at = a.vocab;
+    value = -infinity(), at = 0;
     for (u32 i = threadIdx.x; i < gridDim.x; i += blockDim.x)
         keep_best(value, at, __ldcg(a.best + own + i), __ldcg(a.best_at + own + i));
     block_best(value, at);
     if (threadIdx.x == 0) {
         a.arrived[sequence] = 0;
-        take(a.picks, sequence, min(at, a.vocab - 1));
+        take(a.picks, sequence, at);
     }
 }

@@ -30,9 +30,10 @@ struct BeginArguments {
     max_pages: u32,
     heads: u32,
     capacity: u32,
+    vocab: u32,
 }
 
-const _: () = assert!(size_of::<BeginArguments>() == 112);
+const _: () = assert!(size_of::<BeginArguments>() == 120);
 
 impl Decoder {
     /// Launches the parts of a step.
@@ -108,9 +109,10 @@ impl Decoder {
             max_pages: pages.map_or(0, |pages| pages.max_pages as u32),
             heads: self.weights.config.n_kv_heads as u32,
             capacity: capacity as u32,
+            vocab: self.weights.config.vocab_size as u32,
         };
-        // SAFETY: the structure is the kernel's argument; buffers have the lengths of `new`; tokens are those
-        // that `feed` was given, which are in the vocabulary, or picked ones; the cache has pages for them.
+        // SAFETY: the structure is the kernel's argument; buffers have the lengths of `new`; the cache has
+        // pages for the tokens.
         unsafe {
             self.begin.launch(self.gpu.stream(), Grid::new([self.batch, 1, 1])?, 256, false, &arguments)
         }?;
