@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use clap::Args;
+use clap::builder::ArgPredicate;
 use kv_reference::cache::KvCache;
 use kv_reference::compare::calibrated;
 #[cfg(feature = "cuda")]
@@ -37,8 +38,12 @@ pub struct Generate {
     file: Option<PathBuf>,
     #[command(flatten)]
     model: ModelArgs,
-    /// Cache to use
-    #[arg(long, default_value = "dense:dtype=f16")]
+    /// Cache to use; with --device-memory the default is hybrid
+    #[arg(
+        long,
+        default_value = "dense:dtype=f16",
+        default_value_if("device_memory", ArgPredicate::IsPresent, Some("hybrid"))
+    )]
     method: Method,
     /// Maximum tokens to generate
     #[arg(long, value_name = "N", default_value_t = 64)]
@@ -336,5 +341,30 @@ impl Stream<'_> {
         let added = text.strip_prefix(self.shown.as_str()).unwrap_or_default().to_owned();
         self.shown = text;
         Ok(added)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        generate: Generate,
+    }
+
+    #[test]
+    fn a_memory_limit_makes_hybrid_the_default() {
+        let method = |options: &str| {
+            let line = format!("generate prompt {options}");
+            Line::try_parse_from(line.split_whitespace()).unwrap().generate.method.spec()
+        };
+        let spec = |text: &str| text.parse::<Method>().unwrap().spec();
+        assert_eq!(method(""), spec("dense:dtype=f16"));
+        assert_eq!(method("--device-memory 24GiB"), spec("hybrid"));
+        assert_eq!(method("--device-memory 24GiB --method dense"), spec("dense"));
     }
 }
