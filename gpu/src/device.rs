@@ -92,12 +92,17 @@ impl Device {
     /// operations keep their kernels.
     ///
     /// # Errors
-    /// [`Error::Argument`] for a capability below (8, 0), and for a capability or memory beyond the device's.
+    /// [`Error::Argument`] for a capability below (8, 0), for a capability or memory beyond the device's, and
+    /// for (9, 0) on a newer device, which does not have the `wgmma` instructions of its kernels.
     pub fn limit_to(&mut self, limit: Limit) -> Result<(), Error> {
         let Limit { capability, shared_memory } = limit;
         if !((8, 0)..=self.capability).contains(&capability) || shared_memory > self.shared_memory {
             let has = Limit { capability: self.capability, shared_memory: self.shared_memory };
             let problem = format!("{limit:?} is not between compute capability 8.0 and {has:?}");
+            return Err(Error::Argument { operation: "Device::limit_to", problem });
+        }
+        if capability == (9, 0) && self.capability > capability {
+            let problem = format!("only devices of 9.0 run its kernels, not {:?}", self.capability);
             return Err(Error::Argument { operation: "Device::limit_to", problem });
         }
         (self.capability, self.shared_memory, self.is_limited) = (capability, shared_memory, true);
@@ -171,14 +176,14 @@ impl Device {
             Some(function) => function.clone(),
             None => slot.insert(self.load(program, name)?).clone(),
         };
-        drop(slot);
-        if shared > 48 << 10 {
-            let allowed = function.allow_shared_memory(shared);
-            allowed.map_err(Error::of(format_args!("{shared} bytes of shared memory for {program}")))?;
-        }
         let has_pdl = self.capability >= (9, 0);
         let context = self.context.clone();
-        Ok(Kernel { context, function, program: program.clone(), shared: shared as u32, has_pdl })
+        let kernel = Kernel { context, function, program: program.clone(), shared: shared as u32, has_pdl };
+        kernel.bind_to_thread()?; // another thread may have loaded the function
+        let allowed = kernel.function.allow_shared_memory(shared);
+        allowed.map_err(Error::of(format_args!("{shared} bytes of shared memory for {program}")))?;
+        drop(slot); // now: no other thread changes the function's limit meanwhile
+        Ok(kernel)
     }
 
     /// Loads a kernel of a program from the disk cache, or compiles it if the cache has no image that loads.
@@ -236,11 +241,15 @@ impl Kernel {
 
     /// Sets the kernel's carve-out by `set`, which receives its dynamic shared memory in bytes.
     fn divided(self, set: impl FnOnce(&Function, u32) -> Result<(), DriverError>) -> Result<Self, Error> {
-        // Another thread may have loaded the kernel.
-        let bound = self.context.bind_to_thread();
-        let divided = bound.and_then(|()| set(&self.function, self.shared));
+        self.bind_to_thread()?; // another thread may have loaded the kernel
+        let divided = set(&self.function, self.shared);
         divided.map_err(Error::of(format_args!("set the carve-out of {}", self.program)))?;
         Ok(self)
+    }
+
+    /// Makes the kernel's context current on this thread, for calls to the driver.
+    pub(crate) fn bind_to_thread(&self) -> Result<(), Error> {
+        self.context.bind_to_thread().map_err(Error::of("use device on this thread"))
     }
 
     /// Launches the kernel with one argument, a structure. With `pdl`, a programmatic dependent launch, its
@@ -264,8 +273,8 @@ impl Kernel {
         unsafe { self.launch_in_clusters(stream, grid, 1, threads, pdl, argument) }
     }
 
-    /// The same in clusters of `cluster` blocks along x. More than one block requires sm_90. More than 8, which
-    /// not every device runs, must be enabled before, as this crate's own kernels do.
+    /// The same in clusters of `cluster` blocks along x. More than one block requires sm_90. More than 8,
+    /// which not every device runs, must be enabled before, as this crate's own kernels do.
     ///
     /// # Errors
     /// [`Error::Driver`].
@@ -288,7 +297,7 @@ impl Kernel {
             numAttrs: u32::from(pdl) + u32::from(cluster > 1),
             ..self.config(grid, threads)
         };
-        self.context.bind_to_thread().map_err(Error::of("use device on this thread"))?;
+        self.bind_to_thread()?;
         let mut arguments = [std::ptr::from_ref(argument).cast_mut().cast::<c_void>()];
         let function = self.function.handle();
         // SAFETY: the caller's contract; the driver copies configuration and argument before it returns.
@@ -305,7 +314,7 @@ impl Kernel {
     /// # Errors
     /// [`Error::Driver`].
     pub(crate) fn active_clusters(&self, cluster: u32, threads: u32) -> Result<usize, Error> {
-        self.context.bind_to_thread().map_err(Error::of("use device on this thread"))?;
+        self.bind_to_thread()?;
         let allowed = self.function.allow_large_clusters();
         allowed.map_err(Error::of(format_args!("allow large clusters for {}", self.program)))?;
         let mut attributes = attributes(cluster);

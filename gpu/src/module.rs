@@ -55,11 +55,23 @@ impl Function {
         Ok(Self { handle, module })
     }
 
-    /// Raises the kernel's limit of dynamic shared memory above the default 48 KiB.
+    /// Raises the kernel's limit of dynamic shared memory to `bytes`, if it is lower. The default is 48 KiB,
+    /// static shared memory included.
     pub(crate) fn allow_shared_memory(&self, bytes: usize) -> Result<(), DriverError> {
+        let fixed = self.attribute(CUfunction_attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES)?;
+        if bytes + fixed as usize <= 48 << 10 {
+            return Ok(());
+        }
         let limit = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+        // Not lower: the function may have been handed out before, with more.
+        let bytes = (bytes as i32).max(self.attribute(limit)?);
         // SAFETY: the module is loaded as long as `self` lives.
-        unsafe { result::function::set_function_attribute(self.handle, limit, bytes as i32) }
+        unsafe { result::function::set_function_attribute(self.handle, limit, bytes) }
+    }
+
+    fn attribute(&self, attribute: CUfunction_attribute) -> Result<i32, DriverError> {
+        // SAFETY: the module is loaded as long as `self` lives.
+        unsafe { result::function::get_function_attribute(self.handle, attribute) }
     }
 
     /// Sets the preferred shared-memory carve-out to the shared memory of as many blocks as fit a
@@ -76,9 +88,7 @@ impl Function {
             )
         }
         .result()?;
-        let fixed = CUfunction_attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES;
-        // SAFETY: the module is loaded as long as `self` lives.
-        let fixed = unsafe { result::function::get_function_attribute(self.handle, fixed) }?;
+        let fixed = self.attribute(CUfunction_attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES)?;
         let context = &self.module.context;
         let all = context.attribute(CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR)?;
         let reserved = context.attribute(CU_DEVICE_ATTRIBUTE_RESERVED_SHARED_MEMORY_PER_BLOCK)?;

@@ -16,7 +16,7 @@ pub enum AnyElement {}
 /// elements that a launch reads or writes at the address; nothing checks that they exist.
 ///
 /// An engine wraps the address of its own allocation or tensor, or of a `CudaSlice` or `CudaView` of cudarc.
-/// Pinned host memory has the same address on the device as on the host.
+/// Pinned host memory and managed memory have the same address on the device as on the host.
 ///
 /// An empty buffer often has the address 0. No launch accesses it, so any aligned address will do:
 /// [`DevicePtr::dangling`].

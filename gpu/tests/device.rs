@@ -5,7 +5,7 @@
 mod common;
 
 use kv_gpu::pq::{Attend, AttendShape, CodeLayout, Lut, LutArguments, LutShape, Paging, Side};
-use kv_gpu::{Device, DevicePtr, Element, Error, Limit, VectorElement, self_test};
+use kv_gpu::{Device, DevicePtr, Element, Error, Grid, Limit, Program, VectorElement, self_test};
 use pq_core::PqShape;
 
 #[test]
@@ -75,6 +75,40 @@ fn threads_load_kernels_at_the_same_time() {
             scope.spawn(move || Lut::new(device, shape(group)).unwrap());
         }
     });
+}
+
+/// Dynamic shared memory next to static, in amounts around the default limit, on threads that use the driver
+/// for the first time.
+#[test]
+fn kernels_keep_their_shared_memory() {
+    let Some(device) = common::device("kernels_keep_their_shared_memory") else { return };
+    let source = "struct Arguments { unsigned *out, n; };
+        extern __shared__ volatile unsigned words[];
+        extern \"C\" __global__ void last_word(const Arguments a) {
+            __shared__ volatile unsigned fixed[1024];
+            fixed[a.n % 1024] = 7, words[a.n - 1] = 5;
+            *a.out = fixed[a.n % 1024] + words[a.n - 1];
+        }";
+    #[derive(Clone, Copy)]
+    #[repr(C)]
+    struct Arguments {
+        out: DevicePtr<u32>,
+        n: u32,
+    }
+    let program = Program::own("last_word.cu", source, &[], &[]);
+    let kernel = |kib: usize| {
+        let make = || device.kernel(&program, "last_word", kib << 10).unwrap();
+        (std::thread::scope(|scope| scope.spawn(make).join().unwrap()), kib << 8)
+    };
+    for (kernel, words) in [90, 46, 60, 44].map(kernel) {
+        let out = common::Buffer::new(&device, &[0_u32]);
+        let arguments = Arguments { out: out.pointer(), n: words as u32 };
+        let grid = Grid::new([1, 1, 1]).unwrap();
+        let stream = device.stream().cu_stream();
+        // SAFETY: the structure is the kernel's argument; the kernel writes one word of the output.
+        unsafe { kernel.launch(stream, grid, 1, false, &arguments) }.unwrap();
+        assert_eq!(out.read(), [12], "{words} words");
+    }
 }
 
 #[test]

@@ -48,7 +48,7 @@ pub struct EncodeArguments {
     pub payload: DevicePtr<u8>,
     /// Capacity of the payload in bytes; [`Encode::slots_len`] always suffices.
     pub capacity: usize,
-    /// One `u64`, written: the size of the payload in bytes.
+    /// One `u64`, written unless there are no tiles: the size of the payload in bytes.
     pub payload_bytes: DevicePtr<u64>,
     /// One `u32`, 0 before the launch. Afterwards it is 1 + the index in the launch of a tile with an element
     /// that is not finite or out of range for the step of its channel, or 0. A launch never lowers it.
@@ -292,10 +292,10 @@ fn tiles(info: &FrameInfo, layers: usize) -> usize {
 
 /// Bytes of the bins of a tile.
 const fn bins_of_tile(info: &FrameInfo) -> usize {
-    2 * LANES * info.block_tokens.div_ceil(GROUP) * GROUP
+    info.block_tokens.div_ceil(GROUP).saturating_mul(2 * LANES * GROUP)
 }
 
 /// Maximum bytes of a tile: 16 bits per element.
 const fn slot_bytes(info: &FrameInfo) -> usize {
-    4 + 2 * LANES * info.block_tokens
+    info.block_tokens.saturating_mul(2 * LANES).saturating_add(4)
 }

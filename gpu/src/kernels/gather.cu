@@ -1,4 +1,4 @@
-// Gathers rows by index, from device memory or, over PCIe, from pinned host memory. On sm_90 gather_sm90.cu replaces
+// Gathers rows by index, from device memory or, over PCIe, from host memory. On sm_90 gather_sm90.cu replaces
 // this kernel.
 //
 // gather.cuh has the compile-time shape. Launch: THREADS threads, which stride over the 16-byte chunks of all listed

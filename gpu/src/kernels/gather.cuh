@@ -1,5 +1,5 @@
 // Arguments of both forms of the gather (gather.cu, gather_sm90.cu): rows by index, from device memory or, over PCIe,
-// from pinned host memory.
+// from host memory.
 //
 // Compile-time shape: ROW_BYTES, a multiple of 16. Grid: (blocks, head, keys and values).
 #pragma once

@@ -1,4 +1,4 @@
-// Decode attention to exact rows and chosen rows, some of which are still in pinned host memory: a warp attends to
+// Decode attention to exact rows and chosen rows, some of which are still in host memory: a warp attends to
 // these as they arrive over PCIe, and stores them in slots on the device for later launches.
 //
 // CPU twin: pq_core::attend_exact_into over the exact rows, then the chosen ones.

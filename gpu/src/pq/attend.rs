@@ -260,8 +260,9 @@ pub struct AttendArguments {
     /// merge the result with attention over other tokens.
     pub log_sum_exp: Option<DevicePtr<f32>>,
     /// Programmatic dependent launch (PDL), on sm_90: blocks may start before the previous kernel on the
-    /// stream ends. They read the tables and the lengths *before* they wait for it (`griddepcontrol.wait`),
-    /// so that kernel must not write these. They read everything else after the wait.
+    /// stream ends. They read the tables and all lengths, those of exact tokens included, *before* they wait
+    /// for it (`griddepcontrol.wait`), so that kernel must not write these. They read everything else after
+    /// the wait.
     pub pdl: bool,
     /// Bytes ([`Attend::workspace_len`],), zeroed before the first launch; every launch leaves it ready for
     /// the next one. Launches on one stream can share it; concurrent launches need one each.

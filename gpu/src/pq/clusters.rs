@@ -19,6 +19,11 @@ impl Clusters {
         Ok(Self(sizes.into_iter().map(with_active).collect::<Result<_, Error>>()?))
     }
 
+    /// Whether the device runs clusters of `blocks` blocks.
+    pub(super) fn run_with(&self, blocks: usize) -> bool {
+        blocks == 1 || self.0.iter().any(|&(size, active)| size == blocks && active > 0)
+    }
+
     /// The largest size with which the clusters of all rows run at the same time, otherwise one block.
     pub(super) fn largest(&self, rows: usize) -> usize {
         self.0.iter().find(|&&(_, active)| rows <= active).map_or(1, |&(blocks, _)| blocks)
@@ -34,6 +39,9 @@ mod tests {
         let clusters = Clusters(vec![(16, 0), (8, 16), (4, 32), (2, 66)]); // an H100 without clusters of 16
         for (rows, blocks) in [(1, 8), (16, 8), (17, 4), (32, 4), (33, 2), (66, 2), (67, 1), (10_000, 1)] {
             assert_eq!(clusters.largest(rows), blocks, "{rows} rows");
+        }
+        for (blocks, runs) in [(16, false), (8, true), (3, false), (1, true)] {
+            assert_eq!(clusters.run_with(blocks), runs, "{blocks} blocks");
         }
     }
 }

@@ -18,8 +18,8 @@ const OPERATION: Operation = Operation("pq::Gather");
 pub struct GatherArguments {
     /// Number of KV heads.
     pub heads: usize,
-    /// Bytes (heads, `head_rows`, row): keys, either all of them in pinned host memory, or a block cache on
-    /// the device.
+    /// Bytes (heads, `head_rows`, row): keys, either all of them in pinned or managed host memory, or a block
+    /// cache on the device.
     pub keys: DevicePtr<u8>,
     /// Bytes (heads, `head_rows`, row): values.
     pub values: DevicePtr<u8>,
@@ -137,15 +137,15 @@ impl Gather {
     /// [`Error::Argument`] for sizes that do not fit, [`Error::Driver`].
     /// # Safety
     /// The [contract of a launch](DevicePtr#launches) holds, with every pointer aligned to 16 bytes; `keys`
-    /// and `values` may be pinned host memory. Rows are below `head_rows`, places below `out_len`, no
-    /// place occurs twice in a list, and counts do not exceed `list_len`: the kernel does not clamp them.
+    /// and `values` may be pinned or managed host memory. Rows are below `head_rows`, places below `out_len`,
+    /// no place occurs twice in a list, and counts do not exceed `list_len`: the kernel does not clamp them.
     pub unsafe fn launch(&self, stream: CUstream, arguments: &GatherArguments) -> Result<(), Error> {
         let a = arguments;
         if a.heads == 0 || a.list_len == 0 {
             return Ok(());
         }
         let pieces = a.list_len.saturating_mul(self.row_pieces);
-        let blocks = pieces.div_ceil(self.threads).min((self.blocks / (2 * a.heads)).max(1));
+        let blocks = pieces.div_ceil(self.threads).min((self.blocks / 2 / a.heads).max(1));
         let grid = OPERATION.grid(&[("blocks", blocks), ("heads", a.heads), ("sides", 2)])?;
         let kernel_arguments = KernelArguments {
             keys: a.keys,

@@ -98,13 +98,13 @@ pub struct GatherAttendArguments {
     pub workspace: DevicePtr<u8>,
 }
 
-/// Chosen rows that are only in pinned host memory: a launch reads them over PCIe and stores them in their
-/// slots.
+/// Chosen rows that are only in host memory, pinned or managed: a launch reads them over PCIe and stores them
+/// in their slots.
 #[derive(Clone, Copy, Debug)]
 pub struct MissingRows {
-    /// Elements (batch, heads, `head_rows`, dim) in pinned host memory: keys.
+    /// Elements (batch, heads, `head_rows`, dim) in host memory: keys.
     pub keys: DevicePtr<AnyElement>,
-    /// Elements (batch, heads, `head_rows`, dim) in pinned host memory: values.
+    /// Elements (batch, heads, `head_rows`, dim) in host memory: values.
     pub values: DevicePtr<AnyElement>,
     /// Number of rows of a head.
     pub head_rows: usize,
@@ -147,7 +147,7 @@ struct KernelArguments {
 
 const _: () = assert!(size_of::<KernelArguments>() == 168);
 
-/// Decode attention over exact rows and chosen rows; missing rows are read from pinned host memory:
+/// Decode attention over exact rows and chosen rows; missing rows are read from host memory:
 /// `pq_core::attend_exact_into` over both.
 ///
 /// A launch replaces a [`Gather`](super::Gather) and the attention after it. It attends to resident rows
@@ -199,10 +199,10 @@ impl GatherAttend {
     /// [`Error::Argument`] for sizes that do not fit, [`Error::Driver`].
     /// # Safety
     /// The [contract of a launch](DevicePtr#launches) holds, with every pointer aligned to 16 bytes; missing
-    /// rows may be in pinned host memory. Exact lengths are at most `first_slot`, counts at most `list_len`,
-    /// slots below `capacity - first_slot`, tokens below `head_rows`, and no two chosen tokens of a head have
-    /// the same slot: the kernel does not clamp them. The workspace was zeroed before the first launch of
-    /// these sizes, and no other launch uses it at the same time.
+    /// rows may be in pinned or managed host memory. Exact lengths are at most `first_slot`, counts at most
+    /// `list_len`, slots below `capacity - first_slot`, tokens below `head_rows`, and no two chosen tokens of
+    /// a head have the same slot: the kernel does not clamp them. The workspace was zeroed before the first
+    /// launch of these sizes, and no other launch uses it at the same time.
     pub unsafe fn launch(&self, stream: CUstream, arguments: &GatherAttendArguments) -> Result<(), Error> {
         let a = arguments;
         if a.batch == 0 || a.heads == 0 || a.group == 0 {

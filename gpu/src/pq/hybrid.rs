@@ -273,8 +273,8 @@ const _: () = assert!(size_of::<KernelArguments>() == 232);
 /// A step is two launches on one stream, [`Hybrid::select`], which is a [`Select`], and [`Hybrid::attend`].
 /// If rows are in device memory, one follows the other; if they are on the host, a
 /// [`Gather`](super::Gather) between them collects the selected ones. Alternatively `attend` reads rows from
-/// pinned host memory itself. A launch allocates nothing and does not synchronize, and a captured graph stays
-/// valid. The same inputs give the same bytes.
+/// pinned or managed host memory itself. A launch allocates nothing and does not synchronize, and a captured
+/// graph stays valid. The same inputs give the same bytes.
 ///
 /// If the weights of two tokens differ by less than rounding, the CPU may select the other one. Of tokens of
 /// equal weight, those with lower indices are selected. If the shape is `adaptive`, [`Hybrid::select`]
@@ -311,7 +311,7 @@ impl Hybrid {
 
     /// Bytes of the counters of finished blocks, and of partial results.
     fn own_workspace(&self, batch: usize, heads: usize) -> [usize; 2] {
-        let counts = batch.saturating_mul(heads).saturating_mul(4).next_multiple_of(16);
+        let counts = batch.saturating_mul(heads).saturating_mul(4).saturating_add(15) / 16 * 16;
         let of_block = 2 * 4 * self.shape.selection().entry() * self.shape.result_len();
         [counts, heads.saturating_mul(self.select.blocks(heads)).saturating_mul(of_block)]
     }
@@ -343,7 +343,7 @@ impl Hybrid {
         unsafe { self.select.launch_deciding(stream, &select, adaptive, beside) }
     }
 
-    /// Whether attention may start while the previous kernel selects: not if another kernel is between them.
+    /// Whether attention may start while the selection runs: not if the kernel between them writes rows.
     const fn attends_beside(&self, arguments: &HybridArguments) -> bool {
         self.attend_beside.is_some() && !arguments.rows.arriving
     }
@@ -363,8 +363,8 @@ impl Hybrid {
     /// # Safety
     /// As for [`Hybrid::select`]; rows exist for all selected tokens, and exact lengths do not exceed their
     /// capacity. A kernel between the two launches triggers this one (PDL) only after the selection has
-    /// ended. The previous kernel on the stream does not write tables, lengths or k: they are read before the
-    /// PDL wait.
+    /// ended. No kernel after [`Hybrid::select`] writes tables, page tables, codes, lengths (of exact tokens,
+    /// too) or k: they are read before the PDL wait.
     pub unsafe fn attend(&self, stream: CUstream, arguments: &HybridArguments) -> Result<(), Error> {
         let a = arguments;
         self.check(a)?;
@@ -422,7 +422,7 @@ impl Hybrid {
             selected_len: a.selected_len,
             scale: a.scale,
             pdl: a.pdl,
-            workspace: a.workspace.offset(own[0] + own[1]),
+            workspace: a.workspace.offset(own[0].saturating_add(own[1])),
         }
     }
 }

@@ -102,7 +102,8 @@ pub struct SearchArguments {
     pub tokens: DevicePtr<u32>,
     /// Capacity of `tokens` per head. The sum of k, sinks and recent tokens always suffices.
     pub tokens_len: usize,
-    /// `u32` (batch,), written: the number of selected tokens ([`pq_core::Search::found`]).
+    /// `u32` (batch,), written unless `capacity` is 0: the number of selected tokens
+    /// ([`pq_core::Search::found`]).
     pub counts: DevicePtr<u32>,
     /// `f32` (batch, heads, group, 2), written: the maximum of the scores, and the sum of their exponentials
     /// relative to it.

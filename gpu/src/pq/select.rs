@@ -398,7 +398,10 @@ impl Select {
         if !beside {
             return None;
         }
-        let fits = |&blocks: &usize| rows.saturating_mul(blocks) <= self.sm_count / SELECTING_SHARE;
+        let Selection::Clusters(_, clusters) = &self.selection else { return None };
+        let fits = |&blocks: &usize| {
+            rows.saturating_mul(blocks) <= self.sm_count / SELECTING_SHARE && clusters.run_with(blocks)
+        };
         let most = CLUSTERS.into_iter().chain([1]).find(fits)?;
         Some(most.min(chunks.next_power_of_two()))
     }
@@ -434,7 +437,7 @@ impl Select {
         // A tile has a score of 2 bytes per token and query, and a level of 4 bytes per query.
         let of_tile = 2 * TILE * self.shape.group + 4 * self.shape.entry();
         let of_tokens = rows.saturating_mul(chunks).saturating_mul(CHUNK / TILE * of_tile);
-        let scored = rows.saturating_mul(8).next_multiple_of(16);
+        let scored = rows.saturating_mul(8).saturating_add(15) / 16 * 16;
         let stats = scored.saturating_add(SCORED_BYTES);
         let scores = stats.saturating_add(of_blocks);
         Parts { scored, stats, scores, selection: scores.saturating_add(of_tokens) }

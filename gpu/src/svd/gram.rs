@@ -196,6 +196,7 @@ impl Gram {
         // pointers.
         unsafe {
             if self.in_squares {
+                self.gram.bind_to_thread()?; // for the tensor map
                 let GramShape { dim, element } = self.shape;
                 let (rows, heads, n, strides) = (a.rows, a.heads, a.n, a.strides);
                 let rows = RowsOfHeads { rows, element, heads, n, dim, strides, box_rows: ROWS }.map()?;

@@ -297,6 +297,7 @@ impl Prefill {
     ) -> Result<[CUtensorMap; MAPS], Error> {
         let chunks = a.batch.saturating_mul(a.capacity).saturating_mul(rank_sum / 8).max(1);
         OPERATION.at_most(i32::MAX as u32, "16-byte chunks of keys or values", chunks)?;
+        self.kernel.bind_to_thread()?; // for the maps
         let (element, heads, n) = (self.shape.element, chunks, a.capacity);
         let map = |dim| {
             let strides = [8, if a.padded { self.shape.dim.max(dim) } else { dim }];

@@ -172,6 +172,7 @@ impl Project {
         // pointers.
         unsafe {
             if self.in_boxes {
+                self.kernel.bind_to_thread()?; // for the tensor maps
                 let ProjectShape { dim, rank, element } = self.shape;
                 let (rows, heads, n, strides) = (a.rows, a.heads, a.n, a.strides);
                 let rows = RowsOfHeads { rows, element, heads, n, dim, strides, box_rows: TILE_ROWS };

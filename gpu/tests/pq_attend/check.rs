@@ -1,4 +1,4 @@
-//! What a case's outputs must be, by the CPU.
+//! Expected outputs of a case, computed on the CPU.
 
 use kv_gpu::Element;
 use kv_gpu::pq::Side;

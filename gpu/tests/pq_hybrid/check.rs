@@ -1,4 +1,4 @@
-//! What a step of a case must be, by the CPU.
+//! Expected results of a step of a case, computed on the CPU.
 
 use kv_gpu::Element;
 use kv_gpu::pq::Side;

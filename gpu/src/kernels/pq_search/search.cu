@@ -1,7 +1,7 @@
 // Selects the tokens that a group of query heads attends to: the k of highest weight, sinks and recent tokens, in
 // ascending order. It supports lookup tables of any size that fits shared memory.
 //
-// CPU twin: pq_core::search_into. Compile-time shape: M, NBITS, GROUP, VEC, COPIES (tables.cuh), MAX_RULE (select.cuh).
+// CPU twin: pq_core::search_into. Compile-time shape: M, NBITS, GROUP, VEC, COPIES (tables.cuh), MAX_RULE (keys.cuh).
 // Four kernels of grid (chunk of CHUNK tokens, row), each launched with PDL; a row is a head of a sequence.
 //
 // 1. `stats`: computes the scores and keeps only the softmax statistics of the chunk.

@@ -1,7 +1,7 @@
 // Search for joint codes of at most 12 bits, in one kernel (sm_90; otherwise search.cu): selects the k tokens of
 // highest weight, sinks and recent tokens, in ascending order.
 //
-// CPU twin: pq_core::search_into. Compile-time shape: M, NBITS with M * NBITS <= 12, GROUP, MAX_RULE (select.cuh).
+// CPU twin: pq_core::search_into. Compile-time shape: M, NBITS with M * NBITS <= 12, GROUP, MAX_RULE (keys.cuh).
 // Launch: grid (blocks, row) of clusters of all blocks of a row, THREADS threads; a row is a head of a sequence. The
 // number of blocks is a power of two, at most MOST_BLOCKS and at most that of the joint codes.
 //
