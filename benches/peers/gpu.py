@@ -305,7 +305,8 @@ def report(result):
         f"{result['device']}, copy {result['copy_tb_s']:.2f} TB/s; {result['date']}, commit {result['commit']}; "
         f"PyTorch {result['torch']}, {fp8}. "
         "By `python benches/peers/gpu.py target/release/gpu_speed benches/results`, which says how. "
-        "`fp8` is FlashInfer's attention with keys and values in 8 bits; `sm_80` are the kernels of an A100 on this device.",
+        "`fp8` is FlashInfer's attention with keys and values in 8 bits; `sm_80` are the kernels of an A100 on this device; "
+        "`overlapped` are launches with PDL.",
         "",
         "| kernel | shape | MB | floor, us | median, us | over floor | G elements/s | peer | its us | peer / this | fp8, us | fp8 / this | sm_80, us |",
         "|" + " --- |" * 13,
