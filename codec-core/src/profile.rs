@@ -80,7 +80,10 @@ pub struct LayerRows<'a, E> {
 /// };
 /// let plane_len = tokens * model.channels();
 /// # let mut state = 1_u32;
-/// # let mut noise = || { state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223); (state >> 8) as f32 / 8e6 };
+/// # let mut noise = || {
+/// #     state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+/// #     (state >> 8) as f32 / 8e6
+/// # };
 /// # let tensor: Vec<f16> = (0..4 * plane_len).map(|i| f16::from_f32(noise() + (i % 16) as f32)).collect();
 /// let rows: Vec<LayerRows<'_, f16>> = tensor
 ///     .chunks_exact(2 * plane_len)

@@ -1,4 +1,4 @@
-//! The main job: every method over the same text and the same questions.
+//! `kv compare`: every method over the same text and the same questions.
 
 mod cpu;
 #[cfg(feature = "cuda")]

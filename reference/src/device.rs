@@ -1,10 +1,10 @@
 //! A Llama on a GPU, built on the kernels of `kv-gpu`: the counterpart of [`forward`](crate::forward) and
 //! [`cache`](crate::cache) on the CPU.
 //!
-//! A decode step of a whole batch is one CUDA graph: five launches per layer, with tokens and lengths on the
-//! device and no wait for the host. A prompt runs in chunks, layer by layer, with GEMMs by cuBLASLt and
-//! `kv_gpu::svd::Prefill`. [`Weights`] holds the model, a [`DeviceCache`] the keys and values, a [`Decoder`]
-//! runs steps.
+//! A decode step of a whole batch is one CUDA graph: four launches per layer and those of attention, with
+//! tokens and lengths on the device and no wait for the host. A prompt runs in chunks, layer by layer, with
+//! GEMMs by cuBLASLt and `kv_gpu::svd::Prefill`. [`Weights`] holds the model, a [`DeviceCache`] the keys and
+//! values, a [`Decoder`] runs steps.
 
 mod bases;
 mod cache;

@@ -1,5 +1,5 @@
-//! Calls into every core, with no standard library in sight: whatever of it they needed would stay undefined
-//! at the link.
+//! Calls every core in a program that does not link the standard library: a use of it would be an undefined
+//! symbol.
 #![no_std]
 #![no_builtins] // or the loops of `memory` would become calls of themselves
 

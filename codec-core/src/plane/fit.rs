@@ -99,7 +99,10 @@ impl PlaneBuf {
     /// ```
     /// use codec_core::*;
     /// # let mut state = 1_u32;
-    /// # let mut noise = || { state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223); (state >> 8) as f32 / 8e6 };
+    /// # let mut noise = || {
+    /// #     state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+    /// #     (state >> 8) as f32 / 8e6
+    /// # };
     /// # let sample: Vec<f32> = (0..200 * 8).map(|i| noise() * (1 + i % 8) as f32).collect();
     /// let channels = 8; // of `sample`, (tokens, channels)
     /// let plane = PlaneBuf::fit(&sample, channels, None, &FitOptions::default())?;

@@ -1,4 +1,4 @@
-//! Where a command runs.
+//! The options that select the device of a command.
 
 use std::fmt;
 use std::num::NonZeroUsize;

@@ -1,16 +1,15 @@
-//! Frames of stored contexts, decoded on the device into the rows of a cache.
+//! Loads frames of stored contexts: copies them to the device and decodes them into the rows of a cache.
 //!
-//! The bytes of some layers are copied while those of the layers before are decoded, and the next frame while
-//! this one is: the copy engine has its own stream. Where decoding is as fast as the link, a load takes as
-//! long as the copy, and [`LAYERS`](launch::LAYERS) layers of decoding. Frames that come over a network begin
-//! when their first layers have arrived. Checksums are compared on the device, on a stream of their own, and
-//! a frame ends when they have been: threads of the host that compared them would slow the copies down.
-//! Nobody else uses the rows of a frame until it has been loaded, so that decoding needs no order but its
-//! own.
+//! Copies and decoding overlap: while some layers are decoded, the next ones, or those of the next frame, are
+//! copied on a stream of their own. If decoding keeps up with the link, a load takes as long as the copy plus
+//! the decoding of [`LAYERS`](launch::LAYERS) layers. A frame that arrives over a network is decoded from its
+//! first layers on. Checksums are compared on the device, on a third stream, since host threads that compare
+//! them slow the copies down; a frame is complete when all have been compared. Nothing reads the rows of a
+//! frame before that, so decoding needs no further synchronization.
 //!
-//! A cache whose rows of all layers are in place, as the dense one's, is decoded into. Another one takes rows
-//! layer by layer, and cannot give them back: there a frame lands in rows of the loader's own, and the cache
-//! takes it once it is known to be whole.
+//! A `DenseCache` has the rows of all layers, so frames are decoded into it directly. The other caches take
+//! rows layer by layer and cannot give them back, so a frame is decoded to staging rows of the loader, and
+//! the cache takes them once the whole frame is verified.
 
 mod landing;
 mod launch;

@@ -1,4 +1,4 @@
-// The state that the choice of a sequence's next token changes.
+// The state of a sequence that sampling its next token changes.
 #pragma once
 #include "types.cuh"
 

@@ -1,5 +1,5 @@
-// What a cache that retrieves exact rows needs besides codes: their codebooks as tables, how many tokens a step
-// chooses, and the way of rows to their store, which is in memory of the host or the device.
+// Kernels of the caches that retrieve exact rows: lookup tables from codebooks, the number of tokens that a step
+// selects, and the copy of new rows to their store in host or device memory.
 //
 // CPU twin: CodeLayout::table_into; Budget::k; the eviction of WindowedCache. Rows are 16-bit elements.
 #include "primitives_sm80.cuh"

@@ -1,4 +1,4 @@
-// Which rows of the chosen tokens are on the device since recent steps, and the slots that the others get.
+// Looks up which of the selected rows are resident on the device, and assigns slots to the others (LRU).
 //
 // CPU twin: pq_core::BlockCache with blocks of one token, by last use.
 //

@@ -1,4 +1,4 @@
-//! The rows of a frame, until a cache takes them layer by layer.
+//! Staging rows of a frame, from which a cache takes one layer at a time.
 
 use cudarc::driver::sys::{self, CUmemorytype};
 use kv_gpu::{AnyElement, DevicePtr};

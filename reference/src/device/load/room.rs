@@ -1,4 +1,4 @@
-//! Room on the device for frames on their way.
+//! Device buffers for frames in flight.
 
 use std::sync::Arc;
 

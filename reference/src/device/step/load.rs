@@ -1,4 +1,4 @@
-//! A sequence that goes on with a stored context.
+//! Continues a sequence from a stored context.
 
 use bytes::Bytes;
 use codec_core::Profile;

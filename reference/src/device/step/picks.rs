@@ -15,7 +15,7 @@ const BLOCKS: usize = 32;
 const PICK_THREADS: u32 = 256;
 const DRAW_THREADS: u32 = 1024;
 
-/// What is chosen from logits that hold a NaN or an infinity: `NO_TOKEN` of the kernels. It ends the sequence.
+/// The choice from logits that hold a NaN or an infinity: `NO_TOKEN` of the kernels. It ends the sequence.
 pub(super) const NO_TOKEN: u32 = u32::MAX;
 
 /// The choice of the next tokens, on the device.

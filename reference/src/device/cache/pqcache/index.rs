@@ -1,4 +1,4 @@
-//! The codes of keys: encoding them, and finding a step's tokens by them.
+//! Encodes keys, and selects a step's tokens by their codes.
 
 use cudarc::driver::CudaStream;
 use half::f16;

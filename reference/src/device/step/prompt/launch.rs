@@ -1,4 +1,4 @@
-//! The launches of a chunk of a prompt, but for the products.
+//! Kernel launches of a prompt chunk, except the GEMMs.
 
 use kv_gpu::svd::PrefillArguments;
 use kv_gpu::{DevicePtr, Grid};
