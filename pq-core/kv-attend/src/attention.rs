@@ -178,12 +178,17 @@ impl<'a, E> ExactTokens<'a, E> {
 
     /// The rows that query token `i` of `queries` sees. The range may end beyond the last row.
     pub(crate) fn visible(&self, window: Option<usize>, i: usize, queries: usize) -> Range<usize> {
-        let end = match self.first_query {
-            Some(position) => position.saturating_add(i).saturating_add(1),
-            None => self.start.saturating_add((self.keys.rows() + 1 + i).saturating_sub(queries)),
-        };
-        let first = window.map_or(0, |window| end.saturating_sub(window));
-        first.saturating_sub(self.start)..end.saturating_sub(self.start)
+        let first = |end: usize| window.map_or(0, |window| end.saturating_sub(window));
+        match self.first_query {
+            Some(position) => {
+                let end = position.saturating_add(i).saturating_add(1);
+                first(end).saturating_sub(self.start)..end.saturating_sub(self.start)
+            }
+            None => {
+                let end = (self.keys.rows() + 1 + i).saturating_sub(queries);
+                first(end)..end
+            }
+        }
     }
 }
 

@@ -158,6 +158,19 @@ fn check<Q: Element, E: Element>(case: &Case) {
     }
 }
 
+#[test]
+fn rows_at_the_last_positions_are_seen() {
+    let (keys, values) = ([0.0_f32; 3], [1.0_f32, 2.0, 3.0]);
+    for start in [0, usize::MAX - 3, usize::MAX - 2, usize::MAX] {
+        let tokens = ExactTokens::contiguous(&keys, 1, &values, 1).unwrap().starting_at(start);
+        let (mut out, mut stats) = ([0.0], [SoftmaxStats::EMPTY]);
+        let (query, attention) = (Rows::from(&[1.0_f32][..]), Attention::default());
+        attend_exact_into(&attention, query, &tokens, &mut [0.0], &mut out, &mut stats).unwrap();
+        normalize_all(&stats, &mut out).unwrap();
+        assert_eq!(out, [2.0], "from {start}");
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(96))]
 
