@@ -60,10 +60,13 @@ fn fit<const N: usize>(what: &'static str, profile: &[(usize, f64)]) -> Result<[
         return Err(Error::NotFinite { what, index });
     }
     let longest = profile.iter().map(|&(n, _)| n).max().unwrap_or(0) as f64;
+    // Times are scaled to 1 by a power of two, which is exact: their products do not overflow.
+    let most = profile.iter().fold(0.0_f64, |most, &(_, seconds)| most.max(seconds.abs()));
+    let exponent = libm::frexp(most).1;
     let mut matrix = [[0.0; N]; N];
     let mut right = [0.0; N];
     for &(n, seconds) in profile {
-        let x = n as f64 / longest;
+        let (x, seconds) = (n as f64 / longest, libm::ldexp(seconds, -exponent));
         let mut powers = [1.0; N];
         for i in 1..N {
             powers[i] = powers[i - 1] * x;
@@ -88,7 +91,7 @@ fn fit<const N: usize>(what: &'static str, profile: &[(usize, f64)]) -> Result<[
     }
     let mut scale = 1.0;
     for coefficient in &mut coefficients {
-        *coefficient /= scale;
+        *coefficient = libm::ldexp(*coefficient / scale, exponent);
         scale *= longest;
     }
     Ok(coefficients)
@@ -171,6 +174,16 @@ mod tests {
         let negative = [(100, -1.0), (200, -2.0), (300, -3.0)];
         let model = ClusteringCost::fit(&negative, &negative).unwrap();
         assert_eq!((model.iteration, model.layer), ([0.0; 2], [0.0; 3]));
+    }
+
+    #[test]
+    fn absurd_times_are_fitted_as_others_are() {
+        for unit in [1e-300, 1.0, 1e300] {
+            let times = [1, 2, 3, 4].map(|n| (n, n as f64 * unit));
+            let model = ClusteringCost::fit(&times, &times).unwrap();
+            assert!((model.iteration[1] / unit - 1.0).abs() < 1e-9, "{model:?}");
+            assert!((model.layer[1] / unit - 1.0).abs() < 1e-6, "{model:?}");
+        }
     }
 
     #[test]

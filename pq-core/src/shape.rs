@@ -20,9 +20,9 @@ impl PqShape {
     /// A checked shape.
     ///
     /// # Errors
-    /// [`Error::Zero`], [`Error::DimNotDivisible`], [`Error::NbitsOutOfRange`], or [`Error::TooLarge`] when
-    /// the length of a codebook's storage or of a table may overflow: for `dim` of `usize::MAX >> 13` or
-    /// more.
+    /// [`Error::Zero`], [`Error::DimNotDivisible`], [`Error::NbitsOutOfRange`], or [`Error::TooLarge`] for
+    /// `m` above `u32::MAX`, and when the length of a codebook's storage or of a table may overflow: for `dim`
+    /// of `usize::MAX >> 13` or more.
     pub const fn new(dim: usize, m: usize, nbits: u32) -> Result<Self, Error> {
         if dim == 0 {
             return Err(Error::Zero { what: "dim" });
@@ -38,7 +38,7 @@ impl PqShape {
         }
         // This bounds (dim << nbits) + (m << nbits), two bytes for each of m << nbits entries, and the bytes
         // of a block.
-        if dim.checked_mul(2 << 12).is_none() {
+        if dim.checked_mul(2 << 12).is_none() || m as u64 > u32::MAX as u64 {
             return Err(Error::TooLarge);
         }
         Ok(Self { dim, m, nbits })
@@ -142,5 +142,8 @@ mod tests {
         assert_eq!(PqShape::new(8, 4, 13), Err(Error::NbitsOutOfRange { nbits: 13 }));
         assert_eq!(PqShape::new(usize::MAX, 1, 8), Err(Error::TooLarge));
         assert_eq!(PqShape::new(1 << (usize::BITS - 13), 1, 1), Err(Error::TooLarge));
+        if let Ok(m) = usize::try_from(1_u64 << 32) {
+            assert_eq!(PqShape::new(m, m, 1), Err(Error::TooLarge));
+        }
     }
 }
