@@ -329,16 +329,9 @@ pub(crate) fn check_heads(heads: usize, group: usize) -> Result<(), Error> {
 
 /// The Gram of `group` identity matrices.
 fn identity(group: usize, dim: usize) -> Result<Gram<NoRope>, Error> {
-    let mut gram = Gram::new(dim)?;
-    let mut row = vec![0.0_f32; dim];
-    for _ in 0..group {
-        for d in 0..dim {
-            row[d] = 1.0;
-            gram.add_rows(Rows::from(&row[..]))?;
-            row[d] = 0.0;
-        }
-    }
-    Ok(gram)
+    let mut matrix = vec![0.0; dim * dim];
+    matrix.iter_mut().step_by(dim + 1).for_each(|diagonal| *diagonal = group as f64);
+    Gram::from_sums(dim, (group * dim) as u64, &matrix, &vec![group as f64; dim])
 }
 
 /// Calls `make` for every head, in parallel with feature `rayon`.

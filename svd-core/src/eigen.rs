@@ -8,12 +8,18 @@ use crate::Error;
 
 /// Eigenvalues in descending order with their eigenvectors as columns. Signs are fixed (the largest component
 /// of each vector is positive), so that the same matrix gives the same basis everywhere.
-pub(crate) fn symmetric(matrix: DMatrix<f64>) -> Result<(Vec<f64>, DMatrix<f64>), Error> {
+pub(crate) fn symmetric(mut matrix: DMatrix<f64>) -> Result<(Vec<f64>, DMatrix<f64>), Error> {
     if matrix.iter().any(|x| !x.is_finite()) {
         return Err(Error::NotFinite { what: "matrix" });
     }
     let dim = matrix.nrows();
+    // Elements far below the rounding of the largest one, whose products would underflow.
+    let least = libm::ldexp(matrix.amax(), -200);
+    matrix.iter_mut().filter(|x| x.abs() < least).for_each(|x| *x = 0.0);
     let eigen = SymmetricEigen::try_new(matrix, f64::EPSILON, 10_000).ok_or(Error::NoConvergence)?;
+    if !eigen.eigenvalues.iter().chain(eigen.eigenvectors.iter()).all(|x| x.is_finite()) {
+        return Err(Error::NoConvergence);
+    }
     let mut order: Vec<usize> = (0..dim).collect();
     order.sort_by(|&a, &b| eigen.eigenvalues[b].total_cmp(&eigen.eigenvalues[a]));
     let values = order.iter().map(|&i| eigen.eigenvalues[i]).collect();

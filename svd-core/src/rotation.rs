@@ -117,7 +117,8 @@ impl Rotation {
     /// nothing, and `M` is the identity.
     ///
     /// # Errors
-    /// [`Error::Length`] if the dimensions differ, [`Error::Zero`] without rows, [`Error::NoConvergence`].
+    /// [`Error::Length`] if the dimensions differ, [`Error::Zero`] without rows, [`Error::NotFinite`] if
+    /// products of the moments overflow, [`Error::NoConvergence`].
     /// # Source
     /// The KLT under a weighted error: Gersho, Gray, "Vector Quantization and Signal Compression", 8.6; the
     /// weight is the error of `q . k` for queries with second moment `M`.

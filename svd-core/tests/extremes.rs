@@ -147,6 +147,21 @@ fn maps_are_finite_and_inverse_for_every_pair_of_grams() {
     }
 }
 
+/// Products of the smallest components underflow next to those of the largest one.
+#[test]
+fn a_component_of_another_magnitude_leaves_the_basis_orthogonal() {
+    for dim in [16, 33, 64, 80] {
+        for (seed, [high, low]) in (0..).zip([[3e38, 1e-38], [1e38, 1e-36], [1e36, 1e-38], [1e34, 1e-38]]) {
+            let rows = noise(ROWS * dim, seed);
+            let scaled = rows.iter().enumerate().map(|(i, x)| x * if i % dim == 0 { high } else { low });
+            let rotation = Rotation::principal(&gram(&scaled.collect::<Vec<f32>>(), dim)).unwrap();
+            let error = identity_error(rotation.basis(), rotation.basis(), dim);
+            assert!(error < 1e-12, "{dim} components of {high} and {low}: {error}");
+            assert!(rotation.sigma().is_sorted_by(|a, b| a >= b), "{dim} components of {high} and {low}");
+        }
+    }
+}
+
 #[test]
 fn scores_survive_a_scale_far_from_one() {
     // The maps are used in f32, with keys and queries whose scales differ by up to 1e37.
