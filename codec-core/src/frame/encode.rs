@@ -28,9 +28,11 @@ impl CodedBlock {
 /// Encodes all planes and appends the frame to `out`. Feature `rayon` encodes blocks in parallel; the bytes
 /// are the same.
 ///
-/// The error of a value is at most half a step of its channel, except in tiles (32 channels of a block of
-/// tokens) with a bin beyond 16 bits: there all steps are scaled by the smallest power of two that makes the
-/// bins fit ([`Steps`](crate::Steps)).
+/// The error of a value is at most half a step of its channel, to which bins of magnitude 1 and 2 add the
+/// magnitude of their centroid, at most half a step more ([`PlaneParts::centroids`](crate::PlaneParts)). With
+/// a transform this is the error of a coefficient. There are two exceptions. In tiles (32 channels of a block
+/// of tokens) with a bin beyond 16 bits, all steps are scaled by the smallest power of two that makes the
+/// bins fit ([`Steps`](crate::Steps)). Anchors have 8 bits each, whatever the step.
 ///
 /// [`encode_frame_into`] takes rows with strides or pages, and writes to a slice.
 ///
