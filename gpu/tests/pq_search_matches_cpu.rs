@@ -420,9 +420,9 @@ fn bad_scores_of_one_query_leave_the_others_their_say() {
 
 #[test]
 fn shapes_without_a_kernel_are_errors() {
-    let huge = 1 << 50;
+    let huge = 1 << 31;
     for (dim, m, nbits, group) in
-        [(64, 2, 12, 1), (128, 64, 8, 4), (64, 2, 6, 17), (64, 2, 6, 0), (huge, huge, 8, 4)]
+        [(64, 2, 12, 1), (128, 64, 8, 4), (64, 2, 6, 17), (64, 2, 6, 0), (huge << 19, huge, 8, 4)]
     {
         let shape = ScanShape { quantizer: PqShape::new(dim, m, nbits).unwrap(), group };
         assert!(matches!(shape.program(227 << 10), Err(Error::Unsupported { .. })), "{shape:?}");
