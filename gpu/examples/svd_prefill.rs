@@ -34,6 +34,8 @@ fn main() -> Result<()> {
         value_offsets: offsets.pointer,
         key_rank_sum: rank,
         value_rank_sum: rank,
+        pages: None,
+        window: None,
         padded: false, // rows take `rank` elements
         scale: 1.0 / (dim as f32).sqrt(),
         out: out.pointer.cast(),

@@ -250,10 +250,12 @@ fn attention_on_ragged_ranks() {
     check(|_| shapes.iter().flat_map(both).collect(), true);
     for (architecture, capability) in CAPABILITIES {
         for &shape in &shapes {
-            let program = svd::Prefill::program(shape, capability).unwrap();
-            let Ok(image) = compile(&program, architecture) else { return };
-            assert_eq!(image.spilled_bytes(), 0, "{program} for {architecture}");
-            assert!(!image.log.contains("serialized"), "wgmma waits after each product: {}", image.log);
+            for program in [svd::Prefill::program, svd::Prefill::paged_program] {
+                let program = program(shape, capability).unwrap();
+                let Ok(image) = compile(&program, architecture) else { return };
+                assert_eq!(image.spilled_bytes(), 0, "{program} for {architecture}");
+                assert!(!image.log.contains("serialized"), "wgmma waits after each product: {}", image.log);
+            }
         }
     }
 }

@@ -5,6 +5,7 @@
 mod common;
 
 use common::{Buffer, Random, SIDES, device, from_element, relative_error, to_element};
+use kv_gpu::pq::Pages;
 use kv_gpu::svd::{AttendShape, Prefill, PrefillArguments};
 use kv_gpu::{Device, Element};
 use svd_core::{Attention, Backend, ExactTokens, Rows, SoftmaxStats, attend_exact_into_with};
@@ -15,7 +16,7 @@ const TOLERANCES: [(Element, f64); 2] = [(Element::F16, 2e-3), (Element::Bf16, 1
 #[test]
 fn random_shapes_agree() {
     let Some(device) = device("random_shapes_agree") else { return };
-    for seed in 0..60 {
+    for seed in 0..90 {
         let mut random = Random(seed);
         let shape = AttendShape {
             dim: random.pick(&[64, 128]),
@@ -26,6 +27,16 @@ fn random_shapes_agree() {
             heads: 1 + random.below(4),
             group: 1 + random.below(4),
             capacity: random.pick(&[1, 40, 200, 600]),
+            page: random.pick(&[None, Some(16), Some(48), Some(64), Some(256)]),
+            window: random.pick(&[
+                None,
+                Some(1),
+                Some(17),
+                Some(100),
+                Some(128),
+                Some(300),
+                Some(usize::MAX),
+            ]),
         };
         check(&device, &mut random, shape, sizes, 1);
     }
@@ -38,22 +49,86 @@ fn long_prompts_agree() {
     for (seed, dim) in [64, 128, 64, 128].into_iter().enumerate() {
         let mut random = Random(1000 + seed as u64);
         let shape = AttendShape { dim, element: random.pick(&[Element::F16, Element::Bf16]) };
-        let sizes = Sizes { batch: 2, heads: 5, group: 7, capacity: 2000 };
-        check(&device, &mut random, shape, sizes, 997);
+        let sizes = Sizes { batch: 2, heads: 5, group: 7, capacity: 2000, page: None, window: None };
+        for (page, window) in [(None, None), (Some(16), None), (Some(112), Some(333)), (None, Some(1000))] {
+            check(&device, &mut random, shape, Sizes { page, window, ..sizes }, 997);
+        }
     }
 }
 
+#[test]
+fn arguments_are_checked() {
+    let Some(device) = device("arguments_are_checked") else { return };
+    let shape = AttendShape { dim: 64, element: Element::F16 };
+    let nothing = Buffer::new(&device, &[0_u64; 2]);
+    let pages = Some(Pages { table: nothing.pointer().cast(), max_pages: 1 });
+    let valid = PrefillArguments {
+        batch: 1,
+        heads: 1,
+        group: 1,
+        capacity: 16,
+        max_count: 16,
+        keys: nothing.pointer().cast(),
+        values: nothing.pointer().cast(),
+        pages: None,
+        queries: nothing.pointer().cast(),
+        strides: [1024, 64, 64],
+        lengths: nothing.pointer().cast(), // no token: nothing else is read
+        counts: nothing.pointer().cast(),
+        window: None,
+        key_ranks: nothing.pointer().cast(),
+        value_ranks: nothing.pointer().cast(),
+        key_offsets: nothing.pointer(),
+        value_offsets: nothing.pointer(),
+        key_rank_sum: 64,
+        value_rank_sum: 64,
+        padded: false,
+        scale: 1.0,
+        out: nothing.pointer().cast(),
+    };
+    let launch = |prefill: &Prefill, arguments: PrefillArguments| {
+        // SAFETY: the sequence has no tokens, so that only the first ranks and offsets are read.
+        #[allow(unsafe_code)]
+        let launched = unsafe { prefill.launch(device.stream().cu_stream(), &arguments) };
+        launched.map_err(|error| error.to_string())
+    };
+    let (whole, paged) = (Prefill::new(&device, shape).unwrap(), Prefill::paged(&device, shape).unwrap());
+    assert_eq!(launch(&whole, valid), Ok(()));
+    assert_eq!(launch(&paged, PrefillArguments { pages, ..valid }), Ok(()));
+    let refused = |prefill, arguments, problem: &str| {
+        assert_eq!(launch(prefill, arguments), Err(format!("svd::Prefill: {problem}")));
+    };
+    let both = "pages are given exactly when it is compiled for them";
+    refused(&whole, PrefillArguments { pages, ..valid }, both);
+    refused(&paged, valid, both);
+    let odd = "pages that do not have a multiple of 16 tokens";
+    refused(&paged, PrefillArguments { pages, capacity: 24, ..valid }, odd);
+    refused(&whole, PrefillArguments { window: Some(0), ..valid }, "a window of no tokens");
+    refused(&whole, PrefillArguments { scale: f32::NAN, ..valid }, "a scale that is not positive");
+    refused(&whole, PrefillArguments { strides: [1024, 63, 64], ..valid }, "a stride is not a multiple of 2");
+    let long = format!("{} tokens of a sequence, but at most {} fit a launch", 1_u64 << 31, 1 << 30);
+    refused(&whole, PrefillArguments { capacity: 1 << 31, ..valid }, &long);
+    let max_pages = usize::MAX;
+    let long = format!("{} tokens of a sequence, but at most {} fit a launch", usize::MAX, 1 << 30);
+    let many = Some(Pages { max_pages, ..pages.unwrap() });
+    refused(&paged, PrefillArguments { pages: many, ..valid }, &long);
+    device.stream().synchronize().unwrap();
+}
+
+#[derive(Clone, Copy)]
 struct Sizes {
     batch: usize,
     heads: usize,
     group: usize,
     capacity: usize,
+    page: Option<usize>, // tokens of a page
+    window: Option<usize>,
 }
 
 /// Compares every `step`-th output of random lengths, counts, ranks and strides.
 fn check(device: &Device, random: &mut Random, shape: AttendShape, sizes: Sizes, step: usize) {
     let AttendShape { dim, element } = shape;
-    let Sizes { batch, heads, group, capacity } = sizes;
+    let Sizes { batch, heads, group, capacity, page, window } = sizes;
     let lengths: Vec<u32> = (0..batch).map(|_| random.below(capacity + 1) as u32).collect();
     // Whole prompts, and prompts whose beginning was cached.
     let counts: Vec<u32> = lengths
@@ -95,7 +170,31 @@ fn check(device: &Device, random: &mut Random, shape: AttendShape, sizes: Sizes,
     }
 
     let bits = |x: &[f32]| x.iter().map(|&x| to_element(element, x)).collect::<Vec<u16>>();
-    let stored_there = stored.each_ref().map(|x| Buffer::new(device, &bits(x)));
+    // Without pages a sequence is one page. Other pages hold NaN, and the table ends in numbers of no page.
+    let page_tokens = page.unwrap_or(capacity);
+    let max_pages = capacity.div_ceil(page_tokens);
+    let total = if page.is_some() { 2 * batch * max_pages } else { batch };
+    let mut table: Vec<u32> = (0..total as u32).collect();
+    if page.is_some() {
+        (1..table.len()).rev().for_each(|i| table.swap(i, random.below(i + 1)));
+    }
+    let stored_there = SIDES.map(|side| {
+        let side = side as usize;
+        let mut pool = vec![u16::MAX; total * page_tokens * sums[side]]; // NaN
+        for i in 0..batch * heads * capacity {
+            let (sequence, head, token) = (i / capacity / heads, i / capacity % heads, i % capacity);
+            let (width, offset) = (widths[side][head], offsets[side][head] as usize);
+            let from = sequence * capacity * sums[side] + capacity * offset + token * width;
+            let number = table[sequence * max_pages + token / page_tokens] as usize;
+            let to = number * page_tokens * sums[side] + page_tokens * offset + token % page_tokens * width;
+            pool[to..to + width].copy_from_slice(&bits(&stored[side][from..from + width]));
+        }
+        Buffer::new(device, &pool)
+    });
+    for (sequence, row) in table.chunks_exact_mut(max_pages).take(batch).enumerate() {
+        row[(lengths[sequence] as usize).div_ceil(page_tokens)..].fill(u32::MAX);
+    }
+    let table = Buffer::new(device, &table);
     let queries_there = Buffer::new(device, &bits(&queries));
     let [lengths_there, counts_there] = [&lengths, &counts].map(|x| Buffer::new(device, x));
     let ranks_there = ranks.each_ref().map(|ranks| Buffer::new(device, ranks));
@@ -106,14 +205,16 @@ fn check(device: &Device, random: &mut Random, shape: AttendShape, sizes: Sizes,
         batch,
         heads,
         group,
-        capacity,
+        capacity: page_tokens,
         max_count,
         keys: stored_there[0].pointer().cast(),
         values: stored_there[1].pointer().cast(),
+        pages: page.map(|_| Pages { table: table.pointer(), max_pages }),
         queries: queries_there.pointer().cast(),
         strides: [max_count * row * dim, row * dim, dim],
         lengths: lengths_there.pointer(),
         counts: counts_there.pointer(),
+        window,
         key_ranks: ranks_there[0].pointer(),
         value_ranks: ranks_there[1].pointer(),
         key_offsets: offsets_there[0].pointer(),
@@ -124,7 +225,8 @@ fn check(device: &Device, random: &mut Random, shape: AttendShape, sizes: Sizes,
         scale,
         out: out.pointer().cast(),
     };
-    let prefill = Prefill::new(device, shape).unwrap();
+    let of = if page.is_some() { Prefill::paged } else { Prefill::new };
+    let prefill = of(device, shape).unwrap();
     // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape
     // requires.
     #[allow(unsafe_code)]
@@ -136,18 +238,21 @@ fn check(device: &Device, random: &mut Random, shape: AttendShape, sizes: Sizes,
         let (sequence, query, query_head) = (i / row / max_count, i / row % max_count, i % row);
         let head = query_head / group;
         let place = format!(
-            "{shape:?} lengths {lengths:?} counts {counts:?} ranks {ranks:?} padded {padded}, output {i}"
+            "{shape:?} lengths {lengths:?} counts {counts:?} ranks {ranks:?} padded {padded} page {page:?} \
+             window {window:?}, output {i}"
         );
         if query >= counts[sequence] as usize || query_head >= query_heads {
             assert!(got.iter().all(|&bits| bits == u16::MAX), "{place}: written for no query");
             continue;
         }
-        let n = (lengths[sequence] - counts[sequence]) as usize + query + 1;
+        let end = (lengths[sequence] - counts[sequence]) as usize + query + 1;
+        let n = window.unwrap_or(end).min(end);
         let [rank_k, rank_v] = ranks.each_ref().map(|ranks| ranks[head] as usize);
         let [keys, values] = SIDES.map(|side| {
             let side = side as usize;
             let at = sequence * capacity * sums[side] + capacity * offsets[side][head] as usize;
-            let rows = stored[side][at..][..n * widths[side][head]].chunks_exact(widths[side][head]);
+            let width = widths[side][head];
+            let rows = stored[side][at..][..end * width].chunks_exact(width).skip(end - n);
             rows.flat_map(|row| &row[..ranks[side][head] as usize]).copied().collect::<Vec<f32>>()
         });
         let query: Vec<f32> = queries[i * dim..][..rank_k].iter().map(|x| x * scale).collect();

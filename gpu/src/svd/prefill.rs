@@ -5,6 +5,7 @@ use crate::compile::source;
 use crate::device::Kernel;
 use crate::launch::Operation;
 use crate::pointer::{AnyElement, DevicePtr};
+use crate::pq::Pages;
 use crate::tensor_map::RowsOfHeads;
 use crate::{Device, Error, Program};
 
@@ -18,7 +19,9 @@ const GROUP_ROWS: usize = 64;
 const GROUP_THREADS: u32 = 128;
 const TILE_TOKENS: usize = 128;
 const STAGES: usize = 2;
-const BARRIER_BYTES: usize = 6 * STAGES * 8;
+const BARRIER_BYTES: usize = (6 * STAGES + 1) * 8;
+/// Pages have a multiple of so many tokens.
+const PAGE_UNIT: usize = 16;
 /// Ranks have a tensor map each: 8, 16, ... 128.
 const MAPS: usize = 16;
 /// Bytes of keys and values that stay in L2 while row blocks read them.
@@ -35,14 +38,16 @@ pub struct PrefillArguments {
     pub heads: usize,
     /// Number of query heads per KV head.
     pub group: usize,
-    /// Capacity of a sequence in tokens.
+    /// Capacity of a page (or of a sequence, without pages) in tokens; of a page a multiple of 16.
     pub capacity: usize,
     /// Maximum number of queries (new tokens) of a sequence.
     pub max_count: usize,
-    /// Elements (batch, heads, capacity, key rank of the head).
+    /// Elements (pages or batch, heads, capacity, key rank of the head).
     pub keys: DevicePtr<AnyElement>,
-    /// Elements (batch, heads, capacity, value rank of the head).
+    /// Elements (pages or batch, heads, capacity, value rank of the head).
     pub values: DevicePtr<AnyElement>,
+    /// The page table, given if and only if the kernel is [for pages](Prefill::paged).
+    pub pages: Option<Pages>,
     /// Elements (batch, `max_count`, heads * group, dim), with the strides below and a contiguous last
     /// dimension: projected queries, read up to the key rank of the head.
     pub queries: DevicePtr<AnyElement>,
@@ -53,6 +58,8 @@ pub struct PrefillArguments {
     /// `u32` (batch,): the number of queries of each sequence. They belong to its last tokens, and each
     /// attends to the keys up to its own token.
     pub counts: DevicePtr<u32>,
+    /// Sliding window: the number of keys that a query attends to, its own token's included. `None` for all.
+    pub window: Option<usize>,
     /// `u32` (heads,): ranks of the keys, multiples of 8.
     pub key_ranks: DevicePtr<u32>,
     /// `u32` (heads,): ranks of the values, multiples of 8.
@@ -82,6 +89,7 @@ pub struct PrefillArguments {
 struct WarpsArguments {
     keys: DevicePtr<AnyElement>,
     values: DevicePtr<AnyElement>,
+    pages: Option<DevicePtr<u32>>,
     queries: DevicePtr<AnyElement>,
     lengths: DevicePtr<u32>,
     counts: DevicePtr<u32>,
@@ -94,13 +102,15 @@ struct WarpsArguments {
     value_rank_sum: u64,
     capacity: u64,
     strides: [u64; 3],
+    max_pages: u32,
     heads: u32,
     group: u32,
+    window: u32,
     scale: f32,
     padded: u32,
 }
 
-const _: () = assert!(size_of::<WarpsArguments>() == 144);
+const _: () = assert!(size_of::<WarpsArguments>() == 160);
 
 /// `Arguments` of the kernel for sm_90.
 #[derive(Clone, Copy)]
@@ -108,6 +118,7 @@ const _: () = assert!(size_of::<WarpsArguments>() == 144);
 struct WarpgroupsArguments {
     keys: [CUtensorMap; MAPS],
     values: [CUtensorMap; MAPS],
+    pages: Option<DevicePtr<u32>>,
     queries: DevicePtr<AnyElement>,
     lengths: DevicePtr<u32>,
     counts: DevicePtr<u32>,
@@ -120,8 +131,11 @@ struct WarpgroupsArguments {
     key_chunks: u32,
     value_chunks: u32,
     capacity: u32,
+    box_rows: u32,
+    max_pages: u32,
     heads: u32,
     group: u32,
+    window: u32,
     near_tokens: u32,
     row_blocks: u32,
     total: u32,
@@ -129,22 +143,22 @@ struct WarpgroupsArguments {
     padded: u32,
 }
 
-const _: () = assert!(size_of::<WarpgroupsArguments>() == 4096 + 128);
+const _: () = assert!(size_of::<WarpgroupsArguments>() == 4096 + 256);
 
-/// Causal attention of many queries with two ranks per head: `svd_core::attend_exact_into`, query by query.
+/// Causal attention of many queries with two ranks per head: `svd_core::attend_exact_into`, query by query. It
+/// may be limited to a sliding window, and keys and values may lie in pages.
 ///
 /// On sm_90 a block of 128 queries (192 for `dim` 64) takes tiles of 128 tokens; on sm_80, ZACK's rule makes
 /// blocks cost about the same: 64 queries and tiles of 64 tokens, or 128 queries of a head whose ranks are
 /// both at most half of `dim`. The longest blocks run first. The work of a query is that of the higher rank,
 /// rounded up to a multiple of 32 (on sm_80, of `dim / 4`). A NaN or infinite value makes the outputs of all
-/// queries whose block attends to its tile NaN. There is no sliding window, and rows are contiguous per
-/// sequence and head: no page table.
+/// queries whose block attends to its tile NaN.
 ///
 /// The kernel for sm_90 has more than 4 KiB of arguments, which requires CUDA 12.1.
 ///
 /// # Cost
 /// Twice the higher rank in multiply-adds for every pair of a query and a token that it attends to, on tensor
-/// cores.
+/// cores. With a window, a block of queries skips the tiles that none of them sees.
 /// # Source
 /// ZACK, 5.3, prefill; the loops are FlashAttention-3's (arXiv 2407.08608) and, on sm_80, FlashAttention-2's
 /// (arXiv 2307.08691).
@@ -152,6 +166,7 @@ pub struct Prefill {
     kernel: Kernel,
     shape: AttendShape,
     in_warpgroups: bool,
+    is_paged: bool,
     sm_count: usize,
 }
 
@@ -176,16 +191,35 @@ impl Prefill {
         Ok(program)
     }
 
+    /// The kernel for keys and values in pages.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`].
+    pub fn paged_program(shape: AttendShape, capability: (i32, i32)) -> Result<Program, Error> {
+        Ok(Self::program(shape, capability)?.define_if(true, "PAGED"))
+    }
+
     /// Compiles the kernel for a shape.
     ///
     /// # Errors
     /// [`Error::Unsupported`], [`Error::NoNvrtc`], [`Error::Compile`] or [`Error::Driver`].
     pub fn new(device: &Device, shape: AttendShape) -> Result<Self, Error> {
+        Self::of(device, shape, &Self::program(shape, device.capability())?, false)
+    }
+
+    /// Compiles the kernel for a shape, with keys and values in pages of a multiple of 16 tokens.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn paged(device: &Device, shape: AttendShape) -> Result<Self, Error> {
+        Self::of(device, shape, &Self::paged_program(shape, device.capability())?, true)
+    }
+
+    fn of(device: &Device, shape: AttendShape, program: &Program, is_paged: bool) -> Result<Self, Error> {
         let capability = device.capability();
-        let program = Self::program(shape, capability)?;
-        let kernel = device.kernel(&program, "svd_prefill", shared_bytes(shape, capability))?;
+        let kernel = device.kernel(program, "svd_prefill", shared_bytes(shape, capability))?;
         let in_warpgroups = in_warpgroups(capability);
-        Ok(Self { kernel, shape, in_warpgroups, sm_count: device.sm_count() })
+        Ok(Self { kernel, shape, in_warpgroups, is_paged, sm_count: device.sm_count() })
     }
 
     /// Launches the attention on a stream.
@@ -194,8 +228,10 @@ impl Prefill {
     /// [`Error::Argument`] for sizes that do not fit, [`Error::Driver`].
     /// # Safety
     /// The [contract of a launch](DevicePtr#launches) holds, with every pointer aligned to 16 bytes. Lengths
-    /// do not exceed the capacity, and counts exceed neither lengths nor `max_count`; ranks are multiples of
-    /// 8 from 8 to `dim`, and offsets and sums match the ranks: the kernel does not clamp them.
+    /// do not exceed the capacity of a sequence or of its pages, and counts exceed neither lengths nor
+    /// `max_count`; ranks are multiples of 8 from 8 to `dim`, and offsets and sums match the ranks: the
+    /// kernel does not clamp them. Every page number of a sequence's tokens refers to an existing page, in
+    /// the first 32 GiB of keys and of values.
     pub unsafe fn launch(&self, stream: CUstream, arguments: &PrefillArguments) -> Result<(), Error> {
         let a = arguments;
         if a.batch == 0 || a.heads == 0 || a.group == 0 || a.max_count == 0 || a.capacity == 0 {
@@ -204,6 +240,18 @@ impl Prefill {
         if a.scale.is_nan() || a.scale <= 0.0 {
             return Err(OPERATION.error("a scale that is not positive"));
         }
+        if a.window == Some(0) {
+            return Err(OPERATION.error("a window of no tokens"));
+        }
+        if self.is_paged != a.pages.is_some() {
+            return Err(OPERATION.error("pages are given exactly when it is compiled for them"));
+        }
+        if self.is_paged && !a.capacity.is_multiple_of(PAGE_UNIT) {
+            return Err(OPERATION.error("pages that do not have a multiple of 16 tokens"));
+        }
+        let max_pages = a.pages.map_or(1, |pages| pages.max_pages);
+        // The kernels compare tokens as signed integers, up to a tile beyond the last one.
+        OPERATION.at_most(1 << 30, "tokens of a sequence", a.capacity.saturating_mul(max_pages))?;
         if a.strides.iter().any(|stride| !stride.is_multiple_of(2)) {
             return Err(OPERATION.error("a stride is not a multiple of 2"));
         }
@@ -226,6 +274,7 @@ impl Prefill {
         let arguments = WarpsArguments {
             keys: a.keys,
             values: a.values,
+            pages: a.pages.map(|pages| pages.table),
             queries: a.queries,
             lengths: a.lengths,
             counts: a.counts,
@@ -238,8 +287,10 @@ impl Prefill {
             value_rank_sum: a.value_rank_sum as u64,
             capacity: a.capacity as u64,
             strides: a.strides.map(|stride| stride as u64),
+            max_pages: max_pages(a),
             heads: a.heads as u32,
             group: a.group as u32,
+            window: window(a),
             scale: a.scale * std::f32::consts::LOG2_E,
             padded: a.padded.into(),
         };
@@ -263,6 +314,7 @@ impl Prefill {
         let arguments = WarpgroupsArguments {
             keys: self.maps(a, keys)?,
             values: self.maps(a, values)?,
+            pages: a.pages.map(|pages| pages.table),
             queries: a.queries,
             lengths: a.lengths,
             counts: a.counts,
@@ -275,8 +327,11 @@ impl Prefill {
             key_chunks: (a.key_rank_sum / 8) as u32,
             value_chunks: (a.value_rank_sum / 8) as u32,
             capacity: a.capacity as u32,
+            box_rows: box_rows(a) as u32,
+            max_pages: max_pages(a),
             heads: a.heads as u32,
             group: a.group as u32,
+            window: window(a),
             near_tokens: near_tokens.try_into().unwrap_or(u32::MAX),
             row_blocks: row_blocks as u32,
             total,
@@ -295,13 +350,17 @@ impl Prefill {
         a: &PrefillArguments,
         (rows, rank_sum): (DevicePtr<AnyElement>, usize),
     ) -> Result<[CUtensorMap; MAPS], Error> {
-        let chunks = a.batch.saturating_mul(a.capacity).saturating_mul(rank_sum / 8).max(1);
-        OPERATION.at_most(i32::MAX as u32, "16-byte chunks of keys or values", chunks)?;
+        let most = i32::MAX as usize;
+        let chunks = match a.pages {
+            Some(_) => most, // how many pages there are is not known
+            None => a.batch.saturating_mul(a.capacity).saturating_mul(rank_sum / 8).max(1),
+        };
+        OPERATION.at_most(most as u32, "16-byte chunks of keys or values", chunks)?;
         self.kernel.bind_to_thread()?; // for the maps
         let (element, heads, n) = (self.shape.element, chunks, a.capacity);
         let map = |dim| {
             let strides = [8, if a.padded { self.shape.dim.max(dim) } else { dim }];
-            RowsOfHeads { rows, element, heads, n, dim, strides, box_rows: TILE_TOKENS }.map()
+            RowsOfHeads { rows, element, heads, n, dim, strides, box_rows: box_rows(a) }.map()
         };
         let mut maps = [map(8)?; MAPS];
         for (i, of_rank) in maps.iter_mut().enumerate().skip(1) {
@@ -309,6 +368,22 @@ impl Prefill {
         }
         Ok(maps)
     }
+}
+
+/// On sm_90, tokens of a box: a tile, or as many as divide a page and are a power of two.
+fn box_rows(a: &PrefillArguments) -> usize {
+    let of_page = |_| 1 << a.capacity.trailing_zeros().min(TILE_TOKENS.ilog2());
+    a.pages.map_or(TILE_TOKENS, of_page)
+}
+
+/// Entries of a row of the page table.
+fn max_pages(a: &PrefillArguments) -> u32 {
+    a.pages.map_or(1, |pages| pages.max_pages as u32)
+}
+
+/// The window as the kernels take it: a signed integer.
+fn window(a: &PrefillArguments) -> u32 {
+    a.window.map_or(i32::MAX as u32, |window| window.min(i32::MAX as usize) as u32)
 }
 
 /// Whether the sm_90 kernel, whose warpgroups share tiles loaded by TMA, runs instead of the sm_80 kernel,

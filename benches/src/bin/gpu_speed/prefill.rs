@@ -3,6 +3,7 @@
 use cudarc::driver::{DeviceRepr, ValidAsZeroBits};
 use half::{bf16, f16};
 use kv_gpu::Element;
+use kv_gpu::pq::Pages;
 use kv_gpu::svd::{AttendShape, Prefill, PrefillArguments};
 use svd_core::{Attention, ExactTokens, Rows, SoftmaxStats, attend_exact_into};
 
@@ -12,23 +13,44 @@ const DIM: usize = 128;
 const HEADS: usize = 8;
 const GROUP: usize = 4;
 
+/// A prompt of `n` tokens.
+#[derive(Clone, Copy)]
+struct Load {
+    n: usize,
+    rank: usize,
+    page: Option<usize>,   // tokens of a page
+    window: Option<usize>, // tokens that a query attends to
+}
+
 pub fn run(watch: &Stopwatch) {
-    for n in [8192, 32_768] {
-        for (what, rank) in [("full rank", 128), ("half rank", 64)] {
-            let load = format!("{what}, {}/{HEADS} heads, 1 x {n} x {DIM}", HEADS * GROUP);
-            time::<f16>(watch, "prefill, ragged ranks", &load, Element::F16, [n, rank]);
-            time::<bf16>(watch, "prefill, ragged ranks, bf16", &load, Element::Bf16, [n, rank]);
-        }
+    let load = |n, rank| Load { n, rank, page: None, window: None };
+    let loads = [8192, 32_768].map(|n| [load(n, 128), load(n, 64)]).concat();
+    for &load in &loads {
+        time::<f16>(watch, "prefill, ragged ranks", Element::F16, load);
+        time::<bf16>(watch, "prefill, ragged ranks, bf16", Element::Bf16, load);
+    }
+    let windows = [1024, 4096].map(|window| Load { window: Some(window), ..load(32_768, 128) });
+    let pages = [16, 64].map(|page| loads.iter().map(move |&load| Load { page: Some(page), ..load }));
+    for load in windows.into_iter().chain(pages.into_iter().flatten()) {
+        time::<f16>(watch, "prefill, ragged ranks", Element::F16, load);
     }
 }
 
 fn time<T: svd_core::Element + DeviceRepr + ValidAsZeroBits>(
     watch: &Stopwatch,
     kernel: &str,
-    load: &str,
     element: Element,
-    [n, rank]: [usize; 2],
+    Load { n, rank, page, window }: Load,
 ) {
+    let what = if rank == DIM { "full rank" } else { "half rank" };
+    let mut load = format!("{what}, {}/{HEADS} heads, 1 x {n} x {DIM}", HEADS * GROUP);
+    if let Some(page) = page {
+        load += &format!(", pages of {page}");
+    }
+    if let Some(window) = window {
+        load += &format!(", window of {window}");
+    }
+    let load = &load[..];
     if !watch.wants(kernel, load) {
         return;
     }
@@ -37,7 +59,19 @@ fn time<T: svd_core::Element + DeviceRepr + ValidAsZeroBits>(
     let values: Vec<T> = (0..HEADS * n * rank).map(|i| number(i + 3)).collect();
     let query_heads = HEADS * GROUP;
     let queries: Vec<T> = (0..n * query_heads * DIM).map(|i| number(i * 31 + 5)).collect();
-    let [keys_there, values_there, queries_there] = [&keys, &values, &queries].map(|x| watch.upload(x));
+    // Pages in reverse order; without pages the sequence is one page.
+    let capacity = page.unwrap_or(n);
+    let table: Vec<u32> = (0..(n / capacity) as u32).rev().collect();
+    let in_pages = |rows: &[T]| -> Vec<T> {
+        let of_page = |&page: &u32| {
+            (0..HEADS).flat_map(move |head| {
+                &rows[(head * n + page as usize * capacity) * rank..][..capacity * rank]
+            })
+        };
+        table.iter().flat_map(of_page).copied().collect()
+    };
+    let [keys_there, values_there] = [&keys, &values].map(|rows| watch.upload(&in_pages(rows)));
+    let (queries_there, table_there) = (watch.upload(&queries), watch.upload(&table));
     let length = watch.upload(&[n as u32]);
     let ranks = watch.upload(&[rank as u32; HEADS]);
     let offsets: Vec<u64> = (0..HEADS).map(|head| (head * rank) as u64).collect();
@@ -48,14 +82,16 @@ fn time<T: svd_core::Element + DeviceRepr + ValidAsZeroBits>(
         batch: 1,
         heads: HEADS,
         group: GROUP,
-        capacity: n,
+        capacity,
         max_count: n,
         keys: watch.pointer(&keys_there).cast(),
         values: watch.pointer(&values_there).cast(),
+        pages: page.map(|_| Pages { table: watch.pointer(&table_there), max_pages: table.len() }),
         queries: watch.pointer(&queries_there).cast(),
         strides: [n * query_heads * DIM, query_heads * DIM, DIM],
         lengths: watch.pointer(&length),
         counts: watch.pointer(&length),
+        window,
         key_ranks: watch.pointer(&ranks),
         value_ranks: watch.pointer(&ranks),
         key_offsets: watch.pointer(&offsets),
@@ -66,7 +102,8 @@ fn time<T: svd_core::Element + DeviceRepr + ValidAsZeroBits>(
         scale,
         out: watch.pointer(&out).cast(),
     };
-    let prefill = Prefill::new(&watch.gpu, AttendShape { dim: DIM, element }).unwrap();
+    let of = if page.is_some() { Prefill::paged } else { Prefill::new };
+    let prefill = of(&watch.gpu, AttendShape { dim: DIM, element }).unwrap();
     // One launch per replay, as for the peers: more in a row lower the clock.
     // SAFETY: the buffers have the shapes that the arguments require, and outlive the graph.
     let us = watch.time(1, |_, stream| unsafe { prefill.launch(stream, &arguments) });
@@ -75,17 +112,18 @@ fn time<T: svd_core::Element + DeviceRepr + ValidAsZeroBits>(
     let at = queries.len() - DIM;
     let query: Vec<f32> = queries[at..][..rank].iter().map(|x| x.to_f32() * scale).collect();
     let (mut expected, mut stats) = (vec![0.0; rank], [SoftmaxStats::EMPTY]);
-    let head = (HEADS - 1) * n * rank;
-    let tokens = ExactTokens::contiguous(&keys[head..], rank, &values[head..], rank).unwrap();
+    let seen = window.unwrap_or(n).min(n);
+    let first = (HEADS * n - seen) * rank;
+    let tokens = ExactTokens::contiguous(&keys[first..], rank, &values[first..], rank).unwrap();
     let (attention, query, mut scratch) = (Attention::default(), Rows::from(&query[..]), vec![0.0; rank]);
     attend_exact_into(&attention, query, &tokens, &mut scratch, &mut expected, &mut stats).unwrap();
     stats[0].normalize(&mut expected);
     let got = watch.download(&out);
     let worst = got[at..].iter().zip(&expected).map(|(a, b)| (a.to_f32() - b).abs()).fold(0.0, f32::max);
     assert!(worst < 2e-3, "{load}: {worst}");
-    // Two matrix products over half of the square, at 16 multiply-adds per lane and clock on sm_90 and 8
+    // Two matrix products over half of the square, or what the window leaves of it, at 16 multiply-adds per lane and clock on sm_90 and 8
     // before.
-    let operations = (query_heads * n * n * rank) as f64;
+    let operations = (query_heads * (n * n - (n - seen) * (n - seen)) * rank) as f64;
     let each = if watch.gpu.capability() >= (9, 0) { 16.0 } else { 8.0 };
     let per_us = each * watch.operations_per_us();
     watch.report_with_floor(

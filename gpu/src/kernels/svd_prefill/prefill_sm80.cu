@@ -3,15 +3,16 @@
 //
 // CPU twin: svd_core::attend_exact_into, row by row. Source: ZACK, 5.3; the loop is that of FlashAttention-2.
 //
-// Compile-time shape: DIM (64 or 128; no rank is above it), ELEMENT (1 for f16, 2 for bf16), SHARED_BYTES. Ranks are
-// multiples of 8 and are read on the device.
+// Compile-time shape: DIM (64 or 128; no rank is above it), ELEMENT (1 for f16, 2 for bf16), SHARED_BYTES, PAGED or
+// not. Ranks are multiples of 8 and are read on the device.
 //
 // Launch: grid (query heads, row blocks, sequences), 4 warps per block, two blocks per multiprocessor. Row blocks
 // follow ZACK's rule: where both ranks of a head are at most DIM / 2, a block has 128 rows (queries) instead of 64, so
 // blocks cost about the same and use the registers that a lower rank leaves free. The host launches enough blocks for
 // 64 rows each; the surplus returns at once. Blocks are numbered longest first: the last rows of a prompt see the most
 // keys. A warp owns 16 or 32 rows. All warps share the keys and values of a tile of 64 tokens, which pass through a
-// ring of two tiles in shared memory (cp.async).
+// ring of two tiles in shared memory (cp.async). Pages have a multiple of 16 tokens: every 32 tiles, each thread
+// looks up where a quarter of a tile lies.
 //
 // The floor is the rate of the tensor cores. Bound by issue and latency: at full rank a thread takes 249 registers, so
 // a scheduler has two warps, which issue in half of the slots, and tensor cores are 42 % busy. Three changes
@@ -29,8 +30,9 @@ constexpr int SHARED = 4 * TILE * 2;
 static_assert(SHARED == SHARED_BYTES, "the host computes the same size");
 
 struct Arguments {
-    const u16* keys; // element [sequence][head][capacity][rank of the head, or DIM if `padded`]
+    const u16* keys; // element [sequence (PAGED: page)][head][capacity][rank of the head, or DIM if `padded`]
     const u16* values;
+    const u32* pages;         // PAGED: [sequence][max_pages]
     const u16* queries;       // element [sequence][row][query head][DIM], strided; only the key rank is read
     const u32* lengths;       // [sequence]: number of keys
     const u32* counts;        // [sequence]: number of queries; they belong to the last tokens
@@ -39,45 +41,78 @@ struct Arguments {
     const u64* key_offsets;   // [head]: sum of the key ranks of all earlier heads
     const u64* value_offsets; // [head]: the same of the value ranks
     u16* out;                 // as the queries; only the value rank is written, and zeros after it if `padded`
-    u64 key_rank_sum, value_rank_sum, capacity;
+    u64 key_rank_sum, value_rank_sum;
+    u64 capacity;                                  // of a sequence (PAGED: of a page) in tokens
     u64 sequence_stride, row_stride, query_stride; // in elements, of queries and outputs
-    u32 heads, group;
+    u32 max_pages, heads, group;
+    u32 window;  // keys that a row sees, its own included
     float scale; // factor of the scores, times log2(e)
     u32 padded;
 };
 
 extern __shared__ __align__(128) u16 shared[];
 
+#ifdef PAGED
+// Offsets of the first key and value of 16 tokens in elements, from the head's part of page 0 on.
+struct Place {
+    u64 key, value;
+};
+__shared__ Place places[THREADS];                  // of the quarters of PLACE_TILES tiles
+constexpr int PLACE_TILES = THREADS * 16 / TOKENS; // successive ones
+#endif
+
 // A KV head of a sequence.
 struct Head {
-    const u16 *keys, *values;
+    const u16 *keys, *values; // PAGED: in page 0
     u32 key_rank, value_rank, length;
-    bool padded;
 
-    __device__ __forceinline__ u32 pitch(u32 rank) const { return padded ? DIM : rank; }
+    __device__ __forceinline__ u32 pitch(const Arguments& a, u32 rank) const { return a.padded ? DIM : rank; }
+
+#ifdef PAGED
+    // Sets the places of the tiles from `first_tile` on. An earlier load_tile of every thread must be over.
+    __device__ __forceinline__ void set_places(const Arguments& a, u32 first_tile) const {
+        const u32 token = first_tile * TOKENS + 16 * threadIdx.x, capacity = a.capacity, in_page = token % capacity;
+        if (token < length) {
+            const u64 page = a.capacity * __ldg(a.pages + (u64)blockIdx.z * a.max_pages + token / capacity);
+            places[threadIdx.x] = {page * a.key_rank_sum + (u64)in_page * pitch(a, key_rank),
+                                   page * a.value_rank_sum + (u64)in_page * pitch(a, value_rank)};
+        }
+        __syncthreads();
+    }
+#endif
 
     // Starts copying the keys and values of a tile to shared memory, RANK components each; those at or above the head's
-    // ranks are zeros. Tokens at or above the length repeat the last token.
+    // ranks are zeros. Tokens at or above the length repeat the last token, or are zeros if PAGED, where `places` of
+    // the tile are set.
     template <int RANK>
-    __device__ __forceinline__ void load_tile(u32 tile, u16* to) const {
+    __device__ __forceinline__ void load_tile(const Arguments& a, u32 tile, u16* to) const {
         constexpr int ROW_CHUNKS = RANK / 8, ROWS_AT_ONCE = THREADS / ROW_CHUNKS;
         const u32 chunk = threadIdx.x % ROW_CHUNKS, first = threadIdx.x / ROW_CHUNKS;
+        const u32 key_pitch = pitch(a, key_rank), value_pitch = pitch(a, value_rank);
         const bool key_valid = 8 * chunk < key_rank, value_valid = 8 * chunk < value_rank;
         const u16 *key_at = keys + (key_valid ? 8 * chunk : 0), *value_at = values + (value_valid ? 8 * chunk : 0);
 #pragma unroll
         for (u32 row = first; row < TOKENS; row += ROWS_AT_ONCE) {
             if (TOKENS % ROWS_AT_ONCE && first >= ROWS_AT_ONCE) break; // the remaining threads do not fill a row
+#ifdef PAGED
+            const bool exists = tile * TOKENS + row < length;
+            const Place& quarter = places[tile % PLACE_TILES * (TOKENS / 16) + row / 16];
+            const u64 key = exists ? quarter.key + row % 16 * key_pitch : 0;
+            const u64 value = exists ? quarter.value + row % 16 * value_pitch : 0;
+#else
+            const bool exists = true;
             const u64 token = min(tile * TOKENS + row, length - 1);
-            cp_async_16_zfill(swizzled<CHUNKS>(to, row, chunk), key_at + token * pitch(key_rank), key_valid);
-            cp_async_16_zfill(swizzled<CHUNKS>(to + TILE, row, chunk), value_at + token * pitch(value_rank),
-                              value_valid);
+            const u64 key = token * key_pitch, value = token * value_pitch;
+#endif
+            cp_async_16_zfill(swizzled<CHUNKS>(to, row, chunk), key_at + key, key_valid && exists);
+            cp_async_16_zfill(swizzled<CHUNKS>(to + TILE, row, chunk), value_at + value, value_valid && exists);
         }
         cp_async_commit();
     }
 };
 
 // Computes a block's rows of a query head, from row `first`: 16 * FRAGMENTS rows per warp, both ranks at most RANK.
-// `offset` is the token of row 0, so row i sees keys 0 to `offset` + i.
+// `offset` is the token of row 0, so row i sees the last `window` of the keys 0 to `offset` + i.
 template <int FRAGMENTS, int RANK>
 __device__ __forceinline__ void attend(const Arguments& a, const Head& head, const u16* queries, u16* out, u32 first,
                                        u32 rows, u32 offset) {
@@ -101,19 +136,28 @@ __device__ __forceinline__ void attend(const Arguments& a, const Head& head, con
 #pragma unroll
     for (int f = 0; f < FRAGMENTS; f++) max[f][0] = max[f][1] = NOTHING;
 
-    const u32 last = min(first + ROWS * FRAGMENTS, rows) - 1; // last row of the block
-    const u32 tiles = (offset + last) / TOKENS + 1;           // tiles that this row sees
-    head.load_tile<RANK>(0, shared);
-    for (u32 tile = 0; tile < tiles; tile++) {
+    // Tiles that the block's first row sees, and those that its last row sees.
+    const u32 last = min(first + ROWS * FRAGMENTS, rows) - 1, end = offset + first + 1;
+    const u32 first_tile = (end - min(end, a.window)) / TOKENS, tiles = (offset + last) / TOKENS + 1;
+    const auto load_tile = [&](u32 tile) {
+#ifdef PAGED
+        if (tile == first_tile || tile % PLACE_TILES == 0) head.set_places(a, tile / PLACE_TILES * PLACE_TILES);
+#endif
+        head.load_tile<RANK>(a, tile, shared + tile % 2 * 2 * TILE);
+    };
+    load_tile(first_tile);
+    for (u32 tile = first_tile; tile < tiles; tile++) {
         if (tile + 1 < tiles)
-            head.load_tile<RANK>(tile + 1, shared + (tile + 1) % 2 * 2 * TILE);
+            load_tile(tile + 1);
         else
             cp_async_commit();
         cp_async_wait<1>();
         __syncthreads();
         u16 *keys = shared + tile % 2 * 2 * TILE, *values = keys + TILE;
         // A warp skips tiles that none of its rows see; other warps of the block may need them.
-        if (warp_uniform(warp_row < rows && tile * TOKENS <= offset + warp_row + 16 * FRAGMENTS - 1)) {
+        const int first_token = tile * TOKENS, warp_key = offset + warp_row, window = a.window;
+        if (warp_uniform(warp_row < rows && first_token < warp_key + 16 * FRAGMENTS &&
+                         first_token + TOKENS - 1 > warp_key - window)) {
             float scores[FRAGMENTS][TOKENS / 8][4];
 #pragma unroll
             for (int s = 0; s < STEPS; s++)
@@ -135,14 +179,16 @@ __device__ __forceinline__ void attend(const Arguments& a, const Head& head, con
                 }
 #pragma unroll
             for (int f = 0; f < FRAGMENTS; f++) {
-                const u32 last_key = offset + warp_row + 16 * f + g; // that row g sees; row g + 8 sees eight more
-                if (warp_uniform(tile * TOKENS + TOKENS - 1 > offset + warp_row + 16 * f))
+                const int first_key = warp_key + 16 * f; // the last key that the fragment's first row sees
+                if (warp_uniform(first_token + TOKENS - 1 > first_key || first_token <= first_key + 15 - window)) {
+                    const int distance = first_key + g - first_token - 2 * l; // it wraps after a row's last key
 #pragma unroll
                     for (int t = 0; t < TOKENS / 8; t++)
 #pragma unroll
                         for (int i = 0; i < 4; i++)
-                            if (tile * TOKENS + 8 * t + 2 * l + i % 2 > last_key + i / 2 * 8)
+                            if ((u32)(distance + i / 2 * 8 - 8 * t - i % 2) >= (u32)window)
                                 scores[f][t][i] = -infinity();
+                }
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
                     float tile_max = -infinity();
@@ -211,9 +257,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) svd_prefill(const Argum
     const u32 rows = a.counts[sequence], length = a.lengths[sequence];
     Head head;
     head.key_rank = a.key_ranks[kv_head], head.value_rank = a.value_ranks[kv_head], head.length = length;
-    head.padded = a.padded;
-    head.keys = a.keys + sequence * a.capacity * a.key_rank_sum + a.capacity * a.key_offsets[kv_head];
-    head.values = a.values + sequence * a.capacity * a.value_rank_sum + a.capacity * a.value_offsets[kv_head];
+    head.keys = a.keys + a.capacity * a.key_offsets[kv_head];
+    head.values = a.values + a.capacity * a.value_offsets[kv_head];
+#ifndef PAGED
+    head.keys += sequence * a.capacity * a.key_rank_sum, head.values += sequence * a.capacity * a.value_rank_sum;
+#endif
     // A row costs its higher rank, rounded up to a multiple of DIM / 4: there is one instance of `attend` for each.
     const u32 quarters = (max(head.key_rank, head.value_rank) + DIM / 4 - 1) / (DIM / 4);
     const u32 block_rows = quarters <= 2 ? 2 * ROWS : ROWS, blocks = (rows + block_rows - 1) / block_rows;

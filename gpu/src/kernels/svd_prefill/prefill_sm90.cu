@@ -4,18 +4,24 @@
 // CPU twin: svd_core::attend_exact_into, row by row. Source: FlashAttention-3 (arXiv 2407.08608); ragged ranks: ZACK,
 // 5.3.
 //
-// Compile-time shape: DIM (64 or 128; no rank is above it), ELEMENT (1 for f16, 2 for bf16), SHARED_BYTES. Ranks are
-// multiples of 8 and are read on the device. The products of a head are those of its higher rank, rounded up to a
-// multiple of 32: there is one instance of `attend` for each.
+// Compile-time shape: DIM (64 or 128; no rank is above it), ELEMENT (1 for f16, 2 for bf16), SHARED_BYTES, PAGED or
+// not. Ranks are multiples of 8 and are read on the device. The products of a head are those of its higher rank,
+// rounded up to a multiple of 32: there is one instance of `attend` for each.
 //
 // Launch: one block per multiprocessor. A block takes row blocks of 64 rows (queries) per consumer warpgroup in turn,
-// longest first. In the last warpgroup, one thread loads tiles of 128 keys and values by TMA into two rings, and three
-// warps load the queries of the next row block. A consumer computes the scores of a tile while the tensor cores add up
-// the values of the previous tile; the softmax of one warpgroup overlaps with the products of the others, which take
-// turns by named barriers.
+// longest first. In the last warpgroup, one warp loads tiles of 128 keys by TMA into a ring, another one tiles of
+// values, and two load the queries of the next row block. A consumer computes the scores of a tile while the tensor
+// cores add up the values of the previous tile; the softmax of one warpgroup overlaps with the products of the others,
+// which take turns by named barriers.
 //
 // The tiles of a row block end at the last key that its last row sees, and the first tile begins before key 0, where
-// TMA reads zeros. No key or value beyond a row block's own is read, so memory there may hold anything.
+// TMA reads zeros. No value beyond a row block's own is used, so memory there may hold anything.
+//
+// With pages, boxes have the largest power of two of tokens that divides a page, and a tile consists of several boxes
+// of any pages. Tiles end at a multiple of the box instead; the warp that loads values replaces those after a row
+// block's last one by zeros, since their weights are 0 but they may be NaN. The instructions of TMA for boxes of 16
+// tokens take as long as a tile's products: with keys and values loaded by one warp, pages of 16 took 1.3 times as long
+// as none.
 //
 // A tensor map has the pitch of its rows, which is the rank, or DIM where rows are padded: there is one map per rank
 // and side. Its third dimension steps over 8 elements, so that the offset of a head in the buffer is a coordinate and
@@ -30,17 +36,23 @@
 constexpr int GROUPS = DIM == 64 ? 3 : 2;             // consumer warpgroups; more need more registers than there are
 constexpr int THREADS = (GROUPS + 1) * GROUP_THREADS; // the last warpgroup loads
 constexpr int CONSUMER_WARPS = GROUPS * GROUP_THREADS / LANES;
-constexpr int QUERY_THREADS = GROUP_THREADS - LANES;                                   // that load queries
+constexpr int QUERY_THREADS = GROUP_THREADS - 2 * LANES;                               // that load queries
 constexpr int LOAD_REGISTERS = DIM == 64 ? 32 : 40, REGISTERS = DIM == 64 ? 160 : 232; // per thread
 constexpr int ROWS = 64 * GROUPS;                                                      // rows of a row block
 constexpr int TOKENS = 128;                                                            // tokens of a tile
 constexpr int SIDE = DIM / WIDTH;                                                      // boxes per row
+#ifdef PAGED
+constexpr bool PAGES = true;
+#else
+constexpr bool PAGES = false;
+#endif
 constexpr int STAGES = 2;       // of the rings, and of the queries
 constexpr int COLUMN_STEP = 32; // ranks are rounded up to its multiples
 constexpr int MAPS = 16;        // ranks up to 128
 
 struct Arguments {
-    TensorMap keys[MAPS], values[MAPS]; // of ranks 8, 16, ...: [8 elements][token][component], boxes of TOKENS x WIDTH
+    TensorMap keys[MAPS], values[MAPS]; // of ranks 8, 16, ...: [8 elements][token][component], boxes of `box` x WIDTH
+    const u32* pages;                   // PAGED: [sequence][max_pages]: a page takes the place of a sequence
     const u16* queries;                 // element [sequence][row][query head][DIM], strided; only the key rank is read
     const u32* lengths;                 // [sequence]: number of keys
     const u32* counts;                  // [sequence]: number of queries; they belong to the last tokens
@@ -51,7 +63,9 @@ struct Arguments {
     u16* out;                           // as the queries; only the value rank is written, if `padded` zeros after it
     u64 sequence_stride, row_stride, query_stride; // in elements, of queries and outputs
     u32 key_chunks, value_chunks;                  // sums of the ranks, in units of 8
-    u32 capacity, heads, group;
+    u32 capacity, box, max_pages; // capacity of a sequence (PAGED: of a page) and of a box in tokens
+    u32 heads, group;
+    u32 window;      // keys that a row sees, its own included
     u32 near_tokens; // tokens of a head whose keys and values stay in L2
     u32 row_blocks;  // of the longest sequence
     u32 total;       // row blocks of all sequences and query heads
@@ -66,6 +80,7 @@ struct Shared {
     // mbarriers: a stage has been loaded; all consumer warps have left it.
     u64 queries_full[STAGES], keys_full[STAGES], values_full[STAGES];
     u64 queries_empty[STAGES], keys_empty[STAGES], values_empty[STAGES];
+    u64 last_values; // PAGED: the values of a row block's first tile have been loaded, but have no zeros yet
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "the host reserves enough");
 
@@ -74,11 +89,11 @@ struct RowBlock {
     u32 sequence, query_head, head;
     u32 key_rank, value_rank, columns; // columns: the higher rank, rounded up
     u32 first, rows;                   // first row of the block; rows of the sequence
-    u32 offset, limit;                 // the token of row 0; tokens that the block's last row sees
-    u32 tiles;
+    u32 offset, limit;                 // the token of row 0; the end of the tokens that the block's last row sees
+    u32 end, tiles;                    // the end of the tiles: `limit`, or the next multiple of the box if PAGED
 
-    // Tile `tile` begins at token `limit` - TOKENS * (`tile` + 1), so the last tokens come first.
-    __device__ __forceinline__ int first_token(u32 tile) const { return (int)limit - (int)((tile + 1) * TOKENS); }
+    // Tile `tile` begins at token `end` - TOKENS * (`tile` + 1), so the last tokens come first.
+    __device__ __forceinline__ int first_token(u32 tile) const { return (int)end - (int)((tile + 1) * TOKENS); }
 };
 
 // Calls `run` with the row blocks of this block, in turn. Rounds go alternately forwards and backwards through the
@@ -106,41 +121,75 @@ __device__ __forceinline__ void for_each_row_block(const Arguments& a, const Run
         block.first = (row_blocks - 1 - i / heads) * ROWS;
         block.offset = length - block.rows;
         block.limit = block.offset + min(block.first + ROWS, block.rows);
-        block.tiles = (block.limit + TOKENS - 1) / TOKENS;
+        block.end = !PAGES ? block.limit : (block.limit + a.box - 1) & -a.box;
+        const u32 seen = block.offset + block.first + 1; // the first row sees the last `window` of so many tokens
+        block.tiles = (block.end - (seen - min(seen, a.window)) + TOKENS - 1) / TOKENS;
         run(block);
     }
 }
 
-// Loads a tile; columns at or above the rank are zeros.
-__device__ __forceinline__ void load_tile(u16 (&to)[SIDE][TOKENS][WIDTH], const TensorMap& map, u32 columns,
-                                          int first_token, u32 offset, u64* full) {
-    const u32 sides = (columns + WIDTH - 1) / WIDTH;
-    mbarrier_arrive_expect_tx(full, sides * TOKENS * WIDTH * 2);
-    for (u32 side = 0; side < sides; side++) tma_load<false>(to[side], map, side * WIDTH, first_token, offset, full);
+// Where the lane's box of a tile lies. Only the first lanes have one.
+struct Box {
+    u32 page;  // the sequence, without pages
+    int token; // in the page; TMA reads zeros where it is below 0 or at or above `capacity`
+};
+__device__ __forceinline__ Box box_of(const Arguments& a, const RowBlock& block, int first_token) {
+#ifdef PAGED
+    const u32 token = first_token + a.box * (threadIdx.x % LANES); // wraps below 0
+    if (token >= block.limit) return {0, (int)a.capacity};
+    return {__ldg(a.pages + block.sequence * a.max_pages + token / a.capacity), (int)(token % a.capacity)};
+#else
+    return {block.sequence, first_token};
+#endif
 }
 
-// The thread that loads keys and values, in the order of their use: the keys of a tile, then the values of the previous
-// tile.
-__device__ __forceinline__ void load_tokens(const Arguments& a, Shared& shared) {
-    u32 before = 0; // tiles of earlier row blocks
+// Starts to load a tile, of which the lane has `box`; columns at or above the rank are zeros. `offset` is that of the
+// head in the box's page, in units of 8 elements.
+__device__ __forceinline__ void load_tile(const Arguments& a, u16 (&to)[SIDE][TOKENS][WIDTH], const TensorMap& map,
+                                          u32 columns, Box box, u32 offset, u64* full) {
+    const u32 sides = (columns + WIDTH - 1) / WIDTH, lane = threadIdx.x % LANES;
+    if (lane == 0) mbarrier_arrive_expect_tx(full, sides * TOKENS * WIDTH * 2);
+    const auto load_box = [&](u32 first_row) {
+        for (u32 side = 0; side < sides; side++)
+            tma_load<false>(to[side][first_row], map, side * WIDTH, box.token, offset, full);
+    };
+    if (!PAGES) return load_box(0);
+    __syncwarp();
+    if (lane * a.box < TOKENS) load_box(lane * a.box);
+}
+
+// Sets the values after the row block's last one to zero in its first tile, which is loaded.
+__device__ __forceinline__ void clear_beyond_limit(const RowBlock& block, u16 (&values)[SIDE][TOKENS][WIDTH]) {
+    const u32 lane = threadIdx.x % LANES;
+    for (u32 row = TOKENS - (block.end - block.limit) + lane / 8; row < TOKENS; row += LANES / 8)
+        for (u32 side = 0; 64 * side < block.columns; side++)
+            *reinterpret_cast<uint4*>(&values[side][row][lane % 8 * 8]) = make_uint4(0, 0, 0, 0);
+    fence_proxy_async();
+    __syncwarp();
+}
+
+// Loads the keys, or the values, of all row blocks.
+template <bool VALUES>
+__device__ __forceinline__ void load_side(const Arguments& a, Shared& shared) {
+    u32 before = 0;  // tiles of earlier row blocks
+    u32 cleared = 0; // earlier row blocks with values beyond the limit
     for_each_row_block(a, [&](const RowBlock& block) {
-        const u32 keys = a.capacity * (block.sequence * a.key_chunks + (u32)(a.key_offsets[block.head] / 8));
-        const u32 values = a.capacity * (block.sequence * a.value_chunks + (u32)(a.value_offsets[block.head] / 8));
-        const TensorMap &key_map = a.keys[block.key_rank / 8 - 1], &value_map = a.values[block.value_rank / 8 - 1];
-        const auto wait_empty = [&](u64* empty, u32 i) {
-            if (i >= STAGES) mbarrier_wait(&empty[i % STAGES], i / STAGES - 1);
-        };
-        for (u32 tile = 0; tile <= block.tiles; tile++) {
-            const u32 i = before + tile, stage = i % STAGES, last_stage = (i + STAGES - 1) % STAGES;
-            if (tile < block.tiles) {
-                wait_empty(shared.keys_empty, i);
-                load_tile(shared.keys[stage], key_map, block.columns, block.first_token(tile), keys,
-                          &shared.keys_full[stage]);
-            }
-            if (tile > 0) {
-                wait_empty(shared.values_empty, i - 1);
-                load_tile(shared.values[last_stage], value_map, block.columns, block.first_token(tile - 1), values,
-                          &shared.values_full[last_stage]);
+        const TensorMap& map = VALUES ? a.values[block.value_rank / 8 - 1] : a.keys[block.key_rank / 8 - 1];
+        const u32 head = (VALUES ? a.value_offsets : a.key_offsets)[block.head] / 8;
+        for (u32 tile = 0; tile < block.tiles; tile++) {
+            const u32 i = before + tile, stage = i % STAGES;
+            const Box box = box_of(a, block, block.first_token(tile));
+            const u32 offset = a.capacity * (box.page * (VALUES ? a.value_chunks : a.key_chunks) + head);
+            u64 *full = VALUES ? &shared.values_full[stage] : &shared.keys_full[stage],
+                *empty = VALUES ? &shared.values_empty[stage] : &shared.keys_empty[stage];
+            if (i >= STAGES) mbarrier_wait(empty, i / STAGES - 1);
+            const bool clear = PAGES && VALUES && tile == 0 && block.limit < block.end;
+            load_tile(a, VALUES ? shared.values[stage] : shared.keys[stage], map, block.columns, box, offset,
+                      clear ? &shared.last_values : full);
+            if (clear) {
+                mbarrier_wait(&shared.last_values, cleared++);
+                clear_beyond_limit(block, shared.values[stage]);
+                if (threadIdx.x % LANES == 0) mbarrier_arrive(full);
             }
         }
         before += block.tiles;
@@ -224,7 +273,7 @@ __device__ __forceinline__ void attend(const Arguments& a, Shared& shared, const
     const int lane = threadIdx.x % LANES, g = lane / 4, l = lane % 4;
     const u32 first_row = block.first + 64 * group, query_stage = blocks_before % STAGES;
     const int first_key = block.offset + first_row; // the last key that the warpgroup's first row sees
-    const int row_key = first_key + 16 * warp + g;  // the last one of the warp's row g; row g + 8 sees eight more
+    const int row_key = first_key + 16 * warp + g;  // the last one of the warp's row g; row g + 8 sees eight further
     Softmax softmax;
     float scores[TOKENS / 2], sums[COLUMNS / 2];
     u32 weights[TOKENS / 16][4]; // A fragments: accumulators of the scores have their layout
@@ -253,13 +302,17 @@ __device__ __forceinline__ void attend(const Arguments& a, Shared& shared, const
         wgmma_commit();
     };
     const auto weigh = [&](u32 tile) {
-        const int first_token = block.first_token(tile);
-        if (warp_uniform(first_token < 0 || first_token + TOKENS - 1 > first_key))
+        const int first_token = block.first_token(tile), window = a.window;
+        if (warp_uniform(first_token < 0 || first_token + TOKENS - 1 > first_key ||
+                         first_token <= first_key + 63 - window)) {
+            // A row sees `seen` keys, up to its last one; the difference wraps after that one.
+            const int seen[2] = {min(row_key + 1, window), min(row_key + 9, window)};
 #pragma unroll
             for (int i = 0; i < TOKENS / 2; i++) {
-                const u32 token = first_token + 8 * (i / 4) + 2 * l + i % 2; // wraps below 0
-                if (token > (u32)row_key + 8 * (i / 2 % 2)) scores[i] = -infinity();
+                const int half = i / 2 % 2, token = first_token + 8 * (i / 4) + 2 * l + i % 2;
+                if ((u32)(row_key + 8 * half - token) >= (u32)seen[half]) scores[i] = -infinity();
             }
+        }
         return softmax.add(scores, a.scale);
     };
     const auto pack = [&] {
@@ -335,13 +388,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) svd_prefill(const __gri
         mbarrier_init(&shared.keys_empty[stage], CONSUMER_WARPS);
         mbarrier_init(&shared.values_empty[stage], CONSUMER_WARPS);
     }
+    if (threadIdx.x == 0) mbarrier_init(&shared.last_values, 1);
     __syncthreads();
     if (warp_uniform(threadIdx.x >= GROUPS * GROUP_THREADS)) {
         setmaxnreg_dec<LOAD_REGISTERS>();
-        if (threadIdx.x == GROUPS * GROUP_THREADS)
-            load_tokens(a, shared);
-        else if (threadIdx.x >= THREADS - QUERY_THREADS)
+        const u32 warp = threadIdx.x / LANES - GROUPS * GROUP_THREADS / LANES;
+        const bool loads = PAGES || threadIdx.x % LANES == 0;
+        if (warp_uniform(warp == 0)) {
+            if (loads) load_side<false>(a, shared);
+        } else if (warp_uniform(warp == 1)) {
+            if (loads) load_side<true>(a, shared);
+        } else {
             load_queries(a, shared);
+        }
     } else {
         setmaxnreg_inc<REGISTERS>();
         // The first turn is the first warpgroup's; its last barrier takes the arrival that remains.
