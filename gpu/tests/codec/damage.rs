@@ -80,7 +80,7 @@ fn assert_fails_where_the_cpu_does(device: &Device, seeds: impl Iterator<Item = 
 
         let planes = Planes::pack(&[view; 2 * LAYERS], case.info.head_dim).unwrap();
         let cache = Cache::new(device, &case, &mut random, None);
-        let (got, failed) = decode(device, &case, &planes, &bytes, &cache, 1);
+        let (got, failed) = decode(device, &case, &planes, &bytes, &cache, 1, None);
         let frame = Frame::parse(&bytes, case.info.elements()).unwrap();
         let mut results = sides().map(|(layer, side)| {
             let mut out = vec![0.0; rows.len()];
