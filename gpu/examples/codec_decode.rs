@@ -59,6 +59,7 @@ fn main() -> Result<()> {
             blocks: 0..info.blocks(),
             out: pointers.pointer.offset(2 * layer).cast(),
             place: Place { token_stride: channels, head_stride: info.head_dim, first_token: 0, pages: None },
+            rope: None,
             workspace: workspace.pointer,
             failed: failed.pointer,
         };

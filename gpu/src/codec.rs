@@ -7,6 +7,7 @@ mod index;
 mod planes;
 mod points;
 mod quantize;
+mod rope;
 mod transform;
 
 pub use check::{Check, CheckArguments};
@@ -14,6 +15,7 @@ pub use decode::{Decode, DecodeArguments};
 pub use encode::{Encode, EncodeArguments};
 pub use index::{Index, IndexArguments};
 pub use planes::{CodecShape, Planes};
+pub use rope::Rope;
 
 use crate::Error;
 use crate::launch::Operation;

@@ -40,6 +40,7 @@ const HEADERS: &[Source] = &[
     source!("codec/maps.cuh"),
     source!("codec/place.cuh"),
     source!("codec/points.cuh"),
+    source!("codec/rope.cuh"),
     source!("codec/tile.cuh"),
     source!("element.cuh"),
     source!("gather.cuh"),

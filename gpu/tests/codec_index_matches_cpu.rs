@@ -77,6 +77,7 @@ fn frames_of_the_device_decode_where_they_are() {
             blocks: 0..info.blocks(),
             out: to.pointer().cast(),
             place,
+            rope: None,
             workspace: workspace.pointer(),
             failed: failed.pointer(),
         };

@@ -330,6 +330,7 @@ fn coding() {
                 shape.transform_program(),
                 shape.points_program(),
                 shape.tensor_core_program(),
+                shape.rotating_program(),
                 shape.quantize_program(),
             ];
             tiles.into_iter().chain(transforms.into_iter().flatten()).collect::<Vec<_>>()

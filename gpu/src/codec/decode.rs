@@ -4,8 +4,9 @@ use codec_core::{Frame, FrameInfo, LANES, Side};
 use cudarc::driver::sys::CUstream;
 
 use super::points::{Points, PointsToRows};
+use super::rope::KernelRope;
 use super::transform::{Rows, Transform, coefficients_at};
-use super::{CodecShape, KernelPlace, Place, Planes, PlanesAt};
+use super::{CodecShape, KernelPlace, Place, Planes, PlanesAt, Rope};
 use crate::device::Kernel;
 use crate::launch::Operation;
 use crate::pointer::{AnyElement, DevicePtr};
@@ -33,6 +34,8 @@ pub struct DecodeArguments {
     pub out: DevicePtr<DevicePtr<AnyElement>>,
     /// Where the tokens of the frame go in these rows.
     pub place: Place,
+    /// RoPE of the frame's tokens, given if and only if the decoder is [`rotating`](Decode::rotating).
+    pub rope: Option<Rope>,
     /// Bytes ([`Decode::workspace_len`],), overwritten; aligned to 16.
     pub workspace: DevicePtr<u8>,
     /// One `u32`, 0 before the launch. Afterwards it is 1 + the index in the frame of a malformed tile, or 0
@@ -63,7 +66,8 @@ const _: () = assert!(size_of::<KernelArguments>() == 144);
 
 /// `codec_core::Frame::decode_block_into` for many blocks of many planes: decodes tiles, dequantizes them,
 /// rounds to the element type of the cache, and stores into the cache. In single precision the bits are those
-/// of the CPU.
+/// of the CPU. Keys of planes with a transform are also rotated to their positions, if they are stored before
+/// RoPE ([`rotating`](Self::rotating)): in `f32`, before they are rounded.
 ///
 /// Checksums are compared by [`Check`](super::Check), or by the host ([`Frame::check_block`]). Bytes that no
 /// encoder wrote are detected or decode to meaningless elements. Even then the kernel reads nothing outside
@@ -74,13 +78,15 @@ const _: () = assert!(size_of::<KernelArguments>() == 144);
 /// lane. With a transform, a second kernel runs. Per element, with [`CodecShape::points_program`], 2 bytes
 /// are written and read back, and tensor cores do two multiply-adds for each element of the head; with
 /// [`CodecShape::tensor_core_program`], 4 bytes and three multiply-adds; otherwise 4 bytes and one
-/// multiplication and addition, not on tensor cores.
+/// multiplication and addition, not on tensor cores. RoPE adds reading 4 bytes of cosines and sines per
+/// element of the keys, which are common to all layers and heads.
 /// # Source
 /// CacheGen (SIGCOMM 2024), 6; the bitstream is codec-core's `FORMAT.md`.
 pub struct Decode {
     tiles: Kernel,
     inverse: Option<Inverse>,
     shape: CodecShape,
+    rotates: bool,
 }
 
 /// The second kernel, which turns coefficients into rows.
@@ -95,12 +101,37 @@ impl Decode {
     /// # Errors
     /// [`Error::NoNvrtc`], [`Error::Compile`] or [`Error::Driver`].
     pub fn new(device: &Device, shape: CodecShape) -> Result<Self, Error> {
+        Self::compile(device, shape, false)
+    }
+
+    /// The same for keys that are stored before RoPE: the kernel of the inverse transform rotates them to the
+    /// positions that launches give ([`DecodeArguments::rope`]). Values are those of [`new`](Self::new).
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for shapes without [`CodecShape::supports_rope`]; as for [`new`](Self::new).
+    pub fn rotating(device: &Device, shape: CodecShape) -> Result<Self, Error> {
+        if !shape.supports_rope() {
+            return Err(Error::Unsupported {
+                operation: format!("RoPE of decoded keys with {shape:?}"),
+                supported: "transforms of whole heads of 4 n components; rotate other keys after `Decode`",
+            });
+        }
+        Self::compile(device, shape, true)
+    }
+
+    fn compile(device: &Device, shape: CodecShape, rotates: bool) -> Result<Self, Error> {
         let tiles = device.kernel(&shape.decode_program(), "codec_decode", 0)?;
-        let inverse = match PointsToRows::new(device, shape)? {
+        let inverse = match PointsToRows::new(device, shape, rotates)? {
             Some(points) => Some(Inverse::Points(points)),
-            None => Transform::inverse(device, shape)?.map(Inverse::Coefficients),
+            None => Transform::inverse(device, shape, rotates)?.map(Inverse::Coefficients),
         };
-        Ok(Self { tiles, inverse, shape })
+        Ok(Self { tiles, inverse, shape, rotates })
+    }
+
+    /// Whether it is [`rotating`](Self::rotating).
+    #[must_use]
+    pub const fn rotates(&self) -> bool {
+        self.rotates
     }
 
     /// Bytes of workspace for launches of `layers` layers and `blocks` blocks of tokens: 0 for planes without
@@ -172,6 +203,12 @@ impl Decode {
         if info.lossless || info.channels() != self.shape.channels() {
             return Err(OPERATION.error("a frame without loss, or of another number of channels"));
         }
+        if self.rotates != a.rope.is_some() {
+            return Err(OPERATION.error("RoPE is given exactly when it is compiled to rotate keys"));
+        }
+        if self.rotates && info.keys_rotated {
+            return Err(OPERATION.error("RoPE of keys that are stored after it"));
+        }
         if a.layers.end > info.layers || a.blocks.end > info.blocks() {
             return Err(OPERATION.error("layers or blocks that the frame does not have"));
         }
@@ -201,6 +238,7 @@ impl Decode {
             tokens: (a.blocks.end * info.block_tokens).min(info.tokens) - first_token,
             coefficients: a.workspace.cast(),
             maps: a.planes.offset(planes.maps_at()).cast(),
+            rope: KernelRope::from(a.rope),
         };
         let (out, place) = match &self.inverse {
             Some(Inverse::Coefficients(_)) => {

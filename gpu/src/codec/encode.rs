@@ -4,6 +4,7 @@ use codec_core::{FrameInfo, LANES};
 use cudarc::driver::sys::CUstream;
 
 use super::quantize::{self, Quantize};
+use super::rope::KernelRope;
 use super::transform::{self, Transform, coefficients_at};
 use super::{CodecShape, KernelPlace, Place, Planes, PlanesAt};
 use crate::compile::source;
@@ -260,6 +261,7 @@ impl Encode {
                         tokens: info.tokens,
                         coefficients,
                         maps,
+                        rope: KernelRope::default(),
                     };
                     transform.launch(stream, &rows)?;
                 }

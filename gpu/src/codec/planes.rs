@@ -75,6 +75,23 @@ impl CodecShape {
         (self.transforms_back_on_tensor_cores() && !self.exact_points).then(program)
     }
 
+    /// The kernel of [`Decode::rotating`](super::Decode::rotating) that turns points or coefficients into
+    /// rows, and rotates keys; `None` for shapes that it does not support.
+    #[must_use]
+    pub fn rotating_program(&self) -> Option<Program> {
+        let program = self.points_program().or_else(|| self.tensor_core_program());
+        let program = program.or_else(|| self.transform_program());
+        program.filter(|_| self.supports_rope()).map(|program| program.define_if(true, "ROPE"))
+    }
+
+    /// Whether [`Decode::rotating`](super::Decode::rotating) supports the shape: the planes have a transform
+    /// whose maps consist of whole heads, and a head has a multiple of 4 components.
+    #[must_use]
+    pub const fn supports_rope(&self) -> bool {
+        let whole_heads = self.map_dim.is_multiple_of(self.head_dim);
+        self.has_transform() && whole_heads && self.head_dim.is_multiple_of(4)
+    }
+
     pub(crate) fn decodes_to_points(&self) -> bool {
         self.transforms_back_on_tensor_cores() && self.exact_points
     }

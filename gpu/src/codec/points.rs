@@ -1,6 +1,7 @@
 use codec_core::FrameInfo;
 use cudarc::driver::sys::CUstream;
 
+use super::rope::KernelRope;
 use super::transform::Rows;
 use super::{CodecShape, KernelPlace, PlanesAt};
 use crate::device::Kernel;
@@ -63,15 +64,17 @@ struct KernelArguments {
     first_token: u32,
     tokens: u32,
     block_tokens: u32,
+    rope: KernelRope,
 }
 
-const _: () = assert!(size_of::<KernelArguments>() == 120);
+const _: () = assert!(size_of::<KernelArguments>() == 136);
 
 impl PointsToRows {
-    /// Compiles the kernel; `None` for a shape whose coefficients are decoded to `f32`.
-    pub(super) fn new(device: &Device, shape: CodecShape) -> Result<Option<Self>, Error> {
+    /// Compiles the kernel, which also rotates keys if it `rotates`; `None` for a shape whose coefficients
+    /// are decoded to `f32`.
+    pub(super) fn new(device: &Device, shape: CodecShape, rotates: bool) -> Result<Option<Self>, Error> {
         let Some(program) = shape.points_program() else { return Ok(None) };
-        let kernel = device.kernel(&program, "codec_points_to_rows", 0)?;
+        let kernel = device.kernel(&program.define_if(rotates, "ROPE"), "codec_points_to_rows", 0)?;
         Ok(Some(Self { kernel, shape }))
     }
 
@@ -104,6 +107,7 @@ impl PointsToRows {
             first_token: rows.first_token as u32,
             tokens: rows.tokens as u32,
             block_tokens: info.block_tokens as u32,
+            rope: rows.rope,
         };
         // SAFETY: the structure is the kernel's argument; the caller upholds the contract of its pointers.
         unsafe { self.kernel.launch(stream, grid, (32 * across * down) as u32, false, &arguments) }

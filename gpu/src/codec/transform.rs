@@ -1,5 +1,6 @@
 use cudarc::driver::sys::CUstream;
 
+use super::rope::KernelRope;
 use super::{CodecShape, KernelPlace, PlanesAt};
 use crate::device::Kernel;
 use crate::launch::Operation;
@@ -36,9 +37,10 @@ struct KernelArguments {
     first_plane: u32,
     first_token: u32,
     tokens: u32,
+    rope: KernelRope,
 }
 
-const _: () = assert!(size_of::<KernelArguments>() == 96);
+const _: () = assert!(size_of::<KernelArguments>() == 112);
 
 /// The rows of a launch.
 #[derive(Clone, Copy)]
@@ -54,29 +56,38 @@ pub(super) struct Rows {
     pub coefficients: DevicePtr<f32>,
     /// The maps of all planes, after the `Planes::maps_at` words of their models.
     pub maps: DevicePtr<f32>,
+    /// That of the keys, for the inverse transform.
+    pub rope: KernelRope,
 }
 
 impl Transform {
     /// Compiles the kernel that transforms rows to coefficients; `None` for a shape without a transform.
     pub(super) fn forward(device: &Device, shape: CodecShape) -> Result<Option<Self>, Error> {
-        Self::scalar(device, shape, "codec_rows_to_coefficients")
+        Self::scalar(device, shape, "codec_rows_to_coefficients", false)
     }
 
-    /// The same for the kernel of the inverse transform.
-    pub(super) fn inverse(device: &Device, shape: CodecShape) -> Result<Option<Self>, Error> {
+    /// The same for the kernel of the inverse transform, which also rotates keys if it `rotates`.
+    pub(super) fn inverse(device: &Device, shape: CodecShape, rotates: bool) -> Result<Option<Self>, Error> {
         let name = "codec_coefficients_to_rows";
-        let Some(program) = shape.tensor_core_program() else { return Self::scalar(device, shape, name) };
+        let Some(program) = shape.tensor_core_program() else {
+            return Self::scalar(device, shape, name, rotates);
+        };
         let dim = shape.map_dim();
         // Shared memory: the map as two 16-bit matrices with rows padded by 16 bytes, the mean, 8 x 16
         // tokens.
         let shared = 2 * 2 * dim * (dim + 8) + 4 * dim + 8 * 16 * 4 * dim;
-        let kernel = device.kernel(&program, name, shared)?;
+        let kernel = device.kernel(&program.define_if(rotates, "ROPE"), name, shared)?;
         Ok(Some(Self { tiled: Tiled { kernel, tokens: 512, threads: 256, columns: dim }, shape }))
     }
 
-    fn scalar(device: &Device, shape: CodecShape, name: &'static str) -> Result<Option<Self>, Error> {
+    fn scalar(
+        device: &Device,
+        shape: CodecShape,
+        name: &'static str,
+        rotates: bool,
+    ) -> Result<Option<Self>, Error> {
         let Some(program) = shape.transform_program() else { return Ok(None) };
-        let kernel = device.kernel(&program, name, 0)?;
+        let kernel = device.kernel(&program.define_if(rotates, "ROPE"), name, 0)?;
         let columns = COLUMNS[usize::from(shape.map_dim() > COLUMNS[0])];
         Ok(Some(Self { tiled: Tiled { kernel, tokens: 64, threads: 128, columns }, shape }))
     }
@@ -104,6 +115,7 @@ impl Transform {
             first_plane: rows.first_plane as u32,
             first_token: rows.first_token as u32,
             tokens: rows.tokens as u32,
+            rope: rows.rope,
         };
         // SAFETY: the structure is the kernels' argument; the caller upholds the contract of its pointers.
         unsafe { tiled.kernel.launch(stream, grid, tiled.threads, false, &arguments) }

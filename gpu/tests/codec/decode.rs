@@ -3,13 +3,14 @@
 use std::sync::Arc;
 
 use codec_core::{Backend, Frame, FrameInfo, PlaneBuf, PredictorKind, Steps, TransformBuf, encode_frame};
-use kv_gpu::codec::{Decode, DecodeArguments, Planes};
+use kv_gpu::codec::{Decode, DecodeArguments, Planes, Rope};
 use kv_gpu::{Device, VectorElement};
 
 use super::{Cache, Case, LAYERS, sides, width};
 use crate::common::{Buffer, Random, bytes_of, device, rounded};
 
-/// Decodes a frame; returns the bytes of the cache and whether a tile failed.
+/// Decodes a frame, with RoPE of its keys if cosines and sines are given; returns the bytes of the cache and
+/// whether a tile failed.
 pub fn decode(
     device: &Device,
     case: &Case,
@@ -17,8 +18,12 @@ pub fn decode(
     bytes: &[u8],
     cache: &Cache,
     parts: usize,
+    rope: Option<&[Vec<f32>; 2]>,
 ) -> (Vec<u8>, bool) {
-    let kernel = Decode::new(device, planes.shape(case.element, case.page_tokens.is_some())).unwrap();
+    let compile = if rope.is_some() { Decode::rotating } else { Decode::new };
+    let kernel = compile(device, planes.shape(case.element, case.page_tokens.is_some())).unwrap();
+    let angles = rope.map(|rope| rope.each_ref().map(|numbers| Buffer::new(device, numbers)));
+    let rope = angles.as_ref().map(|[cos, sin]| Rope { cos: cos.pointer(), sin: sin.pointer() });
     let frame = Frame::parse(bytes, case.info.elements()).unwrap();
     let whole = [bytes, &[0; 3]].concat();
     let (there, words) = (Buffer::new(device, &whole), Buffer::new(device, planes.words()));
@@ -34,6 +39,7 @@ pub fn decode(
             blocks: part * blocks / parts..(part + 1) * blocks / parts,
             out: cache.pointers.pointer().cast(),
             place: cache.place,
+            rope,
             workspace: workspace.pointer(),
             failed: failed.pointer(),
         };
@@ -80,7 +86,7 @@ fn assert_decodes_as_the_cpu(device: &Device, case: &Case, random: &mut Random, 
     let planes = Planes::pack(&views, case.info.head_dim).unwrap();
     let cache = Cache::new(device, case, random, None);
     let parts = 1 + random.below(3);
-    let (got, failed) = decode(device, case, &planes, &bytes, &cache, parts);
+    let (got, failed) = decode(device, case, &planes, &bytes, &cache, parts, None);
     assert!(!failed, "{case:?}");
 
     let frame = Frame::parse(&bytes, case.info.elements()).unwrap();
@@ -94,17 +100,24 @@ fn assert_decodes_as_the_cpu(device: &Device, case: &Case, random: &mut Random, 
         let largest = expected.iter().fold(0.0_f32, |most, x| most.max(x.abs()));
         let on_tensor_cores = shape.points_program().or(shape.tensor_core_program());
         let error = on_tensor_cores.map(|_| largest / 4096.0);
-        let got = cache.read(case, &got, plane);
-        let wrong = got.iter().zip(&expected).position(|(&got, &x)| {
-            let bits = |x| finite_bits(case.element, x);
-            let number = |bits| number(case.element, bits);
-            match error {
-                None => got != bits(x),
-                Some(e) => !(number(bits(x - e))..=number(bits(x + e))).contains(&number(got)),
-            }
-        });
+        let wrong = first_difference(case.element, &cache.read(case, &got, plane), &expected, error);
         assert_eq!(wrong, None, "{case:?}, plane {plane}");
     }
+}
+
+/// The index of the first element that is not a value rounded, or a value within `error` of it.
+pub fn first_difference(
+    element: VectorElement,
+    got: &[u32],
+    expected: &[f32],
+    error: Option<f32>,
+) -> Option<usize> {
+    let bits = |x| finite_bits(element, x);
+    let number = |bits| number(element, bits);
+    got.iter().zip(expected).position(|(&got, &x)| match error {
+        None => got != bits(x),
+        Some(e) => !(number(bits(x - e))..=number(bits(x + e))).contains(&number(got)),
+    })
 }
 
 #[test]

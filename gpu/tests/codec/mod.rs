@@ -3,6 +3,7 @@
 mod damage;
 mod decode;
 mod encode;
+mod rope;
 
 use std::sync::Arc;
 

@@ -34,7 +34,7 @@ pub use target::StreamTarget;
 use super::cache::{Chunk, Rows};
 use super::host_memory::HostWord;
 use super::memory::Buffer;
-use super::rotate::Rotate;
+use super::rotate::{Rotate, decoder};
 use super::{Gpu, driver};
 use crate::model::Config;
 use crate::stream::frame::ChunkFrame;
@@ -43,8 +43,8 @@ use crate::{Error, Result};
 /// Frames that may be on their way at once.
 pub const FRAMES: usize = 3;
 
-/// Streams that decode: kernels for the tiles of one part, for the transforms of another one and for the
-/// rotation of a third use different units, and the last blocks of one leave room for the next.
+/// Streams that decode: kernels for the tiles of one part and for the transforms of another one use different
+/// units, and the last blocks of one leave room for the next.
 const LANES: usize = 4;
 
 /// Decodes the frames of a codec profile on the device.
@@ -54,7 +54,7 @@ pub struct Loader {
     profile: Arc<Profile>,
     config: Config,
     levels: Vec<Level>,
-    rotate: Option<Rotate>, // of keys that the profile has before RoPE
+    rotate: Option<Rotate>, // of keys before RoPE, if the decoder of a level does not rotate them
     check: Check,
     copies: Arc<CudaStream>,
     checks: Arc<CudaStream>,
@@ -136,9 +136,13 @@ impl Loader {
             let planes: Vec<_> = planes.into_iter().map(codec_core::PlaneBuf::view).collect();
             let planes = Planes::pack(&planes, info.head_dim)?;
             let words = Buffer::of(gpu, planes.words())?;
-            let decode = Decode::new(&gpu.device, planes.shape(elements, false))?;
+            let shape = planes.shape(elements, false);
+            let decode =
+                if info.keys_rotated { Decode::new(&gpu.device, shape)? } else { decoder(gpu, shape)? };
             Ok(Level { planes, words, decode })
         };
+        let levels: Vec<_> = (0..profile.levels()).map(level).collect::<Result<_>>()?;
+        let rotates = !info.keys_rotated && levels.iter().any(|level: &Level| !level.decode.rotates());
         let rotate = || Rotate::new(gpu, element, info.heads, info.head_dim);
         let slot = |_| {
             let (frame, wrong, failed) = (Buffer::zeros(gpu, 0)?, HostWord::new(gpu)?, HostWord::new(gpu)?);
@@ -152,8 +156,8 @@ impl Loader {
             element,
             profile: Arc::new(profile.clone()),
             config: config.clone(),
-            levels: (0..profile.levels()).map(level).collect::<Result<_>>()?,
-            rotate: (!info.keys_rotated).then(rotate).transpose()?,
+            levels,
+            rotate: rotates.then(rotate).transpose()?,
             check: Check::new(&gpu.device)?,
             copies: stream()?,
             checks: stream()?,

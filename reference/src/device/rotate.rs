@@ -1,8 +1,10 @@
-//! In-place RoPE of keys in the rows of a cache, and its inverse.
+//! RoPE of decoded keys: by the decoder, if their planes have a transform, else in place, in the rows of a
+//! cache. Also its inverse, for keys that are to be encoded.
 
 use std::ops::Range;
 
 use cudarc::driver::sys::CUstream;
+use kv_gpu::codec::{CodecShape, Decode};
 use kv_gpu::{AnyElement, DevicePtr, Element, Grid, Kernel};
 
 use super::{Gpu, programs};
@@ -11,6 +13,13 @@ use crate::Result;
 /// Threads per block, and maximum blocks per layer.
 const THREADS: u32 = 256;
 const BLOCKS: usize = 1024;
+
+/// A decoder of keys that are stored before RoPE. It rotates them itself if it can: without a transform the
+/// halves of a head are decoded by different thread blocks, and [`Rotate`] follows.
+pub(super) fn decoder(gpu: &Gpu, shape: CodecShape) -> Result<Decode> {
+    let compile = if shape.supports_rope() { Decode::rotating } else { Decode::new };
+    Ok(compile(&gpu.device, shape)?)
+}
 
 /// Rotates keys of several layers.
 pub(super) struct Rotate {

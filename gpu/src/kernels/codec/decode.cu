@@ -184,6 +184,7 @@ __device__ __forceinline__ void decode_coded(Tile& tile, const Models& models, u
         tile.bad = true;
         return;
     }
+    tile.stored = true;
     const bool any_low_bits = __any_sync(FULL, low_bits > 0);
     writer.begin_coded(escapes, end, low_bits >= MANY_LOW_BITS);
     Rows<Models> rows{models,  writer,           WordReader(ring, tile.at, tile.end),
@@ -224,6 +225,7 @@ __device__ void decode(Tile& tile, const Arguments& a, const TileModel& model, S
         tile.bad = width > 16 || exponent > 128 || fourth != 0 ||
                    tile.end - tile.at != (tile.rows * lanes * width + 15) / 16 * 2;
         if (tile.bad) return;
+        tile.stored = true;
         decode_fixed(tile, width, exponent, lanes, writer);
         return;
     }
@@ -264,7 +266,7 @@ extern "C" __global__ void __launch_bounds__(MAX_WARPS * LANES, 4) codec_decode(
     Tile tile;
     tile.at = block_start + side_bytes + 2ull * words_before;
     tile.end = tile.at + 2 * index.tile_length(entry, tile_index);
-    tile.rows = rows;
+    tile.rows = rows, tile.stored = false;
     tile.bad = tile.end > block_end || (tile_index == TILES - 1 && tile.end != block_end);
     // A token's largest magnitude is finite and not negative.
     if (model.levels && block_start + side_bytes <= block_end)
@@ -279,6 +281,9 @@ extern "C" __global__ void __launch_bounds__(MAX_WARPS * LANES, 4) codec_decode(
 #endif
     tile.bad = warp_uniform(tile.bad);
     if (!tile.bad) decode(tile, a, model, shared, writer, lanes);
+    // Zeros for a tile too damaged to decode, so that an inverse transform reads nothing that was never written.
+    if (!warp_uniform(tile.stored))
+        for (u32 row = 0; row < rows; row++) writer.store(row, Number{});
     writer.end();
     if (__any_sync(FULL, tile.bad) && lane == 0) atomicMax(a.failed, (u32)entry * TILES + tile_index + 1);
 }

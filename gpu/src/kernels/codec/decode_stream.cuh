@@ -8,7 +8,8 @@
 struct Tile {
     const u8 *at, *end; // remaining bytes
     u32 rows;
-    bool bad; // malformed
+    bool bad;    // malformed
+    bool stored; // its rows have been stored, if only as far as they make sense
 };
 
 // Reads the initial rANS state of every lane: its length in bits, then the bits below its highest one. The stream has

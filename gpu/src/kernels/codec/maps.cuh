@@ -1,8 +1,10 @@
 // The maps of the codec's linear transform.
 //
-// Compile-time shape: that of place.cuh; MAP_DIM, the size of a head of the maps, which need not be HEAD_DIM.
+// Compile-time shape: that of place.cuh; MAP_DIM, the size of a head of the maps, which need not be HEAD_DIM; ROPE,
+// defined if keys are rotated after the inverse transform.
 #pragma once
 #include "codec/place.cuh"
+#include "codec/rope.cuh"
 
 struct Maps {
     float forward[CHANNELS][MAP_DIM]; // row i: weights of component i in the coefficients of its head
@@ -17,6 +19,9 @@ struct TransformArguments {
     PlanesAt rows;       // planes of the launch
     Place place;
     u32 first_plane, first_token, tokens; // those of the launch
+#ifdef ROPE
+    Rope rope;
+#endif
 };
 
 // The coefficient of a channel, from the row of its token, with the CPU's bits: products and sums are rounded one by

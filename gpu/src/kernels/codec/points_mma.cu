@@ -2,15 +2,15 @@
 // points, in steps, with a map whose rows are multiplied by the steps.
 //
 // CPU twin: codec_core's `Transform`, inverse, after the steps. Compile-time shape: CHANNELS, HEAD_DIM, PAGED, ELEMENT
-// (place.cuh), which is f16 or bf16; CONTEXTS, SYMBOLS (tile.cuh); MAP_DIM, a multiple of 16 up to 128. Points are
-// exact in f16 (points.cuh). A weight, scaled by a power of two of its column, is the sum of two f16, which together
-// have 22 bits of mantissa. So the error of a sum is about 2^-22 of its terms, and an element equals the CPU's unless
-// the sum is close to the midpoint of two elements; then it may be the other one.
+// (place.cuh), which is f16 or bf16; CONTEXTS, SYMBOLS (tile.cuh); MAP_DIM, a multiple of 16 up to 128; ROPE
+// (rope.cuh). Points are exact in f16 (points.cuh). A weight, scaled by a power of two of its column, is the sum of two
+// f16, which together have 22 bits of mantissa. So the error of a sum is about 2^-22 of its terms, and an element
+// equals the CPU's unless the sum is close to the midpoint of two elements; then it may be the other one.
 //
 // Launch: grid (ceil(tokens / TOKENS), heads of the map, planes), THREADS threads, two blocks a multiprocessor. A warp
 // holds all weights of 16 columns in registers. Points pass through a ring of STAGES stages in shared memory, from
 // which every warp reads the points of its tokens. Columns are permuted within groups of 16 so that a lane stores four
-// adjacent components.
+// adjacent components, or two adjacent pairs of RoPE.
 //
 // The floor is reading the points and writing the rows.
 #include "codec/maps.cuh"
@@ -33,6 +33,9 @@ struct Arguments {
     PlanesAt rows; // planes of the launch
     Place place;
     u32 first_plane, first_token, tokens, block_tokens; // those of the launch; it begins with a block
+#ifdef ROPE
+    Rope rope;
+#endif
 };
 
 struct Shared {
@@ -47,18 +50,19 @@ struct Weights {
     u32 rounded[ACROSS][2][2], rest[ACROSS][2][2];
     float scale[2][2];
 
-    __device__ Weights(const Planes& planes, const Maps& maps, u32 plane, u32 first_channel, u32 first_column) {
+    __device__ Weights(const Planes& planes, const Maps& maps, u32 plane, u32 first_channel, u32 first_column,
+                       bool rotated) {
         const u32 lane = threadIdx.x % LANES, g = lane / 4, l = lane % 4;
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            const u32 column = first_column + g / 2 * 4 + 2 * i + g % 2;
+            const u32 component = component_of(first_column + g / 2 * 4 + 2 * i + g % 2, rotated);
             float weights[ACROSS][4], largest = 0;
 #pragma unroll
             for (int step = 0; step < ACROSS; step++)
 #pragma unroll
                 for (int j = 0; j < 4; j++) {
                     const u32 channel = first_channel + 16 * step + 2 * l + 8 * (j / 2) + j % 2;
-                    const float map = maps.inverse[channel][column];
+                    const float map = maps.inverse[channel][component];
                     weights[step][j] = map * planes.tiles[plane][channel / LANES].steps[channel % LANES];
                     largest = fmaxf(largest, fabsf(weights[step][j]));
                 }
@@ -158,6 +162,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) codec_points_to_rows(co
     const u32 tokens = min(a.tokens - first_token, TOKENS);
     const u32 lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
     const Maps& maps = a.maps[plane];
+    const bool rotated = is_rotated(blockIdx.z);
     const u16* points = a.points.nearest + ((u64)blockIdx.z * a.tokens + first_token) * CHANNELS + first_channel;
     auto copy = [&](u32 stage) { // tokens after the last one repeat it
 #pragma unroll 1
@@ -173,7 +178,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) codec_points_to_rows(co
 
     for (u32 token = threadIdx.x; token < tokens; token += THREADS)
         shared.tokens[token] = a.place.of_token(a.first_token + first_token + token);
-    for (u32 i = threadIdx.x; i < MAP_DIM; i += THREADS) shared.mean[i] = maps.mean[first_channel + i];
+    for (u32 i = threadIdx.x; i < MAP_DIM; i += THREADS)
+        shared.mean[i] = maps.mean[first_channel + component_of(i, rotated)];
     const u32 launch_blocks = (a.tokens + a.block_tokens - 1) / a.block_tokens;
     const u32 first_block = first_token / a.block_tokens,
               blocks = (first_token + tokens - 1) / a.block_tokens - first_block + 1;
@@ -182,7 +188,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) codec_points_to_rows(co
     for (u32 i = threadIdx.x; i < blocks * tiles; i += THREADS)
         has_wide |=
             a.points.wide[((u64)blockIdx.z * launch_blocks + first_block + i / tiles) * TILES + first_tile + i % tiles];
-    const Weights weights(*a.planes, maps, plane, first_channel, warp % ACROSS * TILE);
+    const Weights weights(*a.planes, maps, plane, first_channel, warp % ACROSS * TILE, rotated);
     has_wide = __syncthreads_or(has_wide);
 
     Element* rows = a.rows[blockIdx.z];
@@ -195,6 +201,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) codec_points_to_rows(co
         for (int tile = 0; tile < TILES_EACH; tile++) {
             const u32 in_stage = (warp / ACROSS * TILES_EACH + tile) * TILE, first = stage * STAGE_TOKENS + in_stage;
             const u32 token[2] = {first + lane / 4, first + lane / 4 + 8};
+#ifdef ROPE
+            Angles angles[2] = {}; // loaded during the products
+#pragma unroll
+            for (int i = 0; i < 2; i++)
+                if (rotated && token[i] < tokens)
+                    angles[i] = Angles::of(a.rope, a.first_token + first_token + token[i], column);
+#endif
             float sums[2][4] = {};
             if (has_wide) {
                 const WideTiles wide[2] = {{a, first_token + token[0], first_channel},
@@ -206,6 +219,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) codec_points_to_rows(co
             const float4 mean = *reinterpret_cast<const float4*>(&shared.mean[column]);
 #pragma unroll
             for (int i = 0; i < 2; i++)
+#ifdef ROPE
+                if (rotated && token[i] < tokens)
+                    store_rotated(rows + shared.tokens[token[i]], a.place, first_channel, column, mean, &sums[0][2 * i],
+                                  &sums[1][2 * i], angles[i]);
+                else
+#endif
                 if (token[i] < tokens)
                     store_four(rows + shared.tokens[token[i]], a.place, first_channel + column, mean, &sums[0][2 * i],
                                &sums[1][2 * i]);

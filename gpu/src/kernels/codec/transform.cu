@@ -2,9 +2,9 @@
 // after decoding.
 //
 // CPU twin: codec_core's `Transform`. Compile-time shape: CHANNELS, HEAD_DIM, PAGED, ELEMENT (place.cuh); MAP_DIM, the
-// size of a head of the maps, which need not be HEAD_DIM. Compiled with --fmad=false: products are rounded, then added
-// in the order of the input components, so results have the bits of the CPU. The CPU skips inputs of zero; that changes
-// no sum, since a sum that starts at 0 is never -0.
+// size of a head of the maps, which need not be HEAD_DIM; ROPE (rope.cuh). Compiled with --fmad=false: products are
+// rounded, then added in the order of the input components, so results have the bits of the CPU. The CPU skips inputs
+// of zero; that changes no sum, since a sum that starts at 0 is never -0.
 //
 // Launch: grid (ceil(tokens / TOKENS), heads * PARTS, planes), 128 threads, four blocks per multiprocessor. A block
 // owns TOKENS = 64 tokens and COLUMNS output components of a head; a thread owns 8 tokens and 4 or 8 columns. Inputs
@@ -33,6 +33,7 @@ __device__ __forceinline__ void transform(const TransformArguments& a) {
     const u32 first_channel = head * MAP_DIM, x = threadIdx.x % ACROSS, y = threadIdx.x / ACROSS;
     const Maps& maps = a.maps[a.first_plane + blockIdx.z];
     const float (*map)[MAP_DIM] = (INVERSE ? maps.inverse : maps.forward) + first_channel;
+    const bool rotated = INVERSE && is_rotated(blockIdx.z);
     Element* rows = a.rows[blockIdx.z];
     float* coefficients = a.coefficients + ((u64)blockIdx.z * a.tokens + first_token) * CHANNELS + first_channel;
     const u32 tokens = min(a.tokens - first_token, TOKENS);
@@ -44,8 +45,8 @@ __device__ __forceinline__ void transform(const TransformArguments& a) {
         for (u32 i = threadIdx.x; i < STEP * COLUMNS; i += THREADS) {
             const u32 row = i / COLUMNS, column = first_column + i % COLUMNS;
             const bool valid = step + row < MAP_DIM && column < MAP_DIM;
-            cp_async_4_zfill(&shared.map[stage][row][i % COLUMNS], valid ? &map[step + row][column] : &map[0][0],
-                             valid);
+            cp_async_4_zfill(&shared.map[stage][row][i % COLUMNS],
+                             valid ? &map[step + row][component_of(column, rotated)] : &map[0][0], valid);
         }
         cp_async_commit();
     };
@@ -99,13 +100,27 @@ __device__ __forceinline__ void transform(const TransformArguments& a) {
 #pragma unroll
     for (int i = 0; i < 8; i++) {
         const u32 token = 4 * y + 32 * (i / 4) + i % 4;
+#ifdef ROPE
+#pragma unroll
+        for (int h = 0; h < COLUMNS / 64; h++) {
+            const u32 column = first_column + 4 * x + 64 * h;
+            if (!rotated || token >= tokens || column >= MAP_DIM) continue;
+            const float* mean = &maps.mean[first_channel + component_of(column, true)];
+            float* sum = &sums[i][4 * h];
+            float2 first = make_float2(sum[0], sum[2]), second = make_float2(sum[1], sum[3]);
+            rotate(first, second, make_float4(mean[0], mean[HALF], mean[1], mean[HALF + 1]),
+                   Angles::of(a.rope, a.first_token + first_token + token, column));
+            sum[0] = first.x, sum[1] = second.x, sum[2] = first.y, sum[3] = second.y;
+        }
+#endif
 #pragma unroll
         for (int j = 0; j < COLUMNS / ACROSS; j++) {
-            const u32 column = first_column + 4 * x + 64 * (j / 4) + j % 4, channel = first_channel + column;
+            const u32 column = first_column + 4 * x + 64 * (j / 4) + j % 4,
+                      channel = first_channel + component_of(column, rotated);
             if (token >= tokens || column >= MAP_DIM) continue;
             if (INVERSE)
                 rows[shared.tokens[token] + a.place.of_channel(channel)] =
-                    decoded_element(sums[i][j] + maps.mean[channel]);
+                    decoded_element(rotated ? sums[i][j] : sums[i][j] + maps.mean[channel]);
             else
                 coefficients[token * CHANNELS + column] = sums[i][j];
         }

@@ -1,14 +1,14 @@
 // Inverse transform of the codec's coefficients to 16-bit rows, on tensor cores.
 //
 // CPU twin: codec_core's `Transform`, inverse. Compile-time shape: CHANNELS, HEAD_DIM, PAGED, ELEMENT (place.cuh),
-// which is f16 or bf16; MAP_DIM, a multiple of 16 up to 128. A factor is split into the sum of two bf16, which together
-// have 16 bits of mantissa; the smallest of the four products is left out. So the error of a sum is about 2^-16 of its
-// terms, and an element equals the CPU's unless the sum is close to the midpoint of two elements; then it may be the
-// other one.
+// which is f16 or bf16; MAP_DIM, a multiple of 16 up to 128; ROPE (rope.cuh). A factor is split into the sum of two
+// bf16, which together have 16 bits of mantissa; the smallest of the four products is left out. So the error of a sum
+// is about 2^-16 of its terms, and an element equals the CPU's unless the sum is close to the midpoint of two elements;
+// then it may be the other one.
 //
 // Launch: grid (ceil(tokens / TOKENS), heads of the map, planes), 256 threads. A block splits the map of its head once,
 // in shared memory; a warp takes 16 tokens at a time. Components and coefficients are permuted within groups of 16 so
-// that a lane loads four adjacent coefficients and stores four adjacent components.
+// that a lane loads four adjacent coefficients and stores four adjacent components, or two adjacent pairs of RoPE.
 //
 // The coefficients of a warp's next tile are in flight to shared memory during the current one: 64 KiB per
 // multiprocessor, while loads of the next 16 to registers were 16 KiB.
@@ -34,15 +34,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) codec_coefficients_to_r
     Shared& shared = *reinterpret_cast<Shared*>(bytes);
     const u32 first_token = blockIdx.x * TOKENS, first_channel = blockIdx.y * MAP_DIM;
     const Maps& maps = a.maps[a.first_plane + blockIdx.z];
+    const bool rotated = is_rotated(blockIdx.z);
     for (int i = 2 * threadIdx.x; i < MAP_DIM * MAP_DIM; i += 2 * THREADS) {
         const int from = i / MAP_DIM, to = i % MAP_DIM;
-        const float* map = &maps.inverse[first_channel + from][to];
+        const float* map = &maps.inverse[first_channel + from][component_of(to, rotated)];
         u32 rounded, rest;
-        split(map[0], map[1], rounded, rest);
+        split(map[0], map[component_of(1, rotated)], rounded, rest);
         *reinterpret_cast<u32*>(&shared.map[0][permuted(from)][permuted(to)]) = rounded;
         *reinterpret_cast<u32*>(&shared.map[1][permuted(from)][permuted(to)]) = rest;
     }
-    if (threadIdx.x < MAP_DIM) shared.mean[threadIdx.x] = maps.mean[first_channel + threadIdx.x];
+    if (threadIdx.x < MAP_DIM)
+        shared.mean[threadIdx.x] = maps.mean[first_channel + component_of(threadIdx.x, rotated)];
     __syncthreads();
 
     const int lane = threadIdx.x % LANES, row = lane / 4, four = 4 * (lane % 4);
@@ -98,7 +100,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) codec_coefficients_to_r
 #pragma unroll
             for (int n = 0; n < MAP_DIM; n += 16) {
                 const float4 mean = *reinterpret_cast<const float4*>(&shared.mean[n + four]);
-                store_four(to, a.place, first_channel + n + four, mean, &sums[n / 8][2 * i], &sums[n / 8 + 1][2 * i]);
+                const float *low = &sums[n / 8][2 * i], *high = &sums[n / 8 + 1][2 * i];
+#ifdef ROPE
+                if (rotated) {
+                    const Angles angles = Angles::of(a.rope, a.first_token + first_token + token[i], n + four);
+                    store_rotated(to, a.place, first_channel, n + four, mean, low, high, angles);
+                    continue;
+                }
+#endif
+                store_four(to, a.place, first_channel + n + four, mean, low, high);
             }
         }
     }

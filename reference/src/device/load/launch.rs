@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use codec_core::{BlockIndex, Frame, Side};
 use cudarc::driver::result;
-use kv_gpu::codec::{self, CheckArguments, DecodeArguments};
+use kv_gpu::codec::{self, CheckArguments, DecodeArguments, Rope};
 use kv_gpu::{AnyElement, DevicePtr};
 
 use super::room::{Lane, Slot};
@@ -164,6 +164,7 @@ impl Loader {
             pages: None,
         };
         let out = sides.offset(2 * layers.start);
+        let [cos, sin] = angles.map(|angles| angles.offset(position * info.head_dim / 2));
         let arguments = DecodeArguments {
             frame: on_device.pointer(),
             planes: words.pointer(),
@@ -171,14 +172,15 @@ impl Loader {
             blocks: 0..info.blocks(),
             out,
             place,
+            rope: decode.rotates().then_some(Rope { cos, sin }),
             workspace: lane.workspace.pointer(),
             failed: failed.pointer(),
         };
         // SAFETY: the bytes of the frame up to these layers have been copied, and the slot has PADDING more.
         // The rows have all tokens of the frame, which the decoder or `make_room` checks. The workspace has
-        // room for LAYERS layers.
+        // room for LAYERS layers. There are angles for all positions of the cache.
         unsafe { decode.launch(stream, frame, planes, &arguments) }?;
-        let Some(rotate) = &self.rotate else { return Ok(()) };
+        let Some(rotate) = self.rotate.as_ref().filter(|_| !decode.rotates()) else { return Ok(()) };
         let keys = KeyRows {
             rows: out,
             layers: layers.len(),
@@ -187,8 +189,7 @@ impl Loader {
             first_row,
             angles,
         };
-        // SAFETY: the rows are those that have just been written, and there are angles for all positions of
-        // the cache.
+        // SAFETY: the rows are those that have just been written; the angles are those above.
         unsafe { rotate.launch(stream, Direction::Forward, &keys) }
     }
 }

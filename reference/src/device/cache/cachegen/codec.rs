@@ -3,13 +3,15 @@
 use std::ops::Range;
 
 use codec_core::{FrameInfo, LANES, PlaneBuf};
-use kv_gpu::codec::{Decode, DecodeArguments, Encode, EncodeArguments, Index, IndexArguments, Place, Planes};
+use kv_gpu::codec::{
+    Decode, DecodeArguments, Encode, EncodeArguments, Index, IndexArguments, Place, Planes, Rope as Angles,
+};
 use kv_gpu::{AnyElement, DevicePtr, Element, VectorElement};
 
 use crate::device::Gpu;
 use crate::device::cache::{DenseCache, Rows};
 use crate::device::memory::Buffer;
-use crate::device::rotate::{Direction, KeyRows, Rotate};
+use crate::device::rotate::{Direction, KeyRows, Rotate, decoder};
 use crate::model::{Config, Rope};
 use crate::side::Pair;
 use crate::{Error, Result};
@@ -121,8 +123,11 @@ impl Codec {
             for start in span.tokens.clone().step_by(PIECE) {
                 self.code_piece(gpu, (span.sequence, layer), start..span.tokens.end.min(start + PIECE))?;
             }
+            if !self.layers[layer].decode.rotates() {
+                self.rotate(gpu, Direction::Forward, &Span { layers: layer..layer + 1, ..span.clone() })?;
+            }
         }
-        self.rotate(gpu, Direction::Forward, span)
+        Ok(())
     }
 
     /// The bytes of the frames since the last call. Waits for them.
@@ -163,7 +168,7 @@ impl Codec {
         unsafe { self.rotate.launch(gpu.stream(), direction, &keys) }
     }
 
-    /// Encodes and decodes tokens of a layer.
+    /// Encodes and decodes tokens of a layer, whose keys the decoder rotates if it can.
     fn code_piece(&self, gpu: &Gpu, (sequence, layer): (usize, usize), tokens: Range<usize>) -> Result<()> {
         let first_token = tokens.start;
         let info = FrameInfo {
@@ -191,6 +196,7 @@ impl Codec {
         };
         let (lengths, frame_bytes) = (self.lengths.pointer(), self.counts.pointer());
         let index = IndexArguments { lengths, frame, frame_bytes };
+        let angles = self.angles.each_ref().map(|x| x.pointer().offset(first_token * self.head_dim / 2));
         let decode = DecodeArguments {
             frame,
             planes: layer.words.pointer(),
@@ -198,12 +204,13 @@ impl Codec {
             blocks: 0..info.blocks(),
             out: rows,
             place,
+            rope: layer.decode.rotates().then_some(Angles { cos: angles[0], sin: angles[1] }),
             workspace: self.workspace.pointer(),
             failed,
         };
         // SAFETY: the buffers have the lengths of `new` for pieces as large, and all work on them is on this
-        // stream; the rows are those of the tokens, and the words those of the planes. `failed` is the low
-        // word of its count, since devices are little-endian.
+        // stream; the rows and angles are those of the tokens, and the words those of the planes. `failed` is
+        // the low word of its count, since devices are little-endian.
         unsafe {
             layer.encode.launch(gpu.stream(), &info, &layer.planes, &encode)?;
             self.index.launch(gpu.stream(), &info, &index)?;
@@ -233,7 +240,7 @@ impl LayerCodec {
         Ok(Self {
             words: Buffer::of(gpu, planes.words())?,
             encode: Encode::new(&gpu.device, shape)?,
-            decode: Decode::new(&gpu.device, shape)?,
+            decode: decoder(gpu, shape)?,
             planes,
         })
     }
