@@ -61,7 +61,8 @@ fn arguments_are_checked() {
     let Some(device) = device("arguments_are_checked") else { return };
     let shape = AttendShape { dim: 64, element: Element::F16 };
     let nothing = Buffer::new(&device, &[0_u64; 2]);
-    let pages = Some(Pages { table: nothing.pointer().cast(), max_pages: 1 });
+    let of_pages = |max_pages| Some(Pages { table: nothing.pointer().cast(), max_pages });
+    let pages = of_pages(1);
     let valid = PrefillArguments {
         batch: 1,
         heads: 1,
@@ -108,10 +109,8 @@ fn arguments_are_checked() {
     refused(&whole, PrefillArguments { strides: [1024, 63, 64], ..valid }, "a stride is not a multiple of 2");
     let long = format!("{} tokens of a sequence, but at most {} fit a launch", 1_u64 << 31, 1 << 30);
     refused(&whole, PrefillArguments { capacity: 1 << 31, ..valid }, &long);
-    let max_pages = usize::MAX;
     let long = format!("{} tokens of a sequence, but at most {} fit a launch", usize::MAX, 1 << 30);
-    let many = Some(Pages { max_pages, ..pages.unwrap() });
-    refused(&paged, PrefillArguments { pages: many, ..valid }, &long);
+    refused(&paged, PrefillArguments { pages: of_pages(usize::MAX), ..valid }, &long);
     device.stream().synchronize().unwrap();
 }
 
