@@ -72,11 +72,13 @@ struct Head {
     // Sets the places of the tiles from `first_tile` on. An earlier load_tile of every thread must be over.
     __device__ __forceinline__ void set_places(const Arguments& a, u32 first_tile) const {
         const u32 token = first_tile * TOKENS + 16 * threadIdx.x, capacity = a.capacity, in_page = token % capacity;
+        Place place = {};
         if (token < length) {
             const u64 page = a.capacity * __ldg(a.pages + (u64)blockIdx.z * a.max_pages + token / capacity);
-            places[threadIdx.x] = {page * a.key_rank_sum + (u64)in_page * pitch(a, key_rank),
-                                   page * a.value_rank_sum + (u64)in_page * pitch(a, value_rank)};
+            place.key = page * a.key_rank_sum + (u64)in_page * pitch(a, key_rank);
+            place.value = page * a.value_rank_sum + (u64)in_page * pitch(a, value_rank);
         }
+        places[threadIdx.x] = place;
         __syncthreads();
     }
 #endif
@@ -97,8 +99,7 @@ struct Head {
 #ifdef PAGED
             const bool exists = tile * TOKENS + row < length;
             const Place& quarter = places[tile % PLACE_TILES * (TOKENS / 16) + row / 16];
-            const u64 key = exists ? quarter.key + row % 16 * key_pitch : 0;
-            const u64 value = exists ? quarter.value + row % 16 * value_pitch : 0;
+            const u64 key = quarter.key + row % 16 * key_pitch, value = quarter.value + row % 16 * value_pitch;
 #else
             const bool exists = true;
             const u64 token = min(tile * TOKENS + row, length - 1);
