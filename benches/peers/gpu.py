@@ -245,6 +245,19 @@ def prompt_attention(query_heads, heads, batch, tokens, dim, element):
     )
 
 
+def window_attention(query_heads, heads, batch, tokens, dim, window):
+    """Causal, at full rank, of one sequence."""
+    if not flashinfer:
+        return "none: FlashInfer is not installed", None
+    query = torch.randn(tokens, query_heads, dim, device=DEVICE, dtype=torch.float16)
+    keys, values = (torch.randn(tokens, heads, dim, device=DEVICE, dtype=torch.float16) for _ in range(2))
+
+    def run():
+        flashinfer.single_prefill_with_kv_cache(query, keys, values, causal=True, window_left=window - 1)
+
+    return best([("fp16 FlashInfer, causal, window", 1, run)])
+
+
 def shape_of_attention(row):
     """Query heads, heads, batch, tokens and components; of a ragged batch, for which no peer has a form, the mean length."""
     query_heads, heads, batch, tokens, *longest, dim = (int(x) for x in re.findall(r"\d+", row["shape"]))
@@ -267,6 +280,8 @@ def peer_of(row):
         return projection(*numbers)
     if kernel == "gram":
         return second_moments(*numbers)
+    if window := re.search(r"prefill.*window of (\d+)", kernel):
+        return window_attention(*numbers, int(window[1]))
     if kernel.startswith("prefill"):
         return prompt_attention(*numbers, "bf16" if kernel.endswith("bf16") else "fp16")
     if kernel.startswith("search"):

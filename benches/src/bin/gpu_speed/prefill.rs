@@ -26,31 +26,34 @@ pub fn run(watch: &Stopwatch) {
     let load = |n, rank| Load { n, rank, page: None, window: None };
     let loads = [8192, 32_768].map(|n| [load(n, 128), load(n, 64)]).concat();
     for &load in &loads {
-        time::<f16>(watch, "prefill, ragged ranks", Element::F16, load);
-        time::<bf16>(watch, "prefill, ragged ranks, bf16", Element::Bf16, load);
+        time::<f16>(watch, Element::F16, load);
+        time::<bf16>(watch, Element::Bf16, load);
     }
     let windows = [1024, 4096].map(|window| Load { window: Some(window), ..load(32_768, 128) });
     let pages = [16, 64].map(|page| loads.iter().map(move |&load| Load { page: Some(page), ..load }));
     for load in windows.into_iter().chain(pages.into_iter().flatten()) {
-        time::<f16>(watch, "prefill, ragged ranks", Element::F16, load);
+        time::<f16>(watch, Element::F16, load);
     }
 }
 
 fn time<T: svd_core::Element + DeviceRepr + ValidAsZeroBits>(
     watch: &Stopwatch,
-    kernel: &str,
     element: Element,
     Load { n, rank, page, window }: Load,
 ) {
     let what = if rank == DIM { "full rank" } else { "half rank" };
-    let mut load = format!("{what}, {}/{HEADS} heads, 1 x {n} x {DIM}", HEADS * GROUP);
+    let load = &format!("{what}, {}/{HEADS} heads, 1 x {n} x {DIM}", HEADS * GROUP);
+    let mut kernel = String::from("prefill, ragged ranks");
+    if element == Element::Bf16 {
+        kernel += ", bf16";
+    }
     if let Some(page) = page {
-        load += &format!(", pages of {page}");
+        kernel += &format!(", pages of {page}");
     }
     if let Some(window) = window {
-        load += &format!(", window of {window}");
+        kernel += &format!(", window of {window}");
     }
-    let load = &load[..];
+    let kernel = &kernel;
     if !watch.wants(kernel, load) {
         return;
     }
