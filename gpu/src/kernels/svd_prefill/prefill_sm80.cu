@@ -14,7 +14,7 @@
 // ring of two tiles in shared memory (cp.async). Pages have a multiple of 16 tokens: every 32 tiles, each thread
 // looks up where a quarter of a tile lies.
 //
-// The floor is the rate of the tensor cores. Bound by issue and latency: at full rank a thread takes 249 registers, so
+// The floor is the rate of the tensor cores. Bound by issue and latency: at full rank a thread takes 254 registers, so
 // a scheduler has two warps, which issue in half of the slots, and tensor cores are 42 % busy. Three changes
 // halved the time: no branch on the rank in the loop over mma, cheaper addresses, and fragments from shared memory that
 // serve both halves of a warp's rows at half rank.
