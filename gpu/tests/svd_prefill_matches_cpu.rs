@@ -53,6 +53,11 @@ fn long_prompts_agree() {
         for (page, window) in [(None, None), (Some(16), None), (Some(112), Some(333)), (None, Some(1000))] {
             check(&device, &mut random, shape, Sizes { page, window, ..sizes }, 997);
         }
+        // On sm_80 the places of pages are looked up every 2,048 tokens.
+        let sizes = Sizes { batch: 2, heads: 1, group: 2, capacity: 5000, page: Some(16), window: None };
+        for window in [None, Some(64), Some(2500)] {
+            check(&device, &mut random, shape, Sizes { window, ..sizes }, 331);
+        }
     }
 }
 
@@ -99,6 +104,10 @@ fn arguments_are_checked() {
     let refused = |prefill, arguments, problem: &str| {
         assert_eq!(launch(prefill, arguments), Err(format!("svd::Prefill: {problem}")));
     };
+    for sum in [0, 63, 72] {
+        let ranks = "a sum of ranks that the ranks of the heads cannot have";
+        refused(&whole, PrefillArguments { key_rank_sum: sum, ..valid }, ranks);
+    }
     let both = "pages are given exactly when it is compiled for them";
     refused(&whole, PrefillArguments { pages, ..valid }, both);
     refused(&paged, valid, both);
@@ -157,6 +166,11 @@ fn check(device: &Device, random: &mut Random, shape: AttendShape, sizes: Sizes,
         let (width, start) = (widths[side][head], capacity * offsets[side][head] as usize);
         let tokens = &mut stored[side][sequence * capacity * sums[side] + start..][..capacity * width];
         tokens[lengths[sequence] as usize * width..].fill(f32::NAN);
+        // Nor are keys before the first query's window used, nor values more than a few tiles before it.
+        let first_query = (lengths[sequence] - counts[sequence]) as usize;
+        let unseen =
+            (first_query + 1).saturating_sub(window.unwrap_or(usize::MAX)).saturating_sub(512 * side);
+        tokens[..unseen * width].fill(f32::NAN);
         tokens.chunks_exact_mut(width).for_each(|row| row[ranks[side][head] as usize..].fill(f32::NAN));
     }
     // Query heads are part of longer rows, as after a fused QKV projection.

@@ -206,6 +206,9 @@ impl Decode {
         if self.rotates != a.rope.is_some() {
             return Err(OPERATION.error("RoPE is given exactly when it is compiled to rotate keys"));
         }
+        if self.rotates && info.head_dim != self.shape.head_dim() {
+            return Err(OPERATION.error("RoPE of a frame whose heads have another size than the planes'"));
+        }
         if self.rotates && info.keys_rotated {
             return Err(OPERATION.error("RoPE of keys that are stored after it"));
         }

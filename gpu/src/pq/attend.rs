@@ -180,9 +180,9 @@ impl Plan {
     }
 }
 
-/// The page table of codes, or of rows for [`svd::Attend`](crate::svd::Attend), the same for keys and values.
-/// All pages together have fewer than 2^32 tiles, or half tiles with [`Paging::HalfTiles`], counted over
-/// heads.
+/// The page table of codes, or of rows for [`svd::Attend`](crate::svd::Attend) and
+/// [`svd::Prefill`](crate::svd::Prefill), the same for keys and values. All pages of codes together have fewer
+/// than 2^32 tiles, or half tiles with [`Paging::HalfTiles`], counted over heads.
 #[derive(Clone, Copy, Debug)]
 pub struct Pages {
     /// `u32` (batch, `max_pages`): page numbers of each sequence, in the order of its tokens.

@@ -38,7 +38,8 @@ pub struct PrefillArguments {
     pub heads: usize,
     /// Number of query heads per KV head.
     pub group: usize,
-    /// Capacity of a page (or of a sequence, without pages) in tokens; of a page a multiple of 16.
+    /// Capacity of a page (or of a sequence, without pages) in tokens; of a page a multiple of 16. A sequence
+    /// has room for at most 2^30 tokens.
     pub capacity: usize,
     /// Maximum number of queries (new tokens) of a sequence.
     pub max_count: usize,
@@ -248,6 +249,12 @@ impl Prefill {
         }
         if self.is_paged && !a.capacity.is_multiple_of(PAGE_UNIT) {
             return Err(OPERATION.error("pages that do not have a multiple of 16 tokens"));
+        }
+        for sum in [a.key_rank_sum, a.value_rank_sum] {
+            let ranks = a.heads.saturating_mul(8)..=a.heads.saturating_mul(self.shape.dim);
+            if !sum.is_multiple_of(8) || !ranks.contains(&sum) || (a.padded && sum != *ranks.end()) {
+                return Err(OPERATION.error("a sum of ranks that the ranks of the heads cannot have"));
+            }
         }
         let max_pages = a.pages.map_or(1, |pages| pages.max_pages);
         // The kernels compare tokens as signed integers, up to a tile beyond the last one.

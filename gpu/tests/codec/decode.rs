@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use codec_core::{Backend, Frame, FrameInfo, PlaneBuf, PredictorKind, Steps, TransformBuf, encode_frame};
-use kv_gpu::codec::{Decode, DecodeArguments, Planes, Rope};
+use kv_gpu::codec::{CodecShape, Decode, DecodeArguments, Planes, Rope};
 use kv_gpu::{Device, VectorElement};
 
 use super::{Cache, Case, LAYERS, sides, width};
@@ -96,13 +96,17 @@ fn assert_decodes_as_the_cpu(device: &Device, case: &Case, random: &mut Random, 
             .decode_plane_into_with(Backend::Scalar, &views[plane], layer, side, None, &mut expected)
             .unwrap();
         let shape = planes.shape(case.element, case.page_tokens.is_some());
-        // Products on tensor cores are off by 2^-16 of their terms, or by less.
-        let largest = expected.iter().fold(0.0_f32, |most, x| most.max(x.abs()));
-        let on_tensor_cores = shape.points_program().or(shape.tensor_core_program());
-        let error = on_tensor_cores.map(|_| largest / 4096.0);
+        let error = error_of(&shape, &expected);
         let wrong = first_difference(case.element, &cache.read(case, &got, plane), &expected, error);
         assert_eq!(wrong, None, "{case:?}, plane {plane}");
     }
+}
+
+/// The error of a plane whose products are on tensor cores: they are off by 2^-16 of their terms, or by less.
+pub fn error_of(shape: &CodecShape, expected: &[f32]) -> Option<f32> {
+    let largest = expected.iter().fold(0.0_f32, |most, x| most.max(x.abs()));
+    let on_tensor_cores = shape.points_program().or(shape.tensor_core_program());
+    on_tensor_cores.map(|_| largest / 4096.0)
 }
 
 /// The index of the first element that is not a value rounded, or a value within `error` of it.

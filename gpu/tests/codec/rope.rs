@@ -170,7 +170,7 @@ fn rope_of_other_planes_or_frames_is_an_error() {
     assert!(rotating.rotates() && !plain.rotates());
     let cache = Cache::new(&device, &case, random, None);
     let dangling = DevicePtr::dangling();
-    let launch = |decode: &Decode, rope, keys_rotated| {
+    let launch = |decode: &Decode, rope, info| {
         let arguments = DecodeArguments {
             frame: DevicePtr::dangling(),
             planes: DevicePtr::dangling(),
@@ -182,7 +182,6 @@ fn rope_of_other_planes_or_frames_is_an_error() {
             workspace: DevicePtr::dangling(),
             failed: DevicePtr::dangling(),
         };
-        let info = FrameInfo { keys_rotated, ..case.info };
         // SAFETY: no block is decoded.
         #[allow(unsafe_code)]
         unsafe {
@@ -190,10 +189,16 @@ fn rope_of_other_planes_or_frames_is_an_error() {
         }
     };
     let rope = Some(Rope { cos: dangling, sin: dangling });
-    assert!(launch(&rotating, rope, false).is_ok() && launch(&plain, None, true).is_ok());
-    for (decode, rope, keys_rotated) in
-        [(&rotating, None, false), (&plain, rope, false), (&rotating, rope, true)]
-    {
-        assert!(matches!(launch(decode, rope, keys_rotated), Err(Error::Argument { .. })));
+    let info = case.info;
+    let rotated = FrameInfo { keys_rotated: true, ..info };
+    assert!(launch(&rotating, rope, info).is_ok() && launch(&plain, None, rotated).is_ok());
+    let other_heads = FrameInfo { heads: 1, head_dim: info.channels(), ..info };
+    for (decode, rope, info) in [
+        (&rotating, None, info),
+        (&plain, rope, info),
+        (&rotating, rope, rotated),
+        (&rotating, rope, other_heads),
+    ] {
+        assert!(matches!(launch(decode, rope, info), Err(Error::Argument { .. })));
     }
 }

@@ -124,8 +124,8 @@ fn time<T: svd_core::Element + DeviceRepr + ValidAsZeroBits>(
     let got = watch.download(&out);
     let worst = got[at..].iter().zip(&expected).map(|(a, b)| (a.to_f32() - b).abs()).fold(0.0, f32::max);
     assert!(worst < 2e-3, "{load}: {worst}");
-    // Two matrix products over half of the square, or what the window leaves of it, at 16 multiply-adds per lane and clock on sm_90 and 8
-    // before.
+    // Two matrix products over half of the square, or what the window leaves of it, at 16 multiply-adds per
+    // lane and clock on sm_90 and 8 before.
     let operations = (query_heads * (n * n - (n - seen) * (n - seen)) * rank) as f64;
     let each = if watch.gpu.capability() >= (9, 0) { 16.0 } else { 8.0 };
     let per_us = each * watch.operations_per_us();

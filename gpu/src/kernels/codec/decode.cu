@@ -283,7 +283,7 @@ extern "C" __global__ void __launch_bounds__(MAX_WARPS * LANES, 4) codec_decode(
     if (!tile.bad) decode(tile, a, model, shared, writer, lanes);
     // Zeros for a tile too damaged to decode, so that an inverse transform reads nothing that was never written.
     if (!warp_uniform(tile.stored))
-        for (u32 row = 0; row < rows; row++) writer.store(row, Number{});
+        for (u32 row = 0; row < rows; row++) writer.store_zero(row);
     writer.end();
     if (__any_sync(FULL, tile.bad) && lane == 0) atomicMax(a.failed, (u32)entry * TILES + tile_index + 1);
 }

@@ -50,6 +50,8 @@ class Writer {
         if (CHANNELS % LANES == 0 || used) nearest[row * CHANNELS] = number;
     }
 
+    __device__ __forceinline__ void store_zero(u32 row) { store(row, 0); }
+
     // A tile of bins of fixed width, times 2^exponent.
     __device__ void begin_fixed(u32 width, u32 exponent) {
         if (exponent || 1 << width > 2 * LARGEST_EXACT) wide = 1 + exponent;

@@ -72,6 +72,9 @@ class Writer {
 #endif
     }
 
+    // Reads nothing of the tile's block, which may be too short.
+    __device__ __forceinline__ void store_zero(u32 row) { store_element(row, Element{}); }
+
     // A tile of bins of fixed width, times 2^exponent, which may exceed f32. Results are clamped to finite values.
     __device__ void begin_fixed(u32, u32) {}
     __device__ __forceinline__ void store_fixed(u32 row, int bin, u32 exponent) {

@@ -69,7 +69,7 @@ struct Head {
     __device__ __forceinline__ u32 pitch(const Arguments& a, u32 rank) const { return a.padded ? DIM : rank; }
 
 #ifdef PAGED
-    // Sets the places of the tiles from `first_tile` on. An earlier load_tile of every thread must be over.
+    // Sets the places of the tiles from `first_tile` on, once all threads have used the earlier ones.
     __device__ __forceinline__ void set_places(const Arguments& a, u32 first_tile) const {
         const u32 token = first_tile * TOKENS + 16 * threadIdx.x, capacity = a.capacity, in_page = token % capacity;
         Place place = {};
@@ -78,6 +78,7 @@ struct Head {
             place.key = page * a.key_rank_sum + (u64)in_page * pitch(a, key_rank);
             place.value = page * a.value_rank_sum + (u64)in_page * pitch(a, value_rank);
         }
+        __syncthreads();
         places[threadIdx.x] = place;
         __syncthreads();
     }

@@ -137,7 +137,7 @@ __device__ __forceinline__ Box box_of(const Arguments& a, const RowBlock& block,
 #ifdef PAGED
     const u32 token = first_token + a.box * (threadIdx.x % LANES); // wraps below 0
     if (token >= block.limit) return {0, (int)a.capacity};
-    return {__ldg(a.pages + block.sequence * a.max_pages + token / a.capacity), (int)(token % a.capacity)};
+    return {__ldg(a.pages + (u64)block.sequence * a.max_pages + token / a.capacity), (int)(token % a.capacity)};
 #else
     return {block.sequence, first_token};
 #endif
