@@ -3,48 +3,21 @@
 use std::ops::Range;
 
 use codec_core::{Backend, BlockIndex, Frame, encode_frame};
+use kv_gpu::VectorElement;
 use kv_gpu::codec::Planes;
-use kv_gpu::{Device, VectorElement};
 
 use super::decode::{decode, error_of, first_difference};
 use super::{Cache, Case, LAYERS, sides};
 use crate::common::{Random, device};
 
-/// Tests of 10 frames each: every frame has kernels of its own, and more would not end under a sanitizer,
-/// which takes seconds to instrument them.
-const TESTS: usize = 10;
-const FRAMES: usize = 10;
-
-macro_rules! damaged_frames {
-    ($($name:ident: $first_seed:literal;)*) => {$(
-        #[test]
-        fn $name() {
-            let Some(device) = device(stringify!($name)) else { return };
-            assert_fails_where_the_cpu_does(&device, ($first_seed..).step_by(TESTS).take(FRAMES));
-        }
-    )*};
-}
-
-damaged_frames! {
-    damaged_frames_of_seed_1000_and_others_fail_where_they_do_on_the_cpu: 1000;
-    damaged_frames_of_seed_1001_and_others_fail_where_they_do_on_the_cpu: 1001;
-    damaged_frames_of_seed_1002_and_others_fail_where_they_do_on_the_cpu: 1002;
-    damaged_frames_of_seed_1003_and_others_fail_where_they_do_on_the_cpu: 1003;
-    damaged_frames_of_seed_1004_and_others_fail_where_they_do_on_the_cpu: 1004;
-    damaged_frames_of_seed_1005_and_others_fail_where_they_do_on_the_cpu: 1005;
-    damaged_frames_of_seed_1006_and_others_fail_where_they_do_on_the_cpu: 1006;
-    damaged_frames_of_seed_1007_and_others_fail_where_they_do_on_the_cpu: 1007;
-    damaged_frames_of_seed_1008_and_others_fail_where_they_do_on_the_cpu: 1008;
-    damaged_frames_of_seed_1009_and_others_fail_where_they_do_on_the_cpu: 1009;
-}
-
-/// Damages a frame of every seed.
-fn assert_fails_where_the_cpu_does(device: &Device, seeds: impl Iterator<Item = u64>) {
+#[test]
+fn damaged_frames_fail_where_they_do_on_the_cpu() {
+    let Some(device) = device("damaged_frames_fail_where_they_do_on_the_cpu") else { return };
     let mut failures = 0;
-    for seed in seeds {
+    for seed in 1000..1100 {
         let mut random = Random(seed);
         let mut case = Case::random(&mut random);
-        // Every other frame to 16 bits, which take other kernels.
+        // Half of the frames decode to 16 bits, by other kernels.
         let elements = [VectorElement::F32, VectorElement::F16, VectorElement::F32, VectorElement::Bf16];
         (case.element, case.page_tokens) = (elements[(seed / 10 % 4) as usize], None);
         let rows = case.rows(&mut random);
@@ -81,8 +54,8 @@ fn assert_fails_where_the_cpu_does(device: &Device, seeds: impl Iterator<Item = 
         bytes[end..end + 4].copy_from_slice(&checksum.to_le_bytes());
 
         let planes = Planes::pack(&[view; 2 * LAYERS], case.info.head_dim).unwrap();
-        let cache = Cache::new(device, &case, &mut random, None);
-        let (got, failed) = decode(device, &case, &planes, &bytes, &cache, 1, None);
+        let cache = Cache::new(&device, &case, &mut random, None);
+        let (got, failed) = decode(&device, &case, &planes, &bytes, &cache, 1, None);
         let frame = Frame::parse(&bytes, case.info.elements()).unwrap();
         let mut results = sides().map(|(layer, side)| {
             let mut out = vec![0.0; rows.len()];
@@ -108,7 +81,7 @@ fn assert_fails_where_the_cpu_does(device: &Device, seeds: impl Iterator<Item = 
         }
         failures += usize::from(failed);
     }
-    assert!((1..FRAMES).contains(&failures), "{failures} frames of {FRAMES} failed");
+    assert!((20..100).contains(&failures), "{failures} frames of 100 failed");
 }
 
 /// Whether a tile of the block that starts at `start` is marked as one of the range coder.

@@ -9,7 +9,7 @@ struct Tile {
     const u8 *at, *end; // remaining bytes
     u32 rows;
     bool bad;    // malformed
-    bool stored; // its rows have been stored, if only as far as they make sense
+    bool stored; // all rows have been stored, meaningful or not
 };
 
 // Reads the initial rANS state of every lane: its length in bits, then the bits below its highest one. The stream has

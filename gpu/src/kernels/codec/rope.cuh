@@ -2,8 +2,7 @@
 //
 // CPU twin: codec_core's RopeTable::halves. Compile-time shape: that of maps.cuh; ROPE, defined if keys are rotated. A
 // rotated plane's columns of the inverse map are permuted: columns 2 i and 2 i + 1 are a pair, so that the thread that
-// has one component of a pair also has the other. Without ROPE the kernels' machine code is as if this file did not
-// exist.
+// has one component of a pair also has the other. Without ROPE columns are components.
 #pragma once
 #include "codec/place.cuh"
 

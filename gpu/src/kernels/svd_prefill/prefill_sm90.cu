@@ -19,9 +19,8 @@
 //
 // With pages, boxes have the largest power of two of tokens that divides a page, and a tile consists of several boxes
 // of any pages. Tiles end at a multiple of the box instead; the warp that loads values replaces those after a row
-// block's last one by zeros, since their weights are 0 but they may be NaN. The instructions of TMA for boxes of 16
-// tokens take as long as a tile's products: with keys and values loaded by one warp, pages of 16 took 1.3 times as long
-// as none.
+// block's last one by zeros, since their weights are 0 but they may be NaN. A tile in pages of 16 tokens takes up to 32
+// TMA instructions. With all of them issued by one warp, such pages took 1.3 times as long as none.
 //
 // A tensor map has the pitch of its rows, which is the rank, or DIM where rows are padded: there is one map per rank
 // and side. Its third dimension steps over 8 elements, so that the offset of a head in the buffer is a coordinate and
