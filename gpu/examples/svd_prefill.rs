@@ -16,6 +16,8 @@ fn main() -> Result<()> {
     let (ranks, lengths) = (gpu.upload(&[rank as u32])?, gpu.upload(&[n as u32])?);
     let offsets = gpu.upload(&[0_u64])?;
     let out = gpu.zeros::<f16>(n * dim)?;
+    let prefill = Prefill::new(&gpu, AttendShape { dim, element: Element::F16 })?;
+    let workspace = gpu.zeros::<u8>(prefill.workspace_len())?;
     let arguments = PrefillArguments {
         batch: 1,
         heads: 1,
@@ -39,8 +41,8 @@ fn main() -> Result<()> {
         padded: false, // rows take `rank` elements
         scale: 1.0 / (dim as f32).sqrt(),
         out: out.pointer.cast(),
+        workspace: workspace.pointer,
     };
-    let prefill = Prefill::new(&gpu, AttendShape { dim, element: Element::F16 })?;
     // SAFETY: the buffers have the shapes that the arguments name, and live until the results are read.
     unsafe { prefill.launch(gpu.stream().cu_stream(), &arguments)? };
     println!("{:.3?} ...", &gpu.read(&out)?[..4]); // the first query sees the first value alone

@@ -77,6 +77,7 @@ const HEADERS: &[Source] = &[
     source!("softmax_reduce.cuh"),
     source!("svd_gram/gram.cuh"),
     source!("svd_gram/join.cuh"),
+    source!("svd_prefill/merge.cuh"),
     source!("svd_prefill/wgmma.cuh"),
     source!("tile_attention.cuh"),
     source!("tile_indices.cuh"),

@@ -27,6 +27,7 @@ fn random_shapes_agree() {
             heads: 1 + random.below(4),
             group: 1 + random.below(4),
             capacity: random.pick(&[1, 40, 200, 600]),
+            queries: 1 << 30,
             page: random.pick(&[None, Some(16), Some(48), Some(64), Some(256)]),
             window: random.pick(&[
                 None,
@@ -49,15 +50,52 @@ fn long_prompts_agree() {
     for (seed, dim) in [64, 128, 64, 128].into_iter().enumerate() {
         let mut random = Random(1000 + seed as u64);
         let shape = AttendShape { dim, element: random.pick(&[Element::F16, Element::Bf16]) };
-        let sizes = Sizes { batch: 2, heads: 5, group: 7, capacity: 2000, page: None, window: None };
+        let whole = Sizes {
+            batch: 2,
+            heads: 5,
+            group: 7,
+            capacity: 2000,
+            queries: 1 << 30,
+            page: None,
+            window: None,
+        };
         for (page, window) in [(None, None), (Some(16), None), (Some(112), Some(333)), (None, Some(1000))] {
-            check(&device, &mut random, shape, Sizes { page, window, ..sizes }, 997);
+            check(&device, &mut random, shape, Sizes { page, window, ..whole }, 997);
         }
         // On sm_80 the places of pages are looked up every 2,048 tokens.
-        let sizes = Sizes { batch: 2, heads: 1, group: 2, capacity: 5000, page: Some(16), window: None };
+        let sizes = Sizes { heads: 1, group: 2, capacity: 5000, page: Some(16), ..whole };
         for window in [None, Some(64), Some(2500)] {
             check(&device, &mut random, shape, Sizes { window, ..sizes }, 331);
         }
+    }
+}
+
+/// Few queries over many keys, and row blocks that do not fill a last round: blocks share keys.
+#[test]
+fn few_queries_agree() {
+    let Some(device) = device("few_queries_agree") else { return };
+    for seed in 0..32 {
+        let mut random = Random(2000 + seed);
+        let shape = AttendShape {
+            dim: random.pick(&[64, 128]),
+            element: random.pick(&[Element::F16, Element::Bf16]),
+        };
+        let sizes = Sizes {
+            batch: 1 + random.below(3),
+            heads: 1 + random.below(3),
+            group: 1 + random.below(6),
+            capacity: random.pick(&[3000, 9000]),
+            queries: random.pick(&[1, 100, 128, 500]),
+            page: random.pick(&[None, Some(16), Some(192)]),
+            window: random.pick(&[None, None, Some(1), Some(2000)]),
+        };
+        check(&device, &mut random, shape, sizes, 97);
+    }
+    // More than a round of row blocks on 132 multiprocessors, of 128 queries or 64.
+    let shape = AttendShape { dim: 128, element: Element::F16 };
+    for (seed, queries) in [(0, 640), (1, 320)] {
+        let sizes = Sizes { batch: 1, heads: 8, group: 4, capacity: 4000, queries, page: None, window: None };
+        check(&device, &mut Random(3000 + seed), shape, sizes, 997);
     }
 }
 
@@ -91,6 +129,7 @@ fn arguments_are_checked() {
         padded: false,
         scale: 1.0,
         out: nothing.pointer().cast(),
+        workspace: nothing.pointer().cast(),
     };
     let launch = |prefill: &Prefill, arguments: PrefillArguments| {
         // SAFETY: the sequence has no tokens, so that only the first ranks and offsets are read.
@@ -129,6 +168,7 @@ struct Sizes {
     heads: usize,
     group: usize,
     capacity: usize,
+    queries: usize,      // of a sequence, at most
     page: Option<usize>, // tokens of a page
     window: Option<usize>,
 }
@@ -136,12 +176,13 @@ struct Sizes {
 /// Compares every `step`-th output of random lengths, counts, ranks and strides.
 fn check(device: &Device, random: &mut Random, shape: AttendShape, sizes: Sizes, step: usize) {
     let AttendShape { dim, element } = shape;
-    let Sizes { batch, heads, group, capacity, page, window } = sizes;
+    let Sizes { batch, heads, group, capacity, queries: most_queries, page, window } = sizes;
     let lengths: Vec<u32> = (0..batch).map(|_| random.below(capacity + 1) as u32).collect();
     // Whole prompts, and prompts whose beginning was cached.
     let counts: Vec<u32> = lengths
         .iter()
         .map(|&n| if random.below(2) == 0 { n } else { random.below(n as usize + 1) as u32 })
+        .map(|count| count.min(most_queries as u32))
         .collect();
     let max_count = *counts.iter().max().unwrap() as usize;
     let half = random.below(2) == 0; // ranks of at most dim / 2: on sm_80 blocks of 128 rows
@@ -213,6 +254,9 @@ fn check(device: &Device, random: &mut Random, shape: AttendShape, sizes: Sizes,
     let ranks_there = ranks.each_ref().map(|ranks| Buffer::new(device, ranks));
     let offsets_there = offsets.each_ref().map(|offsets| Buffer::new(device, offsets));
     let out = Buffer::new(device, &vec![u16::MAX; queries.len()]); // NaN
+    let of = if page.is_some() { Prefill::paged } else { Prefill::new };
+    let prefill = of(device, shape).unwrap();
+    let workspace = Buffer::new(device, &vec![0_u8; prefill.workspace_len()]);
     let scale = 1.0 / (dim as f32).sqrt();
     let arguments = PrefillArguments {
         batch,
@@ -237,14 +281,18 @@ fn check(device: &Device, random: &mut Random, shape: AttendShape, sizes: Sizes,
         padded,
         scale,
         out: out.pointer().cast(),
+        workspace: workspace.pointer(),
     };
-    let of = if page.is_some() { Prefill::paged } else { Prefill::new };
-    let prefill = of(device, shape).unwrap();
-    // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape
-    // requires.
-    #[allow(unsafe_code)]
-    unsafe { prefill.launch(device.stream().cu_stream(), &arguments) }.unwrap();
-    let out = out.read();
+    let launch = |out: &Buffer<u16>| {
+        let arguments = PrefillArguments { out: out.pointer().cast(), ..arguments };
+        // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape
+        // requires.
+        #[allow(unsafe_code)]
+        unsafe { prefill.launch(device.stream().cu_stream(), &arguments) }.unwrap();
+        out.read()
+    };
+    let (again, out) = (launch(&Buffer::new(device, &vec![u16::MAX; queries.len()])), launch(&out));
+    assert!(again == out, "{shape:?} lengths {lengths:?} counts {counts:?}: other bytes");
 
     let tolerance = TOLERANCES.iter().find(|(e, _)| *e == element).unwrap().1;
     for (i, got) in out.chunks_exact(dim).enumerate().step_by(step) {

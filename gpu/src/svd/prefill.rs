@@ -9,10 +9,12 @@ use crate::pq::Pages;
 use crate::tensor_map::RowsOfHeads;
 use crate::{Device, Error, Program};
 
-/// On sm_80: warps of a block, its rows (queries) at full rank, and tokens of a tile.
+/// On sm_80: warps of a block, its rows (queries) at full rank, tokens of a tile, and blocks of a
+/// multiprocessor.
 const WARPS: usize = 4;
 const WARP_BLOCK_ROWS: usize = 16 * WARPS;
 const WARP_TILE_TOKENS: usize = 64;
+const RESIDENT_BLOCKS: usize = 2;
 /// On sm_90: rows of a warpgroup, threads of a warpgroup, tokens of a tile, stages of the rings, and bytes of
 /// mbarriers.
 const GROUP_ROWS: usize = 64;
@@ -24,6 +26,10 @@ const BARRIER_BYTES: usize = (6 * STAGES + 1) * 8;
 const PAGE_UNIT: usize = 16;
 /// Ranks have a tensor map each: 8, 16, ... 128.
 const MAPS: usize = 16;
+/// Parts of a row block, at most; and parts of all of them, for which there is room in the workspace, in rounds
+/// of the blocks that run at the same time.
+const MAX_PARTS: usize = 64;
+const SPLIT_ROUNDS: usize = 3;
 /// Bytes of keys and values that stay in L2 while row blocks read them.
 const NEAR_BYTES: usize = 32 << 20;
 
@@ -82,6 +88,9 @@ pub struct PrefillArguments {
     /// Elements in the layout of the queries, written up to the value rank of the head, or to `dim` if
     /// `padded`.
     pub out: DevicePtr<AnyElement>,
+    /// Bytes ([`Prefill::workspace_len`],), zeroed before the first launch; every launch leaves it ready for
+    /// the next one. Launches on one stream can share it; concurrent launches need one each.
+    pub workspace: DevicePtr<u8>,
 }
 
 /// `Arguments` of the kernel for sm_80.
@@ -99,6 +108,8 @@ struct WarpsArguments {
     key_offsets: DevicePtr<u64>,
     value_offsets: DevicePtr<u64>,
     out: DevicePtr<AnyElement>,
+    results: DevicePtr<f32>,
+    arrived: DevicePtr<u32>,
     key_rank_sum: u64,
     value_rank_sum: u64,
     capacity: u64,
@@ -106,12 +117,13 @@ struct WarpsArguments {
     max_pages: u32,
     heads: u32,
     group: u32,
+    parts: u32,
     window: u32,
     scale: f32,
     padded: u32,
 }
 
-const _: () = assert!(size_of::<WarpsArguments>() == 160);
+const _: () = assert!(size_of::<WarpsArguments>() == 184);
 
 /// `Arguments` of the kernel for sm_90.
 #[derive(Clone, Copy)]
@@ -128,6 +140,8 @@ struct WarpgroupsArguments {
     key_offsets: DevicePtr<u64>,
     value_offsets: DevicePtr<u64>,
     out: DevicePtr<AnyElement>,
+    results: DevicePtr<f32>,
+    arrived: DevicePtr<u32>,
     strides: [u64; 3],
     key_chunks: u32,
     value_chunks: u32,
@@ -139,6 +153,8 @@ struct WarpgroupsArguments {
     window: u32,
     near_tokens: u32,
     row_blocks: u32,
+    whole: u32,
+    parts: u32,
     total: u32,
     scale: f32,
     padded: u32,
@@ -154,6 +170,9 @@ const _: () = assert!(size_of::<WarpgroupsArguments>() == 4096 + 256);
 /// both at most half of `dim`. The longest blocks run first. The work of a query is that of the higher rank,
 /// rounded up to a multiple of 32 (on sm_80, of `dim / 4`). A NaN or infinite value makes the outputs of all
 /// queries whose block attends to its tile NaN.
+///
+/// Where few blocks have queries, as in a short chunk over a long cache, several of them share the keys, and
+/// the last one merges their results. The same inputs give the same bytes.
 ///
 /// The kernel for sm_90 has more than 4 KiB of arguments, which requires CUDA 12.1.
 ///
@@ -223,6 +242,40 @@ impl Prefill {
         Ok(Self { kernel, shape, in_warpgroups, is_paged, sm_count: device.sm_count() })
     }
 
+    /// Blocks that run at the same time.
+    fn resident(&self) -> usize {
+        self.sm_count * if self.in_warpgroups { 1 } else { RESIDENT_BLOCKS }
+    }
+
+    /// Rows of a block of queries.
+    fn block_rows(&self) -> usize {
+        if self.in_warpgroups { groups(self.shape) * GROUP_ROWS } else { WARP_BLOCK_ROWS }
+    }
+
+    /// Parts of all row blocks for which there is room in the workspace.
+    fn max_parts(&self) -> usize {
+        SPLIT_ROUNDS * self.resident()
+    }
+
+    /// Floats of the results of all parts: the sums of a row, and the maxima and sums of weights of 4 threads.
+    fn results_len(&self) -> usize {
+        self.max_parts() * self.block_rows() * (self.shape.dim + if self.in_warpgroups { 8 } else { 16 })
+    }
+
+    /// Parts of each of `row_blocks` row blocks, which do not fill all rounds of blocks: those that take the
+    /// shortest time, if the start and end of a part take 3 % of a row block, and its merge .1 %.
+    fn parts(&self, row_blocks: usize) -> usize {
+        let rounds = |parts: usize| (row_blocks * parts).div_ceil(self.resident());
+        let time = |&parts: &usize| rounds(parts) * (1000 / parts + 30) + parts;
+        (1..=MAX_PARTS.min(self.max_parts() / row_blocks.max(1))).min_by_key(time).unwrap_or(1)
+    }
+
+    /// Bytes of workspace for launches of any size.
+    #[must_use]
+    pub fn workspace_len(&self) -> usize {
+        (self.results_len() + self.max_parts() * self.block_rows() / 16) * 4 // at most a counter for a warp
+    }
+
     /// Launches the attention on a stream.
     ///
     /// # Errors
@@ -232,7 +285,8 @@ impl Prefill {
     /// do not exceed the capacity of a sequence or of its pages, and counts exceed neither lengths nor
     /// `max_count`; ranks are multiples of 8 from 8 to `dim`, and offsets and sums match the ranks: the
     /// kernel does not clamp them. Every page number of a sequence's tokens refers to an existing page, in
-    /// the first 32 GiB of keys and of values.
+    /// the first 32 GiB of keys and of values. The workspace was zeroed before the first launch, and no other
+    /// launch uses it at the same time.
     pub unsafe fn launch(&self, stream: CUstream, arguments: &PrefillArguments) -> Result<(), Error> {
         let a = arguments;
         if a.batch == 0 || a.heads == 0 || a.group == 0 || a.max_count == 0 || a.capacity == 0 {
@@ -273,11 +327,16 @@ impl Prefill {
     /// # Safety
     /// That of [`launch`](Self::launch).
     unsafe fn launch_warps(&self, stream: CUstream, a: &PrefillArguments) -> Result<(), Error> {
+        let (query_heads, row_blocks) =
+            (a.heads.saturating_mul(a.group), a.max_count.div_ceil(self.block_rows()));
+        let total = a.batch.saturating_mul(query_heads).saturating_mul(row_blocks);
+        let parts = self.parts(total);
         let grid = OPERATION.grid(&[
-            ("query heads", a.heads.saturating_mul(a.group)),
-            ("blocks of 64 queries", a.max_count.div_ceil(WARP_BLOCK_ROWS)),
+            ("query heads", query_heads),
+            ("blocks of 64 queries", row_blocks.saturating_mul(parts)),
             ("sequences", a.batch),
         ])?;
+        let workspace = a.workspace.cast::<f32>();
         let arguments = WarpsArguments {
             keys: a.keys,
             values: a.values,
@@ -290,6 +349,8 @@ impl Prefill {
             key_offsets: a.key_offsets,
             value_offsets: a.value_offsets,
             out: a.out,
+            results: workspace,
+            arrived: workspace.offset(self.results_len()).cast(),
             key_rank_sum: a.key_rank_sum as u64,
             value_rank_sum: a.value_rank_sum as u64,
             capacity: a.capacity as u64,
@@ -297,6 +358,7 @@ impl Prefill {
             max_pages: max_pages(a),
             heads: a.heads as u32,
             group: a.group as u32,
+            parts: parts as u32,
             window: window(a),
             scale: a.scale * std::f32::consts::LOG2_E,
             padded: a.padded.into(),
@@ -310,11 +372,14 @@ impl Prefill {
     /// # Safety
     /// That of [`launch`](Self::launch).
     unsafe fn launch_warpgroups(&self, stream: CUstream, a: &PrefillArguments) -> Result<(), Error> {
-        let groups = groups(self.shape);
-        let row_blocks = a.max_count.div_ceil(groups * GROUP_ROWS);
+        let row_blocks = a.max_count.div_ceil(self.block_rows());
         let total = a.batch.saturating_mul(a.heads).saturating_mul(a.group).saturating_mul(row_blocks);
-        let total = OPERATION.at_most(i32::MAX as u32, "blocks of queries", total)?;
-        let grid = OPERATION.grid(&[("blocks", self.sm_count.min(total as usize))])?;
+        let total = OPERATION.at_most(i32::MAX as u32, "blocks of queries", total)? as usize;
+        let whole = total - total % self.sm_count;
+        let parts = self.parts(total - whole);
+        let total = whole + (total - whole) * parts;
+        let grid = OPERATION.grid(&[("blocks", self.sm_count.min(total))])?;
+        let workspace = a.workspace.cast::<f32>();
         let [keys, values] = [(a.keys, a.key_rank_sum), (a.values, a.value_rank_sum)];
         let rank_sum = a.key_rank_sum.saturating_add(a.value_rank_sum).max(1);
         let near_tokens = (NEAR_BYTES / 2).saturating_mul(a.heads) / rank_sum;
@@ -330,6 +395,8 @@ impl Prefill {
             key_offsets: a.key_offsets,
             value_offsets: a.value_offsets,
             out: a.out,
+            results: workspace,
+            arrived: workspace.offset(self.results_len()).cast(),
             strides: a.strides.map(|stride| stride as u64),
             key_chunks: (a.key_rank_sum / 8) as u32,
             value_chunks: (a.value_rank_sum / 8) as u32,
@@ -341,11 +408,13 @@ impl Prefill {
             window: window(a),
             near_tokens: near_tokens.try_into().unwrap_or(u32::MAX),
             row_blocks: row_blocks as u32,
-            total,
+            whole: whole as u32,
+            parts: parts as u32,
+            total: total as u32,
             scale: a.scale * std::f32::consts::LOG2_E,
             padded: a.padded.into(),
         };
-        let threads = (groups as u32 + 1) * GROUP_THREADS;
+        let threads = (groups(self.shape) as u32 + 1) * GROUP_THREADS;
         // SAFETY: the structure is the kernel's argument; the caller upholds the contract of its pointers.
         unsafe { self.kernel.launch(stream, grid, threads, false, &arguments) }
     }

@@ -6,13 +6,14 @@
 // Compile-time shape: DIM (64 or 128; no rank is above it), ELEMENT (1 for f16, 2 for bf16), SHARED_BYTES, PAGED or
 // not. Ranks are multiples of 8 and are read on the device.
 //
-// Launch: grid (query heads, row blocks, sequences), 4 warps per block, two blocks per multiprocessor. Row blocks
-// follow ZACK's rule: where both ranks of a head are at most DIM / 2, a block has 128 rows (queries) instead of 64, so
-// blocks cost about the same and use the registers that a lower rank leaves free. The host launches enough blocks for
-// 64 rows each; the surplus returns at once. Blocks are numbered longest first: the last rows of a prompt see the most
-// keys. A warp owns 16 or 32 rows. All warps share the keys and values of a tile of 64 tokens, which pass through a
-// ring of two tiles in shared memory (cp.async). Pages have a multiple of 16 tokens: every 32 tiles, each thread
-// looks up where a quarter of a tile lies.
+// Launch: grid (query heads, row blocks * parts, sequences), 4 warps per block, two blocks per multiprocessor. Row
+// blocks follow ZACK's rule: where both ranks of a head are at most DIM / 2, a block has 128 rows (queries) instead of
+// 64, so blocks cost about the same and use the registers that a lower rank leaves free. The host launches enough
+// blocks for 64 rows each; the surplus returns at once. Blocks are numbered longest first: the last rows of a prompt
+// see the most keys. Few row blocks are split by their keys (split-K attention), so that no multiprocessor is idle. A
+// warp owns 16 or 32 rows. All warps share the keys and values of a tile of 64 tokens, which pass through a ring of two
+// tiles in shared memory (cp.async). Pages have a multiple of 16 tokens: every 32 tiles, each thread looks up where a
+// quarter of a tile lies.
 //
 // The floor is the rate of the tensor cores. Bound by issue and latency: at full rank a thread takes 254 registers, so
 // a scheduler has two warps, which issue in half of the slots, and tensor cores are 42 % busy. Three changes
@@ -20,6 +21,7 @@
 // serve both halves of a warp's rows at half rank.
 #include "element.cuh"
 #include "primitives_sm80.cuh"
+#include "svd_prefill/merge.cuh"
 #include "warp.cuh"
 
 constexpr int WARPS = 4, THREADS = WARPS * LANES, ROWS = 16 * WARPS; // rows of a block at full rank
@@ -27,6 +29,8 @@ constexpr int TOKENS = 64;                                           // tokens o
 constexpr int CHUNKS = DIM / 8;                                      // 16-byte chunks of a row of keys or values
 constexpr int TILE = TOKENS * DIM;                                   // elements of a tile of keys or values
 constexpr int SHARED = 4 * TILE * 2;
+constexpr int LEAST_TILES = 8;                // of a part of a row block
+constexpr int RESULT = (DIM / 2 + 8) * LANES; // floats of a warp's results, of up to two fragments of rows
 static_assert(SHARED == SHARED_BYTES, "the host computes the same size");
 
 struct Arguments {
@@ -41,10 +45,13 @@ struct Arguments {
     const u64* key_offsets;   // [head]: sum of the key ranks of all earlier heads
     const u64* value_offsets; // [head]: the same of the value ranks
     u16* out;                 // as the queries; only the value rank is written, and zeros after it if `padded`
+    float* results;           // [sequence][query head][row block][part][warp][RESULT]
+    u32* arrived;             // [sequence][query head][row block][warp]
     u64 key_rank_sum, value_rank_sum;
     u64 capacity;                                  // of a sequence (PAGED: of a page) in tokens
     u64 sequence_stride, row_stride, query_stride; // in elements, of queries and outputs
     u32 max_pages, heads, group;
+    u32 parts;   // blocks that share a row block, unless it has few tiles
     u32 window;  // keys that a row sees, its own included
     float scale; // factor of the scores, times log2(e)
     u32 padded;
@@ -113,11 +120,23 @@ struct Head {
     }
 };
 
+// Offset of the block's query head in the queries and outputs.
+__device__ __forceinline__ u64 query_offset(const Arguments& a) {
+    return blockIdx.z * a.sequence_stride + blockIdx.x * a.query_stride;
+}
+
+// The results of this warp's rows, of a part of their tiles.
+__device__ __forceinline__ float* result_of(const Arguments& a, u32 part) {
+    const u32 row_block = (blockIdx.z * gridDim.x + blockIdx.x) * (gridDim.y / a.parts) + blockIdx.y / a.parts;
+    return a.results + ((row_block * a.parts + part) * WARPS + threadIdx.x / LANES) * RESULT;
+}
+
 // Computes a block's rows of a query head, from row `first`: 16 * FRAGMENTS rows per warp, both ranks at most RANK.
-// `offset` is the token of row 0, so row i sees the last `window` of the keys 0 to `offset` + i.
+// `offset` is the token of row 0, so row i sees the last `window` of the keys 0 to `offset` + i. If `is_part`, the
+// tiles from `first_tile` up to `tiles` are not all of them, and the results are stored for `merge_results`.
 template <int FRAGMENTS, int RANK>
-__device__ __forceinline__ void attend(const Arguments& a, const Head& head, const u16* queries, u16* out, u32 first,
-                                       u32 rows, u32 offset) {
+__device__ __forceinline__ void attend(const Arguments& a, const Head& head, u32 first, u32 rows, u32 offset,
+                                       u32 first_tile, u32 tiles, bool is_part) {
     const int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES, g = lane / 4, l = lane % 4;
     constexpr int STEPS = RANK / 16, OUTPUTS = RANK / 8;
     const u32 warp_row = first + warp * 16 * FRAGMENTS; // first row of the warp
@@ -131,16 +150,14 @@ __device__ __forceinline__ void attend(const Arguments& a, const Head& head, con
             for (int i = 0; i < 4; i++) {
                 const u32 row = warp_row + 16 * f + g + i % 2 * 8, component = 16 * s + 2 * l + i / 2 * 8;
                 const bool valid = row < rows && component < head.key_rank;
-                query[f][s][i] = valid ? *(const u32*)(queries + row * a.row_stride + component) : 0;
+                const u16* at = a.queries + query_offset(a) + row * a.row_stride + component;
+                query[f][s][i] = valid ? *(const u32*)at : 0;
             }
     // Accumulators of the output; of rows g and g + 8, the running maximum and the lane's part of the sum of weights.
     float sums[FRAGMENTS][OUTPUTS][4] = {}, max[FRAGMENTS][2], weight[FRAGMENTS][2] = {};
 #pragma unroll
     for (int f = 0; f < FRAGMENTS; f++) max[f][0] = max[f][1] = NOTHING;
 
-    // Tiles that the block's first row sees, and those that its last row sees.
-    const u32 last = min(first + ROWS * FRAGMENTS, rows) - 1, end = offset + first + 1;
-    const u32 first_tile = (end - min(end, a.window)) / TOKENS, tiles = (offset + last) / TOKENS + 1;
     const auto load_tile = [&](u32 tile) {
 #ifdef PAGED
         if (tile == first_tile || tile % PLACE_TILES == 0) head.set_places(a, tile / PLACE_TILES * PLACE_TILES);
@@ -236,22 +253,22 @@ __device__ __forceinline__ void attend(const Arguments& a, const Head& head, con
     }
     cp_async_wait<0>();
 #pragma unroll
-    for (int f = 0; f < FRAGMENTS; f++)
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            float sum = weight[f][half];
-            sum += __shfl_xor_sync(FULL, sum, 1);
-            sum += __shfl_xor_sync(FULL, sum, 2);
-            const u32 row = warp_row + 16 * f + g + 8 * half;
-            if (row >= rows) continue;
-#pragma unroll
-            for (int o = 0; o < OUTPUTS; o++)
-                if (8 * o < head.value_rank)
-                    *(u32*)(out + row * a.row_stride + 8 * o + 2 * l) =
-                        pack_elements(sums[f][o][2 * half] / sum, sums[f][o][2 * half + 1] / sum);
-            if (a.padded)
-                for (u32 c = head.value_rank; c < DIM; c += 8) *(u32*)(out + row * a.row_stride + c + 2 * l) = 0;
+    for (int f = 0; f < FRAGMENTS; f++) {
+        if (warp_uniform(is_part)) {
+            float* result = result_of(a, blockIdx.y % a.parts) + f * result_floats(RANK / 2);
+            store_result<RANK / 2>(result, sums[f][0], max[f], weight[f]);
+            continue;
         }
+        const u32 row = warp_row + 16 * f;
+        const float x = 1 / row_sum(weight[f][0]), y = 1 / row_sum(weight[f][1]);
+#pragma unroll
+        for (int i = 0; i < OUTPUTS; i++) {
+            const float(&sum)[4] = sums[f][i];
+            if (8 * i < head.value_rank)
+                write_chunk(a.out + query_offset(a) + row * a.row_stride, a.row_stride, rows - min(rows, row), i,
+                            pack_elements(sum[0] * x, sum[1] * x), pack_elements(sum[2] * y, sum[3] * y));
+        }
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2) svd_prefill(const Arguments a) {
@@ -267,17 +284,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) svd_prefill(const Argum
     // A row costs its higher rank, rounded up to a multiple of DIM / 4: there is one instance of `attend` for each.
     const u32 quarters = (max(head.key_rank, head.value_rank) + DIM / 4 - 1) / (DIM / 4);
     const u32 block_rows = quarters <= 2 ? 2 * ROWS : ROWS, blocks = (rows + block_rows - 1) / block_rows;
-    if (blockIdx.y >= blocks || rows > length) return;
-    const u32 first = (blocks - 1 - blockIdx.y) * block_rows;
-    const u64 query_offset = sequence * a.sequence_stride + query_head * a.query_stride;
-    const u16* queries = a.queries + query_offset;
-    u16* out = a.out + query_offset;
+    const u32 row_block = blockIdx.y / a.parts;
+    if (row_block >= blocks || rows > length) return;
+    const u32 first = (blocks - 1 - row_block) * block_rows, offset = length - rows;
+    // Tiles that the block's first row sees, and those that its last row sees, of which this block has a part.
+    const u32 last = min(first + block_rows, rows) - 1, seen = offset + first + 1;
+    const u32 before = (seen - min(seen, a.window)) / TOKENS, all = (offset + last) / TOKENS + 1 - before;
+    const u32 part = blockIdx.y % a.parts, parts = min(max(all / LEAST_TILES, 1), a.parts);
+    if (part >= parts) return;
+    const u32 first_tile = before + all / parts * part + min(part, all % parts);
+    const u32 tiles = first_tile + all / parts + (part < all % parts);
+
+    const bool is_part = parts > 1;
     if (quarters <= 1)
-        attend<2, DIM / 4>(a, head, queries, out, first, rows, length - rows);
+        attend<2, DIM / 4>(a, head, first, rows, offset, first_tile, tiles, is_part);
     else if (quarters == 2)
-        attend<2, DIM / 2>(a, head, queries, out, first, rows, length - rows);
+        attend<2, DIM / 2>(a, head, first, rows, offset, first_tile, tiles, is_part);
     else if (quarters == 3)
-        attend<1, DIM / 4 * 3>(a, head, queries, out, first, rows, length - rows);
+        attend<1, DIM / 4 * 3>(a, head, first, rows, offset, first_tile, tiles, is_part);
     else
-        attend<1, DIM>(a, head, queries, out, first, rows, length - rows);
+        attend<1, DIM>(a, head, first, rows, offset, first_tile, tiles, is_part);
+
+    const u32 warp = threadIdx.x / LANES;
+    const u32 split = (sequence * gridDim.x + query_head) * (gridDim.y / a.parts) + row_block;
+    if (is_part && !is_last_warp(a.arrived + split * WARPS + warp, parts)) return;
+    const u32 fragments = block_rows / ROWS, sums = quarters * (DIM / 8); // of a thread
+    for (u32 f = 0; f < fragments; f++) {
+        const u32 row = first + 16 * (warp * fragments + f), count = rows - min(rows, row);
+        u16* to = a.out + query_offset(a) + row * a.row_stride;
+        if (is_part)
+            merge_results(result_of(a, 0) + f * result_floats(sums), WARPS * RESULT, parts, sums, head.value_rank, to,
+                          a.row_stride, count);
+        if (a.padded)
+            for (u32 i = head.value_rank / 8; i < DIM / 8; i++) write_chunk(to, a.row_stride, count, i, 0, 0);
+    }
 }

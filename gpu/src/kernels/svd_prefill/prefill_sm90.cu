@@ -14,6 +14,11 @@
 // cores add up the values of the previous tile; the softmax of one warpgroup overlaps with the products of the others,
 // which take turns by named barriers.
 //
+// Row blocks that would leave multiprocessors idle in the last round of the grid are split by their keys (split-K
+// attention; ZACK splits their rows). Equal parts, rather than equal shares of all tiles, are in step: query heads that
+// share keys read the same tiles at the same time, so that L2 serves all but one. With equal shares, a chunk of 128
+// queries over 32,768 tokens took 1.35 times as long.
+//
 // The tiles of a row block end at the last key that its last row sees, and the first tile begins before key 0, where
 // TMA reads zeros. No value beyond a row block's own is used, so memory there may hold anything.
 //
@@ -29,6 +34,7 @@
 // The floor is the rate of the tensor cores, within the power limit; at half rank exponentials take as long.
 // PERFORMANCE.md says what was tried.
 #include "element.cuh"
+#include "svd_prefill/merge.cuh"
 #include "svd_prefill/wgmma.cuh"
 #include "warp.cuh"
 
@@ -37,6 +43,8 @@ constexpr int THREADS = (GROUPS + 1) * GROUP_THREADS; // the last warpgroup load
 constexpr int CONSUMER_WARPS = GROUPS * GROUP_THREADS / LANES;
 constexpr int QUERY_THREADS = GROUP_THREADS - 2 * LANES;                               // that load queries
 constexpr int LOAD_REGISTERS = DIM == 64 ? 32 : 40, REGISTERS = DIM == 64 ? 160 : 232; // per thread
+static_assert((LOAD_REGISTERS + GROUPS * REGISTERS) * GROUP_THREADS <= 65536 / THREADS / 8 * 8 * THREADS,
+              "a block starts with so many registers; setmaxnreg would wait for more for ever");
 constexpr int ROWS = 64 * GROUPS;                                                      // rows of a row block
 constexpr int TOKENS = 128;                                                            // tokens of a tile
 constexpr int SIDE = DIM / WIDTH;                                                      // boxes per row
@@ -48,6 +56,8 @@ constexpr bool PAGES = false;
 constexpr int STAGES = 2;       // of the rings, and of the queries
 constexpr int COLUMN_STEP = 32; // ranks are rounded up to its multiples
 constexpr int MAPS = 16;        // ranks up to 128
+constexpr u32 LEAST_TILES = 4;  // of a part of a row block
+constexpr u32 RESULT = result_floats(DIM / 2);
 
 struct Arguments {
     TensorMap keys[MAPS], values[MAPS]; // of ranks 8, 16, ...: [8 elements][token][component], boxes of `box` x WIDTH
@@ -60,6 +70,8 @@ struct Arguments {
     const u64* key_offsets;             // [head]: sum of the key ranks of all earlier heads
     const u64* value_offsets;           // [head]: the same of the value ranks
     u16* out;                           // as the queries; only the value rank is written, if `padded` zeros after it
+    float* results;                     // [row block][part][consumer warp][RESULT]: of those after the first `whole`
+    u32* arrived;                       // [row block][consumer warp]: counters of the same
     u64 sequence_stride, row_stride, query_stride; // in elements, of queries and outputs
     u32 key_chunks, value_chunks;                  // sums of the ranks, in units of 8
     u32 capacity, box, max_pages; // capacity of a sequence (PAGED: of a page) and of a box in tokens
@@ -67,7 +79,9 @@ struct Arguments {
     u32 window;      // keys that a row sees, its own included
     u32 near_tokens; // tokens of a head whose keys and values stay in L2
     u32 row_blocks;  // of the longest sequence
-    u32 total;       // row blocks of all sequences and query heads
+    u32 whole;       // row blocks that fill rounds of the grid, of all sequences and query heads
+    u32 parts;       // of every other one, unless it has few tiles
+    u32 total;       // `whole`, and the parts of all others
     float scale;     // factor of the scores, times log2(e)
     u32 padded;      // rows of keys and values take DIM elements each, as in the maps
 };
@@ -83,47 +97,67 @@ struct Shared {
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "the host reserves enough");
 
-// A row block of a query head.
+// A row block of a query head, or a part of its tiles.
 struct RowBlock {
     u32 sequence, query_head, head;
     u32 key_rank, value_rank, columns; // columns: the higher rank, rounded up
     u32 first, rows;                   // first row of the block; rows of the sequence
     u32 offset, limit;                 // the token of row 0; the end of the tokens that the block's last row sees
     u32 end, tiles;                    // the end of the tiles: `limit`, or the next multiple of the box if PAGED
+    u32 part, parts, split;            // number of the part, of `parts`, and of the row block after the first `whole`
 
     // Tile `tile` begins at token `end` - TOKENS * (`tile` + 1), so the last tokens come first.
     __device__ __forceinline__ int first_token(u32 tile) const { return (int)end - (int)((tile + 1) * TOKENS); }
 };
 
-// Calls `run` with the row blocks of this block, in turn. Rounds go alternately forwards and backwards through the
-// grid, which evens out the lengths. Row blocks are ordered by sequence, then by heads whose keys and values fit L2
-// together, then longest first.
+// Row block i. Row blocks are ordered by sequence, then by heads whose keys and values fit L2 together, then longest
+// first. One of a shorter sequence than the longest may have no tiles.
+__device__ __forceinline__ RowBlock row_block(const Arguments& a, u32 i) {
+    RowBlock block;
+    block.tiles = 0;
+    const u32 query_heads = a.heads * a.group;
+    block.sequence = i / (query_heads * a.row_blocks), i %= query_heads * a.row_blocks;
+    const u32 length = a.lengths[block.sequence];
+    block.rows = a.counts[block.sequence];
+    const u32 near_heads = min(max(a.near_tokens / max(length, 1), 1), a.heads) * a.group;
+    const u32 heads_before = i / (near_heads * a.row_blocks) * near_heads;
+    i -= heads_before * a.row_blocks;
+    const u32 heads = min(near_heads, query_heads - heads_before);
+    const u32 row_blocks = (block.rows + ROWS - 1) / ROWS;
+    if (i / heads >= row_blocks || block.rows > length) return block;
+    block.query_head = heads_before + i % heads, block.head = block.query_head / a.group;
+    block.key_rank = a.key_ranks[block.head], block.value_rank = a.value_ranks[block.head];
+    block.columns = (max(block.key_rank, block.value_rank) + COLUMN_STEP - 1) / COLUMN_STEP * COLUMN_STEP;
+    block.first = (row_blocks - 1 - i / heads) * ROWS;
+    block.offset = length - block.rows;
+    block.limit = block.offset + min(block.first + ROWS, block.rows);
+    block.end = !PAGES ? block.limit : (block.limit + a.box - 1) & -a.box;
+    const u32 seen = block.offset + block.first + 1; // the first row sees the last `window` of so many tokens
+    block.tiles = (block.end - (seen - min(seen, a.window)) + TOKENS - 1) / TOKENS;
+    return block;
+}
+
+// Limits a row block to a part of its tiles, if it has so many parts; if not, it has no tiles.
+__device__ __forceinline__ void take_part(RowBlock& block, u32 part, u32 most_parts) {
+    const u32 parts = min(most_parts, max(block.tiles / LEAST_TILES, 1)), longer = block.tiles % parts;
+    block.end -= (block.tiles / parts * part + min(part, longer)) * TOKENS;
+    block.tiles = part < parts ? block.tiles / parts + (part < longer) : 0;
+    block.part = part, block.parts = parts;
+}
+
+// Calls `run` with the row blocks of this block from a round on, in turn. Rounds go alternately forwards and backwards
+// through the grid, which evens out the lengths.
 template <class Run>
-__device__ __forceinline__ void for_each_row_block(const Arguments& a, const Run& run) {
-    for (u32 round = 0;; round++) {
-        u32 i = round * gridDim.x + (round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+__device__ __forceinline__ void for_each_row_block(const Arguments& a, u32 first_round, const Run& run) {
+    for (u32 round = first_round;; round++) {
+        const u32 i = round * gridDim.x + (round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
         if (i >= a.total) return;
-        RowBlock block;
-        const u32 query_heads = a.heads * a.group;
-        block.sequence = i / (query_heads * a.row_blocks), i %= query_heads * a.row_blocks;
-        const u32 length = a.lengths[block.sequence];
-        block.rows = a.counts[block.sequence];
-        const u32 near_heads = min(max(a.near_tokens / max(length, 1), 1), a.heads) * a.group;
-        const u32 heads_before = i / (near_heads * a.row_blocks) * near_heads;
-        i -= heads_before * a.row_blocks;
-        const u32 heads = min(near_heads, query_heads - heads_before);
-        const u32 row_blocks = (block.rows + ROWS - 1) / ROWS;
-        if (i / heads >= row_blocks || block.rows > length) continue;
-        block.query_head = heads_before + i % heads, block.head = block.query_head / a.group;
-        block.key_rank = a.key_ranks[block.head], block.value_rank = a.value_ranks[block.head];
-        block.columns = (max(block.key_rank, block.value_rank) + COLUMN_STEP - 1) / COLUMN_STEP * COLUMN_STEP;
-        block.first = (row_blocks - 1 - i / heads) * ROWS;
-        block.offset = length - block.rows;
-        block.limit = block.offset + min(block.first + ROWS, block.rows);
-        block.end = !PAGES ? block.limit : (block.limit + a.box - 1) & -a.box;
-        const u32 seen = block.offset + block.first + 1; // the first row sees the last `window` of so many tokens
-        block.tiles = (block.end - (seen - min(seen, a.window)) + TOKENS - 1) / TOKENS;
-        run(block);
+        const bool is_split = i >= a.whole;
+        const u32 split = is_split ? (i - a.whole) / a.parts : 0;
+        RowBlock block = row_block(a, is_split ? a.whole + split : i);
+        block.split = split;
+        take_part(block, is_split ? (i - a.whole) % a.parts : 0, is_split ? a.parts : 1);
+        if (block.tiles > 0) run(block);
     }
 }
 
@@ -146,7 +180,7 @@ __device__ __forceinline__ Box box_of(const Arguments& a, const RowBlock& block,
 // head in the box's page, in units of 8 elements.
 __device__ __forceinline__ void load_tile(const Arguments& a, u16 (&to)[SIDE][TOKENS][WIDTH], const TensorMap& map,
                                           u32 columns, Box box, u32 offset, u64* full) {
-    const u32 sides = (columns + WIDTH - 1) / WIDTH, lane = threadIdx.x % LANES;
+    const u32 sides = SIDE == 1 ? 1 : (columns + WIDTH - 1) / WIDTH, lane = threadIdx.x % LANES;
     if (lane == 0) mbarrier_arrive_expect_tx(full, sides * TOKENS * WIDTH * 2);
     const auto load_box = [&](u32 first_row) {
         for (u32 side = 0; side < sides; side++)
@@ -172,8 +206,10 @@ template <bool VALUES>
 __device__ __forceinline__ void load_side(const Arguments& a, Shared& shared) {
     u32 before = 0;  // tiles of earlier row blocks
     u32 cleared = 0; // earlier row blocks with values beyond the limit
-    for_each_row_block(a, [&](const RowBlock& block) {
-        const TensorMap& map = VALUES ? a.values[block.value_rank / 8 - 1] : a.keys[block.key_rank / 8 - 1];
+    for_each_row_block(a, 0, [&](const RowBlock& block) {
+        // `__ldg` reads the rank again; kept in `block`, it was spilled.
+        const u32 rank = __ldg(&(VALUES ? a.value_ranks : a.key_ranks)[block.head]);
+        const TensorMap& map = (VALUES ? a.values : a.keys)[rank / 8 - 1];
         const u32 head = (VALUES ? a.value_offsets : a.key_offsets)[block.head] / 8;
         for (u32 tile = 0; tile < block.tiles; tile++) {
             const u32 i = before + tile, stage = i % STAGES;
@@ -181,7 +217,7 @@ __device__ __forceinline__ void load_side(const Arguments& a, Shared& shared) {
             const u32 offset = a.capacity * (box.page * (VALUES ? a.value_chunks : a.key_chunks) + head);
             u64 *full = VALUES ? &shared.values_full[stage] : &shared.keys_full[stage],
                 *empty = VALUES ? &shared.values_empty[stage] : &shared.keys_empty[stage];
-            if (i >= STAGES) mbarrier_wait(empty, i / STAGES - 1);
+            mbarrier_wait(empty, i / STAGES - 1); // phase -1 counts as complete
             const bool clear = PAGES && VALUES && tile == 0 && block.limit < block.end;
             load_tile(a, VALUES ? shared.values[stage] : shared.keys[stage], map, block.columns, box, offset,
                       clear ? &shared.last_values : full);
@@ -199,9 +235,9 @@ __device__ __forceinline__ void load_side(const Arguments& a, Shared& shared) {
 __device__ __forceinline__ void load_queries(const Arguments& a, Shared& shared) {
     const u32 thread = threadIdx.x - (THREADS - QUERY_THREADS);
     u32 before = 0; // row blocks
-    for_each_row_block(a, [&](const RowBlock& block) {
+    for_each_row_block(a, 0, [&](const RowBlock& block) {
         const u32 stage = before % STAGES;
-        if (before >= STAGES) mbarrier_wait(&shared.queries_empty[stage], before / STAGES - 1);
+        mbarrier_wait(&shared.queries_empty[stage], before / STAGES - 1);
         const u16* queries = a.queries + block.sequence * a.sequence_stride + block.query_head * a.query_stride;
         constexpr u32 PAIRS = DIM / 2;
         for (u32 i = thread; i < ROWS * PAIRS; i += QUERY_THREADS) {
@@ -223,44 +259,50 @@ struct Softmax {
     float max[2] = {NOTHING, NOTHING}, weight[2] = {};
 
     // Turns a tile's scores into weights, and returns the factors of all earlier weights. Even and odd tokens have
-    // separate maxima and sums, for shorter chains of dependent instructions.
+    // separate maxima and sums, for shorter chains of dependent instructions. Row g comes before row g + 8, so that its
+    // exponentials overlap with the maximum of the other one: with both at once, ptxas does not always do so.
     __device__ __forceinline__ float2 add(float (&scores)[TOKENS / 2], float scale) {
-        float tile_max[2][2], sum[2][2], rescale[2];
-#pragma unroll
-        for (int i = 0; i < TOKENS / 2; i++) {
-            float& x = tile_max[i / 2 % 2][i % 2];
-            x = i < 4 ? scores[i] : fmaxf(x, scores[i]);
-        }
+        float rescale[2];
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            float row_max = fmaxf(tile_max[half][0], tile_max[half][1]);
+            float tile_max[2], sum[2];
+#pragma unroll
+            for (int i = 2 * half; i < TOKENS / 2; i += i % 2 ? 3 : 1)
+                tile_max[i % 2] = i < 4 ? scores[i] : fmaxf(tile_max[i % 2], scores[i]);
+            float row_max = fmaxf(tile_max[0], tile_max[1]);
             row_max = fmaxf(row_max, __shfl_xor_sync(FULL, row_max, 1));
             row_max = fmaxf(row_max, __shfl_xor_sync(FULL, row_max, 2));
             const float new_max = fmaxf(max[half], row_max * scale);
             rescale[half] = exp2_approx(max[half] - new_max);
             max[half] = new_max;
-        }
 #pragma unroll
-        for (int i = 0; i < TOKENS / 2; i++) {
-            scores[i] = exp2_approx(scores[i] * scale - max[i / 2 % 2]);
-            float& x = sum[i / 2 % 2][i % 2];
-            x = i < 4 ? scores[i] : x + scores[i];
+            for (int i = 2 * half; i < TOKENS / 2; i += i % 2 ? 3 : 1) {
+                scores[i] = exp2_approx(scores[i] * scale - new_max);
+                sum[i % 2] = i < 4 ? scores[i] : sum[i % 2] + scores[i];
+            }
+            weight[half] = weight[half] * rescale[half] + (sum[0] + sum[1]);
         }
-#pragma unroll
-        for (int half = 0; half < 2; half++)
-            weight[half] = weight[half] * rescale[half] + (sum[half][0] + sum[half][1]);
         return make_float2(rescale[0], rescale[1]);
     }
+};
 
-    // The sums of the weights of both rows.
-    __device__ __forceinline__ float2 total() const {
-        float sum[2];
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            sum[half] = weight[half] + __shfl_xor_sync(FULL, weight[half], 1);
-            sum[half] += __shfl_xor_sync(FULL, sum[half], 2);
-        }
-        return make_float2(sum[0], sum[1]);
+// The 16 rows of a consumer warp.
+struct WarpRows {
+    u16* out;  // of the first one
+    u32 count; // that exist
+
+    __device__ __forceinline__ WarpRows(const Arguments& a, const RowBlock& block) {
+        const u32 first = block.first + threadIdx.x / LANES * 16;
+        out = a.out + block.sequence * a.sequence_stride + block.query_head * a.query_stride + first * a.row_stride;
+        count = block.rows - min(block.rows, first);
+    }
+    __device__ __forceinline__ float* result(const Arguments& a, const RowBlock& block, u32 part) const {
+        return a.results + ((block.split * a.parts + part) * CONSUMER_WARPS + threadIdx.x / LANES) * RESULT;
+    }
+    // Sets what follows the value rank to zero.
+    __device__ __forceinline__ void pad(const Arguments& a, const RowBlock& block) const {
+        if (!a.padded) return;
+        for (u32 i = block.value_rank / 8; i < DIM / 8; i++) write_chunk(out, a.row_stride, count, i, 0, 0);
     }
 };
 
@@ -357,22 +399,30 @@ __device__ __forceinline__ void attend(const Arguments& a, Shared& shared, const
     wgmma_keep(sums);
     leave(shared.values_empty, stage_of(block.tiles - 1));
 
-    u16* out = a.out + block.sequence * a.sequence_stride + block.query_head * a.query_stride;
-    const float2 total = softmax.total();
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        const u32 row = first_row + 16 * warp + g + 8 * half;
-        const float factor = 1 / (half ? total.y : total.x);
-        if (row >= block.rows) continue;
-#pragma unroll
-        for (int c = 0; c < COLUMNS; c += 8)
-            if (c < block.value_rank)
-                *reinterpret_cast<u32*>(out + row * a.row_stride + c + 2 * l) =
-                    pack_elements(sums[c / 2 + 2 * half] * factor, sums[c / 2 + 2 * half + 1] * factor);
-        if (a.padded)
-            for (u32 c = block.value_rank; c < DIM; c += 8)
-                *reinterpret_cast<u32*>(out + row * a.row_stride + c + 2 * l) = 0;
+    const WarpRows rows(a, block);
+    if (warp_uniform(block.parts > 1)) {
+        store_result<COLUMNS / 2>(rows.result(a, block, block.part), sums, softmax.max, softmax.weight);
+        return;
     }
+    const float x = 1 / row_sum(softmax.weight[0]), y = 1 / row_sum(softmax.weight[1]);
+#pragma unroll
+    for (int i = 0; i < COLUMNS / 8; i++)
+        if (8 * i < block.value_rank)
+            write_chunk(rows.out, a.row_stride, rows.count, i, pack_elements(sums[4 * i] * x, sums[4 * i + 1] * x),
+                        pack_elements(sums[4 * i + 2] * y, sums[4 * i + 3] * y));
+    rows.pad(a, block);
+}
+
+// Writes the row blocks of which this block has computed parts, if its warps are the last to arrive.
+__device__ __forceinline__ void merge_parts(const Arguments& a) {
+    for_each_row_block(a, a.whole / gridDim.x, [&](const RowBlock& block) {
+        if (block.parts == 1) return;
+        const WarpRows rows(a, block);
+        if (!is_last_warp(a.arrived + block.split * CONSUMER_WARPS + threadIdx.x / LANES, block.parts)) return;
+        merge_results(rows.result(a, block, 0), CONSUMER_WARPS * RESULT, block.parts, block.columns / 2,
+                      block.value_rank, rows.out, a.row_stride, rows.count);
+        rows.pad(a, block);
+    });
 }
 
 extern __shared__ __align__(1024) u8 smem[];
@@ -405,7 +455,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) svd_prefill(const __gri
         // The first turn is the first warpgroup's; its last barrier takes the arrival that remains.
         if (threadIdx.x / GROUP_THREADS == GROUPS - 1) named_barrier_arrive(1, 2 * GROUP_THREADS);
         u32 tiles_before = 0, blocks_before = 0;
-        for_each_row_block(a, [&](const RowBlock& block) {
+        for_each_row_block(a, 0, [&](const RowBlock& block) {
             if (block.columns == 32) attend<32>(a, shared, block, tiles_before, blocks_before);
             if (block.columns == 64) attend<64>(a, shared, block, tiles_before, blocks_before);
             if constexpr (DIM > 64) {
@@ -415,5 +465,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) svd_prefill(const __gri
             tiles_before += block.tiles, blocks_before++;
         });
         if (threadIdx.x / GROUP_THREADS == 0) named_barrier_sync(1, 2 * GROUP_THREADS);
+        if (a.parts > 1) merge_parts(a);
     }
 }

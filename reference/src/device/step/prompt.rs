@@ -33,6 +33,7 @@ pub(super) struct Prompts {
     segment: usize, // tokens, at most
     gemm: Gemm,
     attend: Prefill,
+    workspace: Buffer<u8>, // of `attend`
     unpack: Kernel,
     embed: Kernel,
     norm: Kernel,
@@ -124,12 +125,14 @@ impl Prompts {
         let prompt = programs::prompt(element, head_dim);
         let kernel = |name| gpu.device.kernel(&prompt, name, 0);
         let halves = |row: usize| Buffer::<u16>::zeros(gpu, tokens.saturating_mul(row));
+        let attend = Prefill::new(&gpu.device, AttendShape { dim: head_dim, element })?;
         let offsets: Vec<u64> = (0..heads).map(|head| (head * head_dim) as u64).collect();
         Ok(Self {
             tokens,
             segment,
             gemm: Gemm::new(gpu, element)?,
-            attend: Prefill::new(&gpu.device, AttendShape { dim: head_dim, element })?,
+            workspace: Buffer::zeros(gpu, attend.workspace_len())?,
+            attend,
             unpack: gpu.device.kernel(&programs::weights(element as usize), "unpack", 0)?,
             embed: kernel("embed")?,
             norm: kernel("normalize")?,

@@ -185,6 +185,7 @@ impl Decoder {
             padded: true,
             scale: 1.0 / (head_dim as f32).sqrt(),
             out: state.attended.pointer().offset(skipped * q_dim).cast(),
+            workspace: state.workspace.pointer(),
         };
         // SAFETY: the rows have keys and values up to the chunk's end, which is within their capacity, and
         // ranks are at most `head_dim`. Either all queries are attended to, or the last one, or none, which
