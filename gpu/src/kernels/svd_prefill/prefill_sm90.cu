@@ -180,6 +180,7 @@ __device__ __forceinline__ Box box_of(const Arguments& a, const RowBlock& block,
 // head in the box's page, in units of 8 elements.
 __device__ __forceinline__ void load_tile(const Arguments& a, u16 (&to)[SIDE][TOKENS][WIDTH], const TensorMap& map,
                                           u32 columns, Box box, u32 offset, u64* full) {
+    // At DIM 64 there is one side, and the constant saves registers.
     const u32 sides = SIDE == 1 ? 1 : (columns + WIDTH - 1) / WIDTH, lane = threadIdx.x % LANES;
     if (lane == 0) mbarrier_arrive_expect_tx(full, sides * TOKENS * WIDTH * 2);
     const auto load_box = [&](u32 first_row) {
