@@ -19,9 +19,17 @@ const DEVICES: [((i32, i32), usize); 2] = [((8, 0), 163 << 10), ((9, 0), 227 << 
 fn programs() -> Result<Vec<Program>, Box<dyn Error>> {
     let (element, rows, group) = (Element::F16, VectorElement::F16, 4);
     let (fine, coarse) = (PqShape::new(128, 64, 8)?, PqShape::new(128, 2, 6)?);
-    let (addends, norms) = (true, true);
-    let attend =
-        AttendShape { keys: fine, values: fine, group, element, paging: Paging::Tiles, addends, norms };
+    let (addends, norms, exact_fp8) = (true, true, true);
+    let attend = AttendShape {
+        keys: fine,
+        values: fine,
+        group,
+        element,
+        paging: Paging::Tiles,
+        addends,
+        norms,
+        exact_fp8,
+    };
     let encode = EncodeShape { quantizer: fine, side: Side::Keys, element: rows, paging: Paging::Tiles };
     let ragged = svd::AttendShape { dim: 128, element };
     let numbers: Vec<f32> = (0..64 * 256_u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 8) as f32).collect();

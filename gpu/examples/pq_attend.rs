@@ -29,8 +29,10 @@ fn main() -> Result<()> {
     let ((key_codes, key_table), (value_codes, value_table)) =
         (on_device(Side::Keys)?, on_device(Side::Values)?);
     let (queries, lengths) = (gpu.upload(&halves(heads * group * 128))?, gpu.upload(&[n as u32])?);
-    let (element, paging, addends, norms) = (Element::F16, Paging::Contiguous, false, false);
-    let shape = AttendShape { keys: quantizer, values: quantizer, group, element, paging, addends, norms };
+    let (element, paging) = (Element::F16, Paging::Contiguous);
+    let (addends, norms, exact_fp8) = (false, false, false);
+    let shape =
+        AttendShape { keys: quantizer, values: quantizer, group, element, paging, addends, norms, exact_fp8 };
     let attend = Attend::new(&gpu, shape)?;
     let workspace = gpu.zeros::<u8>(attend.workspace_len(1, heads))?;
     let out = gpu.zeros::<f16>(heads * group * 128)?;
@@ -48,6 +50,7 @@ fn main() -> Result<()> {
         addends: None,
         norms: None,
         exact: None,
+        exact_factors: None,
         scale: 1.0 / 128_f32.sqrt(),
         out: out.pointer.cast(),
         log_sum_exp: None,

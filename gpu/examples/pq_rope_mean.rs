@@ -58,7 +58,8 @@ fn main() -> Result<()> {
     unsafe { scores.launch(gpu.stream().cu_stream(), &arguments)? };
 
     let (keys, values, paging) = (quantizer, quantizer, Paging::Contiguous);
-    let shape = AttendShape { keys, values, group, element, paging, addends: true, norms: false };
+    let (norms, exact_fp8) = (false, false);
+    let shape = AttendShape { keys, values, group, element, paging, addends: true, norms, exact_fp8 };
     let attend = Attend::new(&gpu, shape)?;
     let workspace = gpu.zeros::<u8>(attend.workspace_len(1, heads))?;
     let out = gpu.zeros::<f16>(heads * group * dim)?;
@@ -76,6 +77,7 @@ fn main() -> Result<()> {
         addends: Some(Addends { values: addends.pointer, tiles }),
         norms: None,
         exact: None,
+        exact_factors: None,
         scale,
         out: out.pointer.cast(),
         log_sum_exp: None,

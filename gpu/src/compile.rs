@@ -357,8 +357,9 @@ mod tests {
         let coarse = PqShape::new(128, 2, 6).unwrap();
         let element = Element::F16;
         let paging = Paging::HalfTiles;
-        let (keys, values, group, addends, norms) = (quantizer, quantizer, 4, true, true);
-        let attend = AttendShape { keys, values, group, element, paging, addends, norms };
+        let (keys, values, group) = (quantizer, quantizer, 4);
+        let (addends, norms, exact_fp8) = (true, true, true);
+        let attend = AttendShape { keys, values, group, element, paging, addends, norms, exact_fp8 };
         let search = SearchShape { quantizer: coarse, group: 4, rule: GroupRule::SumOfSoftmax };
         let (keys, values) = (PqShape::new(128, 16, 8).unwrap(), PqShape::new(128, 8, 8).unwrap());
         let rule = GroupRule::SumOfSoftmax;

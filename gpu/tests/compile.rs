@@ -74,10 +74,11 @@ fn quantizers(paging: Paging) -> impl Iterator<Item = PqShape> {
 }
 
 fn attention(groups: &[usize], element: Element, paging: Paging) {
-    adjusted_attention(groups, element, paging, (false, false));
+    attention_with(groups, element, paging, [false; 3]);
 }
 
-fn adjusted_attention(groups: &[usize], element: Element, paging: Paging, (addends, norms): (bool, bool)) {
+fn attention_with(groups: &[usize], element: Element, paging: Paging, options: [bool; 3]) {
+    let [addends, norms, exact_fp8] = options;
     check(
         |shared_memory| {
             let shapes = quantizers(paging).flat_map(|quantizer| {
@@ -90,6 +91,7 @@ fn adjusted_attention(groups: &[usize], element: Element, paging: Paging, (adden
                     paging,
                     addends,
                     norms,
+                    exact_fp8,
                 })
             });
             shapes.map(|shape| shape.program(shared_memory).unwrap()).collect()
@@ -121,14 +123,20 @@ fn attention_in_pages_of_half_tiles() {
 
 #[test]
 fn attention_with_addends_and_norms() {
-    adjusted_attention(&[1, 2, 4, 8], Element::F16, Paging::Contiguous, (true, true));
-    adjusted_attention(&[2, 4], Element::Bf16, Paging::HalfTiles, (true, true));
+    attention_with(&[1, 2, 4, 8], Element::F16, Paging::Contiguous, [true, true, false]);
+    attention_with(&[2, 4], Element::Bf16, Paging::HalfTiles, [true, true, true]);
 }
 
 #[test]
 fn attention_with_either() {
-    adjusted_attention(&[1, 2, 4], Element::F16, Paging::Contiguous, (true, false));
-    adjusted_attention(&[2, 8], Element::Bf16, Paging::Contiguous, (false, true));
+    attention_with(&[1, 2, 4], Element::F16, Paging::Contiguous, [true, false, false]);
+    attention_with(&[2, 8], Element::Bf16, Paging::Contiguous, [false, true, false]);
+}
+
+#[test]
+fn attention_with_exact_tokens_in_fp8() {
+    attention_with(&[1, 2, 4, 8], Element::F16, Paging::Contiguous, [false, false, true]);
+    attention_with(&[1, 4], Element::Bf16, Paging::Tiles, [false, false, true]);
 }
 
 #[test]
@@ -323,14 +331,15 @@ fn coding() {
         let plane = PlaneBuf::fit(&rows, 1024, transform, &options).unwrap();
         Planes::pack(&[plane.view()], 128).unwrap().shape(element, paged)
     });
-    let programs = |_| {
+    let programs = |shared_memory| {
         let of_shape = |shape: &codec::CodecShape| {
             let tiles = [shape.decode_program(), shape.encode_program()];
             let transforms = [
                 shape.transform_program(),
                 shape.points_program(),
-                shape.tensor_core_program(),
-                shape.rotating_program(),
+                shape.tensor_core_program(shared_memory),
+                shape.tensor_core_program(99 << 10),
+                shape.rotating_program(shared_memory),
                 shape.quantize_program(),
             ];
             tiles.into_iter().chain(transforms.into_iter().flatten()).collect::<Vec<_>>()

@@ -128,8 +128,9 @@ fn shapes_without_a_kernel_are_errors() {
         (good, good, 0),
         (good, good, 17),
     ] {
-        let (element, paging, addends, norms) = (Element::F16, Paging::Contiguous, false, false);
-        let shape = AttendShape { keys, values, group, element, paging, addends, norms };
+        let (element, paging) = (Element::F16, Paging::Contiguous);
+        let (addends, norms, exact_fp8) = (false, false, false);
+        let shape = AttendShape { keys, values, group, element, paging, addends, norms, exact_fp8 };
         assert!(matches!(shape.check(), Err(Error::Unsupported { .. })), "{shape:?}");
         if let Ok(device) = Device::open(0) {
             assert!(Attend::new(&device, shape).is_err());
@@ -147,8 +148,8 @@ fn half_tiles_of_odd_sizes_are_errors() {
         let keys = PqShape::new(dim, m, nbits).unwrap();
         let half = CodeLayout::new(keys, Side::Values).unwrap().half_tiles();
         assert!(if fits { half.is_ok() } else { matches!(half, Err(Error::Unsupported { .. })) }, "{keys:?}");
-        let (paging, addends, norms) = (Paging::HalfTiles, false, false);
-        let shape = AttendShape { keys, values: keys, group: 4, element, paging, addends, norms };
+        let (paging, addends, norms, exact_fp8) = (Paging::HalfTiles, false, false, false);
+        let shape = AttendShape { keys, values: keys, group: 4, element, paging, addends, norms, exact_fp8 };
         assert!(if fits {
             shape.check().is_ok()
         } else {

@@ -256,9 +256,9 @@ fn large_norms_agree() {
 }
 
 #[test]
-fn addends_and_norms_that_are_missing_are_errors() {
-    let Some(device) = device("addends_and_norms_that_are_missing_are_errors") else { return };
-    let shape = plain(PqShape::new(64, 32, 8).unwrap(), 1, Element::F16, Paging::Contiguous);
+fn options_without_their_arguments_are_errors() {
+    let Some(device) = device("options_without_their_arguments_are_errors") else { return };
+    let shape = plain(PqShape::new(64, 32, 6).unwrap(), 1, Element::F16, Paging::Contiguous);
     let attend = |shape: AttendShape| Attend::new(&device, shape).unwrap();
     let (bytes, halves, floats) = (DevicePtr::dangling(), DevicePtr::dangling(), DevicePtr::dangling());
     let arguments = AttendArguments {
@@ -275,6 +275,7 @@ fn addends_and_norms_that_are_missing_are_errors() {
         addends: None,
         norms: None,
         exact: None,
+        exact_factors: None,
         scale: 1.0,
         out: floats.cast(),
         log_sum_exp: Some(floats),
@@ -285,6 +286,8 @@ fn addends_and_norms_that_are_missing_are_errors() {
     for (attend, arguments) in [
         (attend(AttendShape { addends: true, ..shape }), arguments),
         (attend(AttendShape { norms: true, ..shape }), arguments),
+        (attend(AttendShape { exact_fp8: true, ..shape }), arguments),
+        (attend(shape), AttendArguments { exact_factors: Some(floats), ..arguments }),
         (attend(shape), AttendArguments { addends: Some(addends), ..arguments }),
         (attend(shape), AttendArguments { norms: Some(norms), ..arguments }),
     ] {
@@ -325,6 +328,7 @@ fn a_captured_graph_follows_the_lengths() {
         addends: None,
         norms: None,
         exact: None,
+        exact_factors: None,
         scale: 0.125,
         out: out.pointer().cast(),
         log_sum_exp: None,

@@ -4,7 +4,7 @@
 
 mod common;
 
-use common::{Buffer, Random, bytes_of, device, rounded};
+use common::{Buffer, Random, bytes_of, device, rounded, where_it_fits};
 use kv_gpu::pq::{
     EncodeGeneric, EncodeGenericArguments, EncodeGenericShape, Train, TrainArguments, TrainShape,
 };
@@ -35,7 +35,7 @@ fn quantizer(random: &mut Random) -> PqShape {
 /// Trains on the device: centroids and errors of all sets.
 fn run(
     device: &Device,
-    shape: TrainShape,
+    (kernel, shape): (&Train, TrainShape),
     (vectors, n): (&[f32], usize),
     start: &[f32],
     starts: Option<&[u32]>,
@@ -48,7 +48,6 @@ fn run(
     for (i, row) in vectors.chunks_exact(dim).enumerate() {
         there[(i % n * sets + i / n) * dim..][..dim].copy_from_slice(row);
     }
-    let kernel = Train::new(device, shape).unwrap();
     let there = Buffer::new(device, &bytes_of(shape.element, &there));
     let centroids = Buffer::new(device, &start.repeat(sets));
     let errors = Buffer::new(device, &vec![0.0_f64; sets * quantizer.m()]);
@@ -81,6 +80,7 @@ fn training_takes_the_steps_of_the_cpu() {
         let quantizer = quantizer(&mut random);
         let element = random.pick(&[VectorElement::F32, VectorElement::F16, VectorElement::Bf16]);
         let shape = TrainShape { quantizer, element };
+        let Some(kernel) = where_it_fits(&device, Train::new(&device, shape)) else { continue };
         let (sets, n) = (1 + random.below(3), random.pick(&[1, 5, 100, 257, 2049, 4500]));
         let vectors: Vec<f32> =
             random.normals(sets * n * quantizer.dim()).into_iter().map(|x| rounded(element, x)).collect();
@@ -91,8 +91,8 @@ fn training_takes_the_steps_of_the_cpu() {
         let options =
             |iterations| TrainOptions { iterations, start: Start::From(&start), ..Default::default() };
         for iterations in [1, 6] {
-            let (centroids, errors) = run(&device, shape, (&vectors, n), &start, None, iterations);
-            let again = run(&device, shape, (&vectors, n), &start, None, iterations);
+            let (centroids, errors) = run(&device, (&kernel, shape), (&vectors, n), &start, None, iterations);
+            let again = run(&device, (&kernel, shape), (&vectors, n), &start, None, iterations);
             assert!((&centroids, &errors) == (&again.0, &again.1), "{shape:?}: another result");
             for (set, rows) in vectors.chunks_exact(n * quantizer.dim()).enumerate() {
                 let expected = train(quantizer, rows, &options(iterations)).unwrap();
@@ -127,6 +127,7 @@ fn training_may_start_at_chosen_vectors() {
     let mut random = Random(5);
     let quantizer = PqShape::new(32, 4, 4).unwrap();
     let shape = TrainShape { quantizer, element: VectorElement::F32 };
+    let kernel = Train::new(&device, shape).unwrap();
     let vectors = random.normals(500 * 32);
     let starts: Vec<u32> = (0..16).map(|_| random.below(500) as u32).collect();
     let start: Vec<f32> = (0..4)
@@ -134,8 +135,8 @@ fn training_may_start_at_chosen_vectors() {
         .map(|at| vectors[at])
         .collect();
     let zeros = vec![0.0; start.len()];
-    let chosen = run(&device, shape, (&vectors, 500), &zeros, Some(&starts), 3);
-    assert!(chosen == run(&device, shape, (&vectors, 500), &start, None, 3));
+    let chosen = run(&device, (&kernel, shape), (&vectors, 500), &zeros, Some(&starts), 3);
+    assert!(chosen == run(&device, (&kernel, shape), (&vectors, 500), &start, None, 3));
 }
 
 #[test]
@@ -149,6 +150,7 @@ fn any_quantizer_encodes_as_on_the_cpu() {
             quantizer,
             element: random.pick(&[VectorElement::F32, VectorElement::F16, VectorElement::Bf16]),
         };
+        let Some(kernel) = where_it_fits(&device, EncodeGeneric::new(&device, shape)) else { continue };
         let dim = quantizer.dim();
         let (batch, heads) = (1 + random.below(3), 1 + random.below(3));
         let firsts: Vec<u32> = (0..batch).map(|_| random.pick(&[0, 1, 63, 64, 300])).collect();
@@ -170,7 +172,6 @@ fn any_quantizer_encodes_as_on_the_cpu() {
         let codes_len = quantizer.codes_len(capacity);
         let before = random.bytes(batch * heads * codes_len);
         let codes = Buffer::new(&device, &before);
-        let kernel = EncodeGeneric::new(&device, shape).unwrap();
         let arguments = EncodeGenericArguments {
             batch,
             heads,

@@ -63,23 +63,36 @@ impl CodecShape {
     /// The kernels of the transform, if the planes have one.
     #[must_use]
     pub fn transform_program(&self) -> Option<Program> {
-        self.has_transform().then(|| self.of_maps(source!("codec/transform.cu")).without_fused_multiply_add())
+        self.has_transform()
+            .then(|| self.of_maps(source!("codec/transform.cu"), &[]).without_fused_multiply_add())
     }
 
     /// The tensor-core kernel of the inverse transform for shapes without a
     /// [`points_program`](Self::points_program): for 16-bit rows and maps whose size is a multiple of 16 up
-    /// to 128.
+    /// to 128, and blocks of up to `shared_memory` bytes ([`Device::shared_memory`](crate::Device)).
     #[must_use]
-    pub fn tensor_core_program(&self) -> Option<Program> {
-        let program = || self.of_maps(source!("codec/transform_mma.cu"));
-        (self.transforms_back_on_tensor_cores() && !self.exact_points).then(program)
+    pub fn tensor_core_program(&self, shared_memory: usize) -> Option<Program> {
+        let (warps, _) = self.tensor_core_block(shared_memory)?;
+        Some(self.of_maps(source!("codec/transform_mma.cu"), &[("WARPS", warps)]))
+    }
+
+    /// Warps and bytes of shared memory of its blocks.
+    pub(super) fn tensor_core_block(&self, shared_memory: usize) -> Option<(usize, usize)> {
+        if !self.transforms_back_on_tensor_cores() || self.exact_points {
+            return None;
+        }
+        let dim = self.map_dim;
+        let map = 2 * 2 * dim * (dim + 8) + 4 * dim; // two 16-bit matrices with padded rows, and the mean
+        let tile = 4 * 16 * dim; // 16 tokens of a warp
+        let warps = (shared_memory.saturating_sub(map) / tile).min(8);
+        (warps > 0).then_some((warps, map + warps * tile))
     }
 
     /// The kernel of [`Decode::rotating`](super::Decode::rotating) that turns points or coefficients into
     /// rows, and rotates keys; `None` for shapes that it does not support.
     #[must_use]
-    pub fn rotating_program(&self) -> Option<Program> {
-        let program = self.points_program().or_else(|| self.tensor_core_program());
+    pub fn rotating_program(&self, shared_memory: usize) -> Option<Program> {
+        let program = self.points_program().or_else(|| self.tensor_core_program(shared_memory));
         let program = program.or_else(|| self.transform_program());
         program.filter(|_| self.supports_rope()).map(|program| program.define_if(true, "ROPE"))
     }
@@ -108,8 +121,8 @@ impl CodecShape {
         self.map_fits_tensor_cores() && !self.previous
     }
 
-    fn of_maps(&self, source: Source) -> Program {
-        let defines = [&self.place_defines()[..], &[("MAP_DIM", self.map_dim)]].concat();
+    fn of_maps(&self, source: Source, more: &[(&'static str, usize)]) -> Program {
+        let defines = [&self.place_defines()[..], &[("MAP_DIM", self.map_dim)], more].concat();
         Program::new(source, &defines).define_if(self.paged, "PAGED")
     }
 

@@ -69,15 +69,15 @@ impl Transform {
     /// The same for the kernel of the inverse transform, which also rotates keys if it `rotates`.
     pub(super) fn inverse(device: &Device, shape: CodecShape, rotates: bool) -> Result<Option<Self>, Error> {
         let name = "codec_coefficients_to_rows";
-        let Some(program) = shape.tensor_core_program() else {
+        let most = device.shared_memory();
+        let Some((program, (warps, shared))) =
+            shape.tensor_core_program(most).zip(shape.tensor_core_block(most))
+        else {
             return Self::scalar(device, shape, name, rotates);
         };
-        let dim = shape.map_dim();
-        // Shared memory: the map as two 16-bit matrices with rows padded by 16 bytes, the mean, 8 x 16
-        // tokens.
-        let shared = 2 * 2 * dim * (dim + 8) + 4 * dim + 8 * 16 * 4 * dim;
         let kernel = device.kernel(&program.define_if(rotates, "ROPE"), name, shared)?;
-        Ok(Some(Self { tiled: Tiled { kernel, tokens: 512, threads: 256, columns: dim }, shape }))
+        let tiled = Tiled { kernel, tokens: 512, threads: 32 * warps as u32, columns: shape.map_dim() };
+        Ok(Some(Self { tiled, shape }))
     }
 
     fn scalar(

@@ -91,6 +91,20 @@ __device__ __forceinline__ void mma_sp_m16n8k32_f16_init(float (&c)[4], const u3
           "f"(0.f));
 }
 
+// Two FP8 numbers (E4M3), in the low 16 bits, as two halves. NaN stays NaN.
+__device__ __forceinline__ u32 e4m3_to_half2(u32 pair) {
+    u32 halves;
+#if __CUDA_ARCH__ >= 890
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"((u16)pair));
+#else
+    // Exponent and mantissa in the places of those of a half make a number 2^8 times too small; 0x7f becomes a NaN.
+    const u32 bytes = prmt(pair, 0, 0x1404), magnitude = bytes >> 1 & 0x3f803f80u;
+    const u32 scaled = magnitude | ((magnitude + 0x00800080u) & 0x40004000u) | (bytes & 0x80008000u);
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(halves) : "r"(scaled), "r"(0x5c005c00u)); // 256
+#endif
+    return halves;
+}
+
 // Transposes an (8, 8) matrix of 16-bit elements of which lane 4 g + l holds row g, columns 2 l and 2 l + 1.
 __device__ __forceinline__ u32 movmatrix_trans(u32 pair) {
     u32 transposed;

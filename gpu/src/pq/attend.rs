@@ -27,8 +27,8 @@ const WEIGHT_ROWS: [usize; 2] = [64, 80];
 /// use kv_gpu::{Element, pq::{AttendShape, Paging}};
 /// let keys = pq_core::PqShape::new(128, 64, 8)?;
 /// let (element, paging) = (Element::F16, Paging::HalfTiles); // pages of 16 tokens
-/// let (addends, norms) = (false, false);
-/// let shape = AttendShape { keys, values: keys, group: 4, element, paging, addends, norms };
+/// let (addends, norms, exact_fp8) = (false, false, false);
+/// let shape = AttendShape { keys, values: keys, group: 4, element, paging, addends, norms, exact_fp8 };
 /// assert!(shape.check().is_ok());
 /// # Ok::<(), pq_core::Error>(())
 /// ```
@@ -48,6 +48,8 @@ pub struct AttendShape {
     pub addends: bool,
     /// Whether decoded keys and values are multiplied by [`Norms`].
     pub norms: bool,
+    /// Whether exact tokens are bytes in FP8 (E4M3, `torch.float8_e4m3fn`) instead of elements.
+    pub exact_fp8: bool,
 }
 
 /// The kernel's constants for a shape.
@@ -90,7 +92,7 @@ impl AttendShape {
         let queries = self.group.div_ceil(self.group.div_ceil(MAX_QUERIES)).next_power_of_two();
         let plan = |copies: usize| {
             // A block has fewer warps where a thread needs more registers: with more queries, on sm_80, with
-            // codes of several words, and with pages or norms and two queries. Two interleaved tiles need the
+            // codes of several words, and with pages, norms or FP8 and two queries. Two interleaved tiles need the
             // most registers, and pay off only if codes need no expansion.
             let simple = [&keys, &values].iter().all(|codes| codes.components() == 2);
             let expanded = [&keys, &values].iter().any(|codes| codes.bits() < 8);
@@ -98,7 +100,7 @@ impl AttendShape {
             let sm_90 = shared_memory >= SHARED_MEMORY_SM_90;
             let warps = match (queries, copies) {
                 (1, _) if simple && sm_90 => 16,
-                (2, 2) if simple && sm_90 && !self.paging.has_pages() && !self.norms => 16,
+                (2, 2) if simple && sm_90 && !self.paging.has_pages() && !self.norms && !self.exact_fp8 => 16,
                 (1 | 2, _) => 12,
                 (4, 2) if !interleaved => 12,
                 _ => 8,
@@ -172,6 +174,7 @@ impl Plan {
             ("INTERLEAVED", usize::from(self.interleaved)),
             ("ADDENDS", usize::from(shape.addends)),
             ("NORMS", usize::from(shape.norms)),
+            ("EXACT_FP8", usize::from(shape.exact_fp8)),
             ("SHARED_BYTES", self.shared_bytes()),
             ("KEY_RUN_BYTES", self.keys.tile_len()),
             ("VALUE_RUN_BYTES", self.values.tile_len()),
@@ -252,6 +255,9 @@ pub struct AttendArguments {
     pub norms: Option<Norms>,
     /// Exact tokens in addition to the coded ones.
     pub exact: Option<ExactTokens>,
+    /// `f32` (heads, 2), given if and only if exact tokens are in FP8: the factors of a head's exact keys and
+    /// values.
+    pub exact_factors: Option<DevicePtr<f32>>,
     /// Factor of the scores: `1 / sqrt(head_dim)`.
     pub scale: f32,
     /// Elements (batch, heads, group, dim), fully written. A sequence without tokens gives zeros.
@@ -299,9 +305,10 @@ struct KernelArguments {
     key_norms: Option<DevicePtr<f16>>,
     value_norms: Option<DevicePtr<f16>>,
     addend_tiles: u32,
+    exact_factors: Option<DevicePtr<f32>>,
 }
 
-const _: () = assert!(size_of::<KernelArguments>() == 176);
+const _: () = assert!(size_of::<KernelArguments>() == 184);
 
 /// The division of heads into equal lists, each with its own blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -395,6 +402,11 @@ impl Attend {
         if self.shape.addends != a.addends.is_some() || self.shape.norms != a.norms.is_some() {
             return Err(OPERATION.error("addends and norms are given exactly when it is compiled for them"));
         }
+        if self.shape.exact_fp8 != a.exact_factors.is_some() {
+            return Err(
+                OPERATION.error("factors are given exactly when it is compiled for exact tokens in FP8")
+            );
+        }
         if a.tiles == 0 {
             return Err(OPERATION.error("no room for a tile"));
         }
@@ -436,6 +448,7 @@ impl Attend {
             key_norms: a.norms.map(|norms| norms.keys),
             value_norms: a.norms.map(|norms| norms.values),
             addend_tiles: in_32_bits("tiles of addends", a.addends.map_or(0, |addends| addends.tiles))?,
+            exact_factors: a.exact_factors,
         };
         let threads = self.plan.warps as u32 * 32;
         // SAFETY: the structure is the kernel's argument; the caller upholds the contract of its pointers.

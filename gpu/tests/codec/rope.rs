@@ -65,7 +65,7 @@ enum Form {
 
 impl Form {
     fn of(shape: &CodecShape) -> Self {
-        match (shape.points_program(), shape.tensor_core_program()) {
+        match (shape.points_program(), shape.tensor_core_program(usize::MAX)) {
             (Some(_), _) => Self::Points,
             (_, Some(_)) => Self::Coefficients,
             _ => Self::Exact,
@@ -159,9 +159,9 @@ fn rope_of_other_planes_or_frames_is_an_error() {
         (planes.shape(case.element, false), planes)
     };
     let (supported, planes) = shape(&case);
-    assert!(supported.supports_rope() && supported.rotating_program().is_some());
+    assert!(supported.supports_rope() && supported.rotating_program(usize::MAX).is_some());
     let (without, _) = shape(&Case { transform: None, info: case.info, ..random_case(random) });
-    assert!(!without.supports_rope() && without.rotating_program().is_none());
+    assert!(!without.supports_rope() && without.rotating_program(usize::MAX).is_none());
 
     let Some(device) = device("rope_of_other_planes_or_frames_is_an_error") else { return };
     assert!(matches!(Decode::rotating(&device, without), Err(Error::Unsupported { .. })));

@@ -30,6 +30,14 @@ pub fn device(test: &str) -> Option<Device> {
     Some(device)
 }
 
+/// A kernel, or `None` where the device has less shared memory than an A100 and refuses the shape for that.
+pub fn where_it_fits<T>(device: &Device, kernel: Result<T, Error>) -> Option<T> {
+    match kernel {
+        Err(Error::Unsupported { .. }) if device.shared_memory() < 163 << 10 => None,
+        kernel => Some(kernel.unwrap()),
+    }
+}
+
 /// A buffer on the device.
 pub struct Buffer<T> {
     slice: CudaSlice<T>,

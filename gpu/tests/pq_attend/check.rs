@@ -48,9 +48,11 @@ impl Case {
             attend_into_with(Backend::Scalar, &luts, &tokens, &mut scratch, out, stats).unwrap();
             let m = self.exact_lengths[sequence] as usize;
             if m > 0 {
-                let [keys, values] =
-                    inputs.exact.each_ref().map(|x| &x[i * self.exact_capacity * dim..][..m * dim]);
-                let tokens = pq_core::ExactTokens::contiguous(keys, dim, values, dim).unwrap();
+                let [keys, values] = SIDES.map(|side| -> Vec<f32> {
+                    let rows = &inputs.exact[side as usize][i * self.exact_capacity * dim..][..m * dim];
+                    rows.iter().map(|x| x * inputs.exact_factors[i % heads][side as usize]).collect()
+                });
+                let tokens = pq_core::ExactTokens::contiguous(&keys, dim, &values, dim).unwrap();
                 let (attention, mut scratch) = (Attention::default(), vec![0.0; queries.len()]);
                 let queries = Rows::from(&queries[..]);
                 attend_exact_into(&attention, queries, &tokens, &mut scratch, out, stats).unwrap();

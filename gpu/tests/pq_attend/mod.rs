@@ -10,10 +10,10 @@ use pq_core::{CodebookBuf, Codes, PqShape, SoftmaxStats};
 
 use crate::common::{Random, SIDES, from_element, to_element};
 
-/// A shape with one quantizer, without addends and norms.
+/// A shape with one quantizer, without addends and norms, and with exact tokens in elements.
 pub const fn plain(quantizer: PqShape, group: usize, element: Element, paging: Paging) -> AttendShape {
-    let (addends, norms) = (false, false);
-    AttendShape { keys: quantizer, values: quantizer, group, element, paging, addends, norms }
+    let (addends, norms, exact_fp8) = (false, false, false);
+    AttendShape { keys: quantizer, values: quantizer, group, element, paging, addends, norms, exact_fp8 }
 }
 
 /// Every quantizer that attention accepts.
@@ -40,7 +40,8 @@ pub struct Case {
 /// The inputs of a case for the CPU. Pairs are [keys, values], indexed by [`Side`].
 pub struct Inputs {
     pub queries: Vec<f32>,            // (batch, heads, group, dim)
-    pub exact: [Vec<f32>; 2],         // (batch, heads, exact_capacity, dim)
+    pub exact: [Vec<f32>; 2],         // (batch, heads, exact_capacity, dim), less the factors
+    pub exact_factors: Vec<[f32; 2]>, // (heads,): 1 unless exact tokens are in FP8
     pub books: Vec<[CodebookBuf; 2]>, // (heads,)
     pub codes: Vec<[Vec<u8>; 2]>,     // (batch, heads), packed, of `capacity` tokens
     pub pages: Vec<usize>,            // (batch, max_pages) and an unused page; (batch,) without pages
@@ -67,10 +68,29 @@ const fn other_random(random: &Random) -> Random {
     Random(!random.0)
 }
 
-/// A shape with a random choice of addends and norms.
+/// A shape with a random choice of addends, norms and exact tokens in FP8.
 pub fn adjusted(random: &Random, shape: AttendShape) -> AttendShape {
     let mut other = other_random(random);
-    AttendShape { addends: other.below(2) == 1, norms: other.below(2) == 1, ..shape }
+    let [addends, norms, exact_fp8] = [(); 3].map(|()| other.below(2) == 1);
+    AttendShape { addends, norms, exact_fp8, ..shape }
+}
+
+/// The number of an FP8 byte (E4M3).
+pub(super) fn of_e4m3(byte: u8) -> f32 {
+    let (exponent, mantissa) = (i32::from(byte >> 3 & 15), f32::from(byte & 7));
+    let magnitude = match exponent {
+        15 if mantissa == 7.0 => f32::NAN,
+        0 => mantissa * 2_f32.powi(-9),
+        _ => (8.0 + mantissa) * 2_f32.powi(exponent - 10),
+    };
+    if byte < 128 { magnitude } else { -magnitude }
+}
+
+/// The byte of the nearest number.
+pub(super) fn to_e4m3(x: f32) -> u8 {
+    let distance = |byte: u8| (of_e4m3(byte) - x.abs()).abs();
+    let magnitude = (0..127).min_by(|&a, &b| distance(a).total_cmp(&distance(b)));
+    magnitude.unwrap() | if x.is_sign_negative() { 128 } else { 0 }
 }
 
 fn codebook(random: &mut Random, shape: PqShape) -> CodebookBuf {
@@ -118,7 +138,9 @@ impl Case {
 
     /// The same with given inputs.
     pub fn run_with(&self, device: &Device, inputs: &Inputs) {
-        self.compare(inputs, &self.run_on_device(device, inputs), &self.run_on_cpu(inputs));
+        if let Some(outputs) = self.run_on_device(device, inputs) {
+            self.compare(inputs, &outputs, &self.run_on_cpu(inputs));
+        }
     }
 
     fn scale(&self) -> f32 {
@@ -161,7 +183,12 @@ impl Case {
             normals.into_iter().map(|x| rounded_to_f16(0.1 + spread * x.abs())).collect()
         });
         let exact_len = batch * heads * self.exact_capacity * dim;
-        let exact = SIDES.map(|_| random.normals(exact_len).into_iter().map(rounded).collect());
+        let exact_number = |x| if shape.exact_fp8 { of_e4m3(to_e4m3(x)) } else { rounded(x) };
+        let exact = SIDES.map(|_| random.normals(exact_len).into_iter().map(exact_number).collect());
+        let factors =
+            other.normals(2 * heads).into_iter().map(|x| if shape.exact_fp8 { 0.5 + x.abs() } else { 1.0 });
+        let factors: Vec<f32> = factors.collect();
+        let exact_factors = factors.chunks_exact(2).map(|pair| [pair[0], pair[1]]).collect();
         let quantizers = [shape.keys, shape.values];
         let books = (0..heads).map(|_| quantizers.map(|shape| codebook(random, shape))).collect();
         let codes = (0..batch * heads)
@@ -172,7 +199,8 @@ impl Case {
         if self.paged() {
             (1..page_count).for_each(|i| pages.swap(i, random.below(i + 1)));
         }
-        Inputs { queries, exact, books, codes, pages, addends, norms, pdl: random.below(2) == 1 }
+        let pdl = random.below(2) == 1;
+        Inputs { queries, exact, exact_factors, books, codes, pages, addends, norms, pdl }
     }
 
     /// The index of a tile of head `i` of all sequences among all tiles in memory.

@@ -8,12 +8,14 @@ use kv_gpu::pq::{
 };
 
 use super::{Case, Index, Inputs, Outputs};
-use crate::common::{Buffer, SIDES, to_element};
+use crate::common::{Buffer, SIDES, to_element, where_it_fits};
 
 impl Case {
     /// Two runs, or with `graph` the second one from a graph that was captured with other lengths.
-    pub fn run_on_device(&self, device: &Device, inputs: &Inputs, graph: bool) -> Outputs {
+    /// `None` where the shape does not fit the device.
+    pub fn run_on_device(&self, device: &Device, inputs: &Inputs, graph: bool) -> Option<Outputs> {
         let Self { shape, batch, heads, .. } = *self;
+        let hybrid = where_it_fits(device, Hybrid::new(device, shape))?;
         let (group, dim) = (shape.group, shape.keys.dim());
         let elements = |x: &Vec<f32>| x.iter().map(|&x| to_element(shape.element, x)).collect::<Vec<u16>>();
         let [key_codes, value_codes] = SIDES.map(|side| Buffer::new(device, &self.tiles(inputs, side)));
@@ -33,7 +35,6 @@ impl Case {
         let mut lengths = Buffer::new(device, &self.lengths);
         let exact_lengths = Buffer::new(device, &self.exact_lengths);
         let ks = Buffer::new(device, &self.ks);
-        let hybrid = Hybrid::new(device, shape).unwrap();
         let room = self.max_pages() * self.page_tiles * TILE;
         let workspace = Buffer::new(device, &vec![0_u8; hybrid.workspace_len(batch, heads, room)]);
         let selected = Buffer::new(device, &vec![u32::MAX; batch * heads * self.selected_len]);
@@ -138,7 +139,7 @@ impl Case {
         }
         let sum: u64 = if shape.adaptive { found.read().iter().map(|&n| u64::from(n)).sum() } else { 0 };
         assert_eq!(total.read(), [2 * sum], "{self:?}: the rows of two runs");
-        outputs
+        Some(outputs)
     }
 
     /// The selection of [`Select`].

@@ -27,11 +27,12 @@ struct Load {
     element: Element,
     addends: bool, // of a rotated mean
     norms: bool,
+    exact_fp8: bool,
 }
 
 const fn load(query_heads: usize, heads: usize, batch: usize, n: usize) -> Load {
-    let (element, addends, norms) = (Element::F16, false, false);
-    Load { query_heads, heads, batch, n, others: n, exact: 0, page: None, element, addends, norms }
+    let (element, addends, norms, exact_fp8) = (Element::F16, false, false, false);
+    Load { query_heads, heads, batch, n, others: n, exact: 0, page: None, element, addends, norms, exact_fp8 }
 }
 
 const LOADS: [Load; 5] = [
@@ -86,7 +87,11 @@ pub fn run(watch: &Stopwatch) {
         }
     }
     for load in [load(32, 8, 1, 32_768), load(32, 32, 1, 32_768)] {
-        EXACT.into_iter().for_each(|exact| time(watch, four_bits, Load { exact, ..load }));
+        for exact in EXACT {
+            for exact_fp8 in [false, true] {
+                time(watch, four_bits, Load { exact, exact_fp8, ..load });
+            }
+        }
     }
     for load in [long, load(32, 32, 1, 32_768), load(64, 8, 1, 131_072), Load { page: Some(32), ..long }] {
         for (addends, norms) in [(false, true), (true, false), (true, true)] {
@@ -116,8 +121,20 @@ fn wide(element: Element, bits: &[u16]) -> Vec<f32> {
     bits.iter().map(of).collect()
 }
 
+/// The FP8 bits (E4M3) of a number below 2, less the mantissa bits that have no room.
+fn e4m3_bits(x: &f32) -> u8 {
+    let magnitude = (x.abs() * 2_f32.powi(-120)).to_bits() >> 20; // with the exponent's bias of E4M3
+    magnitude as u8 | if x.is_sign_negative() { 128 } else { 0 }
+}
+
+/// The number of FP8 bits.
+fn of_e4m3(bits: u8) -> f32 {
+    let magnitude = f32::from_bits(u32::from(bits & 127) << 20) * 2_f32.powi(120);
+    if bits < 128 { magnitude } else { -magnitude }
+}
+
 fn time(watch: &Stopwatch, quantizer: PqShape, load: Load) {
-    let Load { query_heads, heads, batch, n, others, exact, page, element, addends, norms } = load;
+    let Load { query_heads, heads, batch, n, others, exact, page, element, addends, norms, exact_fp8 } = load;
     let (dim, group) = (quantizer.dim(), query_heads / heads);
     let mut name = format!("attend ({m}, {nbits})", m = quantizer.m(), nbits = quantizer.nbits());
     if others != n {
@@ -125,6 +142,9 @@ fn time(watch: &Stopwatch, quantizer: PqShape, load: Load) {
     }
     if exact > 0 {
         name += &format!(", {exact} exact tokens");
+    }
+    if exact_fp8 {
+        name += " in fp8";
     }
     if let Some(page) = page {
         name += &format!(", pages of {page}");
@@ -149,7 +169,8 @@ fn time(watch: &Stopwatch, quantizer: PqShape, load: Load) {
         Some(page) if page % whole[0].tokens() == 0 => (Paging::Tiles, whole),
         Some(_) => (Paging::HalfTiles, whole.map(|layout| layout.half_tiles().unwrap())),
     };
-    let shape = AttendShape { keys: quantizer, values: quantizer, group, element, paging, addends, norms };
+    let shape =
+        AttendShape { keys: quantizer, values: quantizer, group, element, paging, addends, norms, exact_fp8 };
     let attend = Attend::new(&watch.gpu, shape).unwrap();
     let mut state = 1_u64;
     let mut noise = move || {
@@ -204,8 +225,21 @@ fn time(watch: &Stopwatch, quantizer: PqShape, load: Load) {
         (0..quantizer.codebook_len()).map(|_| f16::from_f32(uniform()).to_f32()).collect();
     let mut elements = |len: usize| bits(element, &(0..len).map(|_| uniform()).collect::<Vec<_>>());
     let queries = elements(batch * query_heads * dim);
-    let exact_rows = [elements(exact * dim), elements(exact * dim)];
-    let exact_there = [0, 1].map(|side| watch.upload(&exact_rows[side].repeat(batch * heads)));
+    let mut exact_rows = [elements(exact * dim), elements(exact * dim)];
+    if exact_fp8 {
+        exact_rows = exact_rows.map(|rows| {
+            bits(element, &wide(element, &rows).iter().map(|x| of_e4m3(e4m3_bits(x))).collect::<Vec<_>>())
+        });
+    }
+    let exact_there = exact_rows.each_ref().map(|rows| {
+        let one_head: Vec<u8> = if exact_fp8 {
+            wide(element, rows).iter().map(e4m3_bits).collect()
+        } else {
+            rows.iter().flat_map(|bits| bits.to_le_bytes()).collect()
+        };
+        watch.upload(&one_head.repeat(batch * heads))
+    });
+    let exact_factors = watch.upload(&vec![1_f32; 2 * heads]);
     let exact_lengths = watch.upload(&vec![exact as u32; batch]);
     let codebook = CodebookBuf::new(quantizer, &centroids).unwrap();
     let tables = [0, 1].map(|side| {
@@ -257,6 +291,7 @@ fn time(watch: &Stopwatch, quantizer: PqShape, load: Load) {
             lengths: watch.pointer(&exact_lengths),
             capacity: exact,
         }),
+        exact_factors: exact_fp8.then(|| watch.pointer(&exact_factors)),
         scale,
         out: watch.pointer(&out).cast(),
         log_sum_exp: None,
@@ -324,7 +359,8 @@ fn time(watch: &Stopwatch, quantizer: PqShape, load: Load) {
     let coded = n + (batch - 1) * others;
     let adjustments =
         if addends { 2 * query_heads * coded } else { 0 } + if norms { 4 * heads * coded } else { 0 };
-    let bytes = 2 * (read + batch * heads * exact * dim * 2) + adjustments;
+    let exact_bytes = batch * heads * exact * dim * if exact_fp8 { 1 } else { 2 };
+    let bytes = 2 * (read + exact_bytes) + adjustments;
     watch.report(&name, &shape_name, bytes as f64, us);
     watch.report(&format!("{name}, overlapped"), &shape_name, bytes as f64, us_pdl);
     if let Some(us) = us_both {

@@ -1,12 +1,13 @@
 // Inverse transform of the codec's coefficients to 16-bit rows, on tensor cores.
 //
 // CPU twin: codec_core's `Transform`, inverse. Compile-time shape: CHANNELS, HEAD_DIM, PAGED, ELEMENT (place.cuh),
-// which is f16 or bf16; MAP_DIM, a multiple of 16 up to 128; ROPE (rope.cuh). A factor is split into the sum of two
+// which is f16 or bf16; MAP_DIM, a multiple of 16 up to 128; WARPS, as many as fit the
+// device's shared memory, up to 8; ROPE (rope.cuh). A factor is split into the sum of two
 // bf16, which together have 16 bits of mantissa; the smallest of the four products is left out. So the error of a sum
 // is about 2^-16 of its terms, and an element equals the CPU's unless the sum is close to the midpoint of two elements;
 // then it may be the other one.
 //
-// Launch: grid (ceil(tokens / TOKENS), heads of the map, planes), 256 threads. A block splits the map of its head once,
+// Launch: grid (ceil(tokens / TOKENS), heads of the map, planes), THREADS threads. A block splits the map of its head once,
 // in shared memory; a warp takes 16 tokens at a time. Components and coefficients are permuted within groups of 16 so
 // that a lane loads four adjacent coefficients and stores four adjacent components, or two adjacent pairs of RoPE.
 //
@@ -17,7 +18,7 @@
 #include "codec/maps.cuh"
 #include "primitives_sm80.cuh"
 
-constexpr int TOKENS = 512, WARPS = 8, THREADS = WARPS * LANES, TILE = 16, STEPS = MAP_DIM / 16;
+constexpr int TOKENS = 512, THREADS = WARPS * LANES, TILE = 16, STEPS = MAP_DIM / 16;
 constexpr int STRIDE = MAP_DIM + 8; // rows padded by 16 bytes: those of an 8 x 8 matrix lie in different banks
 
 struct Shared {

@@ -4,7 +4,8 @@
 // CPU twins: pq_core::attend_into, pq_core::attend_exact_into. Compile-time shape: HEAD_DIM 64 or 128; QUERIES 1, 2, 4
 // or 8 (query heads of one block; a larger group is split into slices); KEY_BITS, VALUE_BITS 4, 6 or 8; KEY_SUB,
 // VALUE_SUB 2, 4 or 8 components per code; COPIES 1 or 2 of the key table; WARPS; INTERLEAVED 0 or 1; ADDENDS and
-// NORMS 0 or 1 (adjustments.cuh); PAGED or not, and then HALF_TILES or not; ELEMENT 1 (f16) or 2 (bf16).
+// NORMS 0 or 1 (adjustments.cuh); EXACT_FP8 0 or 1 (exact.cuh); PAGED or not, and then HALF_TILES or not; ELEMENT 1
+// (f16) or 2 (bf16).
 //
 // A decoded vector is WORDS = HEAD_DIM / 2 words of two f16. The tables of a head lie in shared memory, one row of 256
 // bytes per code. The address of a word is therefore one byte permutation of (code, lane's offset), and 32 lanes that
@@ -36,6 +37,12 @@
 // tile of 8 queries has 32 sparse MMAs; with dense ones and variants alone it had 128.
 #pragma once
 #include "types.cuh"
+
+#if EXACT_FP8
+typedef u8 ExactElement; // E4M3
+#else
+typedef u16 ExactElement; // ELEMENT
+#endif
 
 constexpr int D = HEAD_DIM, WORDS = D / 2, HALVES = D / 64; // HALVES: 32-word halves of a row
 constexpr int TILE = 32;
@@ -77,8 +84,8 @@ struct Arguments {
     const u16* queries;    // [sequence][head][query of group][D]
     const u32* lengths;    // [sequence]: coded tokens
     const u32* pages;      // [sequence][page of sequence]; read only if PAGED, else a sequence is its own page
-    const u16* exact_keys; // [sequence][head][exact_capacity][D]
-    const u16* exact_values;
+    const ExactElement* exact_keys; // [sequence][head][exact_capacity][D]
+    const ExactElement* exact_values;
     const u32* exact_lengths; // [sequence], or null
     float* partials;          // [block][2][QUERIES][RESULT]
     u32* arrived;             // [sequence][head][slice]: blocks that have finished; zero before and after a launch
@@ -91,6 +98,7 @@ struct Arguments {
     const u8* key_norms;  // f16 [page][head][tile of page][token of tile]; read only if NORMS
     const u8* value_norms;
     u32 addend_tiles;
+    const float2* exact_factors; // [head]: of exact keys and values; read only if EXACT_FP8
 };
 
 // Thread indices. `volatile` makes every construction read %tid again, so that no index occupies a register across the

@@ -99,6 +99,7 @@ impl MillionCache {
             paging,
             addends: form.is_some_and(|form| form.rotated_mean),
             norms: form.is_some_and(|form| form.norms),
+            exact_fp8: false,
         };
         let attend = Attend::new(&gpu.device, attend)?;
         let cache = Self {
@@ -181,6 +182,7 @@ impl DeviceCache for MillionCache {
             addends: self.codes.means().map(KeyMeans::addends),
             norms: self.codes.norms(layer),
             exact: Some(ExactTokens { keys, values, lengths, capacity }),
+            exact_factors: None,
             scale: 1.0 / (self.window.shape.head_dim as f32).sqrt(),
             out,
             log_sum_exp: None,
