@@ -60,6 +60,7 @@ pub struct HybridShape {
 struct Plan {
     shared_bytes: usize,
     warps: usize,
+    copies: usize, // of the centroids of the values
 }
 
 impl HybridShape {
@@ -90,18 +91,24 @@ impl HybridShape {
             return unsupported("keys and values of the same dim");
         }
         let entry = self.selection().entry();
-        // A code of 128 components and at most 16 subspaces has two rows, 2^16 bytes apart.
-        let half = if self.values.dim() == 128 && self.values.m() <= 16 { 1 << 16 } else { 0 };
-        let table = half + self.values.ksub() * ROW;
-        let shared_bytes = |warps: usize| table + 4 * entry * (warps * self.result_len() + 1) + PLAN_BYTES;
+        // Two copies of the centroids of at most 16 subspaces avoid bank conflicts: with 128 components a code
+        // then has two rows, 2^16 bytes apart.
+        let most_copies = if self.values.m() <= 16 { 2 } else { 1 };
+        let plan = |copies: usize, warps: usize| {
+            let second_rows = if self.values.dim() == 128 && copies == 2 { 1 << 16 } else { 0 };
+            let table = second_rows + self.values.ksub() * ROW;
+            let shared_bytes = table + 4 * entry * (warps * self.result_len() + 1) + PLAN_BYTES;
+            Plan { shared_bytes, warps, copies }
+        };
         // A thread has 128 registers in a block of 16 warps, 168 in one of 12, 255 in one of 8.
         let most = match (entry, self.values.m()) {
             (8, 32) => 8,
             (8, _) | (_, 32) => 12,
             _ => 16,
         };
-        match [most, 12, 8].into_iter().find(|&warps| shared_bytes(warps) <= shared_memory) {
-            Some(warps) => Ok(Plan { shared_bytes: shared_bytes(warps), warps }),
+        let plans = [most_copies, 1].map(|copies| [most, 12, 8].map(|warps| plan(copies, warps)));
+        match plans.as_flattened().iter().find(|plan| plan.shared_bytes <= shared_memory) {
+            Some(&plan) => Ok(plan),
             None => unsupported("tables that fit the shared memory of the device"),
         }
     }
@@ -132,6 +139,7 @@ impl HybridShape {
         let defines = [
             ("VALUE_M", self.values.m()),
             ("VALUE_BITS", self.values.nbits() as usize),
+            ("VALUE_COPIES", plan.copies),
             ("ATTEND_SHARED_BYTES", plan.shared_bytes),
             ("ATTEND_WARPS", plan.warps),
         ];

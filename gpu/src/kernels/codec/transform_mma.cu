@@ -44,8 +44,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) codec_coefficients_to_r
         *reinterpret_cast<u32*>(&shared.map[0][permuted(from)][permuted(to)]) = rounded;
         *reinterpret_cast<u32*>(&shared.map[1][permuted(from)][permuted(to)]) = rest;
     }
-    if (threadIdx.x < MAP_DIM)
-        shared.mean[threadIdx.x] = maps.mean[first_channel + component_of(threadIdx.x, rotated)];
+    for (int i = threadIdx.x; i < MAP_DIM; i += THREADS)
+        shared.mean[i] = maps.mean[first_channel + component_of(i, rotated)];
     __syncthreads();
 
     const int lane = threadIdx.x % LANES, row = lane / 4, four = 4 * (lane % 4);

@@ -5,8 +5,8 @@
 // operand and tokens its columns; all four lanes of a row then have to look up the same subspace. Lanes of different l
 // would conflict in the same banks, so they process the sets in different orders, and the columns of the B operand are
 // (set, query) with zero weights except in the step in which the lane has that set. Two sets leave room for four
-// queries per MMA; a second copy of the table then avoids bank conflicts between lanes of equal set. A code of 16
-// components counts as two sets.
+// queries per MMA; a second copy of the table then avoids bank conflicts between lanes of equal set, where the device
+// has shared memory for it (VALUE_COPIES 2). A code of 16 components counts as two sets.
 #pragma once
 #include "pq_hybrid/codes.cuh"
 #include "warp.cuh"
@@ -14,17 +14,17 @@
 using Values = Packed<VALUE_M, VALUE_BITS>;
 
 constexpr int VALUE_KSUB = 1 << VALUE_BITS, VALUE_DSUB = D / VALUE_M;
-constexpr int SETS = VALUE_M == 32 ? 4 : 2, VALUE_COPIES = 4 / SETS;
-constexpr int PIECE = D / (8 * SETS), PIECE_WORDS = PIECE / 2;           // components of a look-up
-constexpr int PIECE_BYTES = PIECE * 2, LINE_G = 128 / (PIECE_BYTES * 4); // values of g per line of 128 bytes
-constexpr int HALF_TABLE = 1 << 16, HALF_G = 2 * LINE_G;                 // distance of the table halves; g per half
+constexpr int SETS = VALUE_M == 32 ? 4 : 2, SLOTS = SETS * VALUE_COPIES;     // SLOTS: pieces of a value of g
+constexpr int PIECE = D / (8 * SETS), PIECE_WORDS = PIECE / 2;               // components of a look-up
+constexpr int PIECE_BYTES = PIECE * 2, LINE_G = 128 / (PIECE_BYTES * SLOTS); // values of g per line of 128 bytes
+constexpr int HALF_TABLE = 1 << 16, HALF_G = 2 * LINE_G;                     // distance of the table halves; g per half
 constexpr int VALUE_TABLE_BYTES = (HALF_G < 8 ? HALF_TABLE : 0) + VALUE_KSUB * ROW;
 constexpr int COLUMNS = 8 / SETS;                        // queries of an MMA
 constexpr int MMAS = VEC <= COLUMNS ? 1 : VEC / COLUMNS; // MMAs for all queries
 
 // Offset of a piece in its row.
 __device__ __forceinline__ int piece_offset(int g, int set, int copy) {
-    const int slot = g % LINE_G * 4 + (SETS == 4 ? set : set * 2 + copy);
+    const int slot = g % LINE_G * SLOTS + set * VALUE_COPIES + copy;
     return g / LINE_G % 2 * 128 + slot * PIECE_BYTES;
 }
 
@@ -65,7 +65,7 @@ struct ValueOffsets {
 
     __device__ __forceinline__ explicit ValueOffsets(int lane) {
         const int g = lane / 4, l = lane % 4;
-        auto at = [&](int step) { return piece_offset(g, (step + l) % SETS, l / 2); };
+        auto at = [&](int step) { return piece_offset(g, (step + l) % SETS, VALUE_COPIES == 2 ? l / 2 : 0); };
 #pragma unroll
         for (int i = 0; i < SETS / 2; i++) {
             pairs[i] = pack_offsets(at(2 * i), at(2 * i + 1), g / HALF_G);
