@@ -139,6 +139,20 @@ fn attention_with_exact_tokens_in_fp8() {
     attention_with(&[1, 4], Element::Bf16, Paging::Tiles, [false, false, true]);
 }
 
+/// Blocks of 99 KiB, as consumer devices have them, hold both tables of codes of 8 bits for 64 components.
+#[test]
+fn attention_in_small_blocks() {
+    let quantizer = PqShape::new(64, 32, 8).unwrap();
+    for (group, addends, norms, exact_fp8) in
+        [(1, false, false, false), (2, false, false, true), (4, true, true, false), (8, false, true, false)]
+    {
+        let (keys, values, element, paging) = (quantizer, quantizer, Element::Bf16, Paging::HalfTiles);
+        let shape = AttendShape { keys, values, group, element, paging, addends, norms, exact_fp8 };
+        let Some(spilled) = spilled(&shape.program(99 << 10).unwrap(), "sm_80") else { return };
+        assert_eq!(spilled, 0, "{shape:?}");
+    }
+}
+
 #[test]
 fn scores_of_a_rotated_mean() {
     let shapes =

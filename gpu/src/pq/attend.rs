@@ -151,8 +151,12 @@ impl Plan {
 
     /// `SHARED` of the kernel, which asserts that it agrees.
     fn shared_bytes(&self) -> usize {
-        let far_copy = if self.copies == 2 && self.dim() == 128 { 1 << 16 } else { 0 };
-        let tables = far_copy + (ROW << self.keys.bits()) + (ROW << self.values.bits());
+        let [keys, values] = [&self.keys, &self.values].map(|codes| ROW << codes.bits());
+        let tables = match (self.copies, self.dim()) {
+            (1, 64) => keys.max(values), // in the two halves of the rows
+            (2, 128) => (1 << 16) + keys + values,
+            _ => keys + values,
+        };
         let weight_rows = self.queries + if self.norms { 2 } else { 0 };
         let weights = self.warps * weight_rows * WEIGHT_ROWS[usize::from(self.queries > 1)];
         let copies = if self.element == Element::Bf16 { 2 } else { 1 }; // of the queries: they are converted

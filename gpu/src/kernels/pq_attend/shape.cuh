@@ -140,10 +140,12 @@ struct GridCoord {
 
 // Layout of shared memory, in bytes.
 constexpr int KEY_TABLE = 0, KEY_ROWS = 1 << KEY_BITS, VALUE_ROWS = 1 << VALUE_BITS;
-constexpr bool FAR_COPY = COPIES == 2 && D == 128; // else the second copy is in the second half of the rows
-constexpr int COPY_DISTANCE = 65536;               // a power of two: the copy is one bit of the address
-constexpr int VALUE_TABLE = (FAR_COPY ? COPY_DISTANCE : 0) + KEY_ROWS * ROW;
-constexpr int WEIGHTS = VALUE_TABLE + VALUE_ROWS * ROW;  // [WARPS][WEIGHT_ROWS][WEIGHT_ROW]
+constexpr bool FAR_COPY = COPIES == 2 && D == 128;   // else the second copy is in the second half of the rows
+constexpr int COPY_DISTANCE = 65536;                 // a power of two: the copy is one bit of the address
+constexpr bool SHARED_ROWS = COPIES == 1 && D == 64; // a key in the first half of a row, a value in the second half
+constexpr int VALUE_TABLE = SHARED_ROWS ? ROW / 2 : (FAR_COPY ? COPY_DISTANCE : 0) + KEY_ROWS * ROW;
+constexpr int WEIGHTS = // [WARPS][WEIGHT_ROWS][WEIGHT_ROW]
+    SHARED_ROWS ? (KEY_ROWS > VALUE_ROWS ? KEY_ROWS : VALUE_ROWS) * ROW : VALUE_TABLE + VALUE_ROWS * ROW;
 constexpr int RESULTS = WEIGHTS + WARPS * WEIGHT_ROWS * WEIGHT_ROW; // [SLOTS][QUERIES][RESULT] floats
 // Floats of a result: components, maximum, sum of weights, and padding that puts consecutive results into different
 // halves of the banks.
