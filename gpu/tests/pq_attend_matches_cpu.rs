@@ -5,7 +5,7 @@
 mod common;
 mod pq_attend;
 
-use common::{Buffer, Random, device, to_element};
+use common::{Buffer, Random, device, from_element, to_element};
 use cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
 use half::f16;
 use kv_gpu::pq::{Addends, Attend, AttendArguments, AttendShape, CodeLayout, Norms, Paging, Side, TILE};
@@ -224,6 +224,33 @@ fn numbers_that_are_none_stay_with_their_query() {
         let mut random = Random(2000 + seed as u64);
         let case = Case::random(&mut random, &[2]);
         case.run(&device, &mut random, |queries| queries[5] = spoiler);
+    }
+}
+
+/// A NaN in FP8 stays one: in a value it reaches its component of its head's outputs, and no other number.
+#[test]
+fn nan_in_fp8_reaches_its_component() {
+    let Some(device) = device("nan_in_fp8_reaches_its_component") else { return };
+    for (seed, element) in (2200..).zip([Element::F16, Element::Bf16]) {
+        let (dim, group, component) = (64, 2, 5);
+        let shape = plain(PqShape::new(dim, 32, 6).unwrap(), group, element, Paging::Contiguous);
+        let case = Case {
+            shape: AttendShape { exact_fp8: true, ..shape },
+            batch: 1,
+            heads: 2,
+            capacity: 100,
+            lengths: vec![100],
+            exact_capacity: 20,
+            exact_lengths: vec![20],
+            page_tiles: 4,
+        };
+        let mut inputs = case.inputs(&mut Random(seed), |_| ());
+        inputs.exact[Side::Values as usize][3 * dim + component] = f32::NAN;
+        let outputs = case.run_on_device(&device, &inputs).unwrap();
+        for (i, &bits) in outputs.out.iter().enumerate() {
+            let spoiled = i % dim == component && i / dim < group;
+            assert_eq!(from_element(element, bits).is_nan(), spoiled, "{element:?}, output {i}");
+        }
     }
 }
 

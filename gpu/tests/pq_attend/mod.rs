@@ -86,8 +86,11 @@ pub(super) fn of_e4m3(byte: u8) -> f32 {
     if byte < 128 { magnitude } else { -magnitude }
 }
 
-/// The byte of the nearest number.
+/// The byte of the nearest number, or of NaN.
 pub(super) fn to_e4m3(x: f32) -> u8 {
+    if x.is_nan() {
+        return 127;
+    }
     let distance = |byte: u8| (of_e4m3(byte) - x.abs()).abs();
     let magnitude = (0..127).min_by(|&a, &b| distance(a).total_cmp(&distance(b)));
     magnitude.unwrap() | if x.is_sign_negative() { 128 } else { 0 }

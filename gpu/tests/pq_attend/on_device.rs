@@ -8,7 +8,7 @@ use crate::common::{Buffer, SIDES, to_element, where_it_fits};
 
 impl Case {
     /// Two launches, or `None` where the shape does not fit the device.
-    pub(super) fn run_on_device(&self, device: &Device, inputs: &Inputs) -> Option<Outputs> {
+    pub fn run_on_device(&self, device: &Device, inputs: &Inputs) -> Option<Outputs> {
         let Self { shape, batch, heads, .. } = *self;
         let attend = where_it_fits(device, Attend::new(device, shape))?;
         let (group, dim) = (shape.group, shape.keys.dim());
