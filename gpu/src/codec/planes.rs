@@ -89,7 +89,8 @@ impl CodecShape {
     }
 
     /// The kernel of [`Decode::rotating`](super::Decode::rotating) that turns points or coefficients into
-    /// rows, and rotates keys; `None` for shapes that it does not support.
+    /// rows, and rotates keys, with blocks of up to `shared_memory` bytes; `None` for shapes that it does not
+    /// support.
     #[must_use]
     pub fn rotating_program(&self, shared_memory: usize) -> Option<Program> {
         let program = self.points_program().or_else(|| self.tensor_core_program(shared_memory));

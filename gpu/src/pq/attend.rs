@@ -92,8 +92,8 @@ impl AttendShape {
         let queries = self.group.div_ceil(self.group.div_ceil(MAX_QUERIES)).next_power_of_two();
         let plan = |copies: usize| {
             // A block has fewer warps where a thread needs more registers: with more queries, on sm_80, with
-            // codes of several words, and with pages, norms or FP8 and two queries. Two interleaved tiles need the
-            // most registers, and pay off only if codes need no expansion.
+            // codes of several words, and with pages, norms or FP8 and two queries. Two interleaved tiles
+            // need the most registers, and pay off only if codes need no expansion.
             let simple = [&keys, &values].iter().all(|codes| codes.components() == 2);
             let expanded = [&keys, &values].iter().any(|codes| codes.bits() < 8);
             let interleaved = queries >= 4 && copies == 2 && simple && !expanded && self.keys.dim() == 128;
@@ -257,7 +257,7 @@ pub struct AttendArguments {
     pub addends: Option<Addends>,
     /// Norms of coded tokens, given if and only if the shape has norms.
     pub norms: Option<Norms>,
-    /// Exact tokens in addition to the coded ones.
+    /// Exact tokens in addition to the coded ones, in elements or in FP8 ([`AttendShape::exact_fp8`]).
     pub exact: Option<ExactTokens>,
     /// `f32` (heads, 2), given if and only if exact tokens are in FP8: the factors of a head's exact keys and
     /// values.

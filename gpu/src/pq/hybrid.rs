@@ -91,8 +91,8 @@ impl HybridShape {
             return unsupported("keys and values of the same dim");
         }
         let entry = self.selection().entry();
-        // Two copies of the centroids of at most 16 subspaces avoid bank conflicts: with 128 components a code
-        // then has two rows, 2^16 bytes apart.
+        // Two copies of the centroids of at most 16 subspaces avoid bank conflicts: with 128 components a
+        // code then has two rows, 2^16 bytes apart.
         let most_copies = if self.values.m() <= 16 { 2 } else { 1 };
         let plan = |copies: usize, warps: usize| {
             let second_rows = if self.values.dim() == 128 && copies == 2 { 1 << 16 } else { 0 };

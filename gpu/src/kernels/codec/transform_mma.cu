@@ -1,15 +1,15 @@
 // Inverse transform of the codec's coefficients to 16-bit rows, on tensor cores.
 //
 // CPU twin: codec_core's `Transform`, inverse. Compile-time shape: CHANNELS, HEAD_DIM, PAGED, ELEMENT (place.cuh),
-// which is f16 or bf16; MAP_DIM, a multiple of 16 up to 128; WARPS, as many as fit the
-// device's shared memory, up to 8; ROPE (rope.cuh). A factor is split into the sum of two
-// bf16, which together have 16 bits of mantissa; the smallest of the four products is left out. So the error of a sum
-// is about 2^-16 of its terms, and an element equals the CPU's unless the sum is close to the midpoint of two elements;
-// then it may be the other one.
+// which is f16 or bf16; MAP_DIM, a multiple of 16 up to 128; WARPS, as many as fit the device's shared memory, up to 8;
+// ROPE (rope.cuh). A factor is split into the sum of two bf16, which together have 16 bits of mantissa; the smallest of
+// the four products is left out. So the error of a sum is about 2^-16 of its terms, and an element equals the CPU's
+// unless the sum is close to the midpoint of two elements; then it may be the other one.
 //
-// Launch: grid (ceil(tokens / TOKENS), heads of the map, planes), THREADS threads. A block splits the map of its head once,
-// in shared memory; a warp takes 16 tokens at a time. Components and coefficients are permuted within groups of 16 so
-// that a lane loads four adjacent coefficients and stores four adjacent components, or two adjacent pairs of RoPE.
+// Launch: grid (ceil(tokens / TOKENS), heads of the map, planes), THREADS threads. A block splits the map of its head
+// once, in shared memory; a warp takes 16 tokens at a time. Components and coefficients are permuted within groups of
+// 16 so that a lane loads four adjacent coefficients and stores four adjacent components, or two adjacent pairs of
+// RoPE.
 //
 // The coefficients of a warp's next tile are in flight to shared memory during the current one: 64 KiB per
 // multiprocessor, while loads of the next 16 to registers were 16 KiB.
