@@ -185,7 +185,7 @@ struct ExactState {
             const float old_max = is_query ? result[D] : NOTHING, old_weight = is_query ? result[D + 1] : 0;
             const float new_max = fmaxf(old_max, max[q]);
             const float keep_old = exp2_approx(old_max - new_max), keep = exp2_approx(max[q] - new_max);
-            const float keep_sum = EXACT_FP8 ? keep * factor : keep;
+            const float keep_sum = keep * factor;
             __syncwarp(); // all lanes have read the maximum and the sum of weights
             if (!is_query) continue;
 #pragma unroll
