@@ -58,6 +58,7 @@ const HEADERS: &[Source] = &[
     source!("pq_codes.cuh"),
     source!("pq_hybrid/addends.cuh"),
     source!("pq_hybrid/budget.cuh"),
+    source!("pq_hybrid/code_weights.cuh"),
     source!("pq_hybrid/coded_rows.cuh"),
     source!("pq_hybrid/codes.cuh"),
     source!("pq_hybrid/lut.cuh"),

@@ -116,6 +116,44 @@ fn selected_tokens_of_nearly_all_weight_agree() {
     }
 }
 
+/// Few queries and codes of many components: weights are summed by code, then multiplied by the codebook.
+#[test]
+fn sums_by_code_agree() {
+    let Some(device) = device("sums_by_code_agree") else { return };
+    let shapes = [
+        (128, (8, 8), 1),
+        (128, (8, 4), 2),
+        (128, (16, 8), 1),
+        (128, (16, 8), 2),
+        (128, (16, 4), 2),
+        (128, (32, 8), 1),
+        (128, (32, 4), 1),
+        (64, (8, 8), 2),
+        (64, (16, 8), 1),
+        (64, (16, 4), 1),
+    ];
+    for (i, (dim, (m, nbits), group)) in shapes.into_iter().enumerate() {
+        let of_shape = |case: &mut Case| {
+            case.shape.keys = PqShape::new(dim, 16, 8).unwrap();
+            (case.shape.values, case.shape.group) = (PqShape::new(dim, m, nbits).unwrap(), group);
+        };
+        let seed = 170 + 10 * i as u64;
+        run(&device, seed..seed + 3, of_shape, |_| ());
+        for (seed, bad) in (seed + 3..).zip([f32::NAN, f32::INFINITY, f32::NEG_INFINITY]) {
+            run(&device, seed..seed + 1, of_shape, |queries| queries[7] = bad);
+        }
+        // While the selection runs, with more tiles than a warp prefetches.
+        let lengthen = |case: &mut Case| {
+            of_shape(case);
+            (case.capacity, case.batch, case.heads, case.selected_len) = (40_000, 1, 2, 500);
+            (case.lengths, case.ks, case.exact_lengths) =
+                (vec![39_990], vec![400], vec![case.exact_capacity as u32]);
+            case.page_tiles = if case.shape.paged { 8 } else { 1250 };
+        };
+        run(&device, seed + 6..seed + 8, lengthen, |_| ());
+    }
+}
+
 /// Without differences between the weights, the order of the tokens decides, over all blocks of a row.
 #[test]
 fn of_equal_tokens_the_first_are_selected() {

@@ -48,6 +48,10 @@ __device__ __forceinline__ u32 pack_half2(float low, float high) {
     return packed;
 }
 
+__device__ __forceinline__ float2 half2_to_float2(u32 packed) {
+    return make_float2(half_to_float((u16)packed), half_to_float((u16)(packed >> 16)));
+}
+
 // Picks four of the bytes of `a` (0 to 3) and `b` (4 to 7) by the nibbles of `selector`; bit 3 of a nibble replicates
 // the byte's sign.
 __device__ __forceinline__ u32 prmt(u32 a, u32 b, u32 selector) {

@@ -60,7 +60,7 @@ pub struct HybridShape {
 struct Plan {
     shared_bytes: usize,
     warps: usize,
-    copies: usize, // of the centroids of the values
+    copies: Option<usize>, // of the centroids of the values; none if weights are summed by code
 }
 
 impl HybridShape {
@@ -84,6 +84,11 @@ impl HybridShape {
         self.values.dim() + 4
     }
 
+    /// Additions of weights per token, if these are summed by code.
+    const fn additions(&self) -> usize {
+        self.values.m() * self.group
+    }
+
     fn plan(&self, shared_memory: usize) -> Result<Plan, Error> {
         let unsupported = |supported| Err(Error::Unsupported { operation: format!("{self:?}"), supported });
         check_quantizer(self.values, Side::Values)?;
@@ -91,24 +96,33 @@ impl HybridShape {
             return unsupported("keys and values of the same dim");
         }
         let entry = self.selection().entry();
-        // Two copies of the centroids of at most 16 subspaces avoid bank conflicts: with 128 components a
-        // code then has two rows, 2^16 bytes apart.
-        let most_copies = if self.values.m() <= 16 { 2 } else { 1 };
-        let plan = |copies: usize, warps: usize| {
-            let second_rows = if self.values.dim() == 128 && copies == 2 { 1 << 16 } else { 0 };
-            let table = second_rows + self.values.ksub() * ROW;
-            let shared_bytes = table + 4 * entry * (warps * self.result_len() + 1) + PLAN_BYTES;
+        // Weights are summed by code where that takes at most half of the accesses to shared memory, for up to
+        // two queries: more take longer to multiply by the codebook. For look-ups, two copies of the centroids
+        // of at most 16 subspaces avoid bank conflicts: with 128 components a code then has two rows, 2^16
+        // bytes apart.
+        let (m, ksub, dim) = (self.values.m(), self.values.ksub(), self.values.dim());
+        let sums_by_code = self.group <= 2 && 4 * self.additions() <= dim;
+        let plan = |copies: Option<usize>, warps: usize| {
+            let values = match copies {
+                None => ksub * ROW, // counters of two queries
+                Some(2) if dim == 128 => (1 << 16) + ksub * ROW,
+                Some(_) => ksub * ROW,
+            };
+            let shared_bytes = values + 4 * entry * (warps * self.result_len() + 1) + PLAN_BYTES;
             Plan { shared_bytes, warps, copies }
         };
         // A thread has 128 registers in a block of 16 warps, 168 in one of 12, 255 in one of 8.
-        let most = match (entry, self.values.m()) {
+        let most = match (entry, m) {
             (8, 32) => 8,
             (8, _) | (_, 32) => 12,
             _ => 16,
         };
-        let plans = [most_copies, 1].map(|copies| [most, 12, 8].map(|warps| plan(copies, warps)));
-        match plans.as_flattened().iter().find(|plan| plan.shared_bytes <= shared_memory) {
-            Some(&plan) => Ok(plan),
+        let by_code = sums_by_code.then(|| plan(None, 16));
+        let copies = [if m <= 16 { 2 } else { 1 }, 1].map(Some);
+        let by_look_up = copies.into_iter().flat_map(|copies| [most, 12, 8].map(|warps| plan(copies, warps)));
+        let mut plans = by_code.into_iter().chain(by_look_up);
+        match plans.find(|plan| plan.shared_bytes <= shared_memory) {
+            Some(plan) => Ok(plan),
             None => unsupported("tables that fit the shared memory of the device"),
         }
     }
@@ -139,11 +153,12 @@ impl HybridShape {
         let defines = [
             ("VALUE_M", self.values.m()),
             ("VALUE_BITS", self.values.nbits() as usize),
-            ("VALUE_COPIES", plan.copies),
             ("ATTEND_SHARED_BYTES", plan.shared_bytes),
             ("ATTEND_WARPS", plan.warps),
         ];
-        let program = self.selection().program(source!("pq_hybrid/attend.cu"), &defines);
+        let values = plan.copies.map_or(("BY_CODE", 1), |copies| ("VALUE_COPIES", copies));
+        let program =
+            self.selection().program(source!("pq_hybrid/attend.cu"), &[&defines[..], &[values]].concat());
         program.define_if(self.adaptive, "ADAPTIVE").define_if(beside, "BESIDE")
     }
 }
@@ -351,9 +366,15 @@ impl Hybrid {
         unsafe { self.select.launch_deciding(stream, &select, adaptive, beside) }
     }
 
-    /// Whether attention may start while the selection runs: not if the kernel between them writes rows.
-    const fn attends_beside(&self, arguments: &HybridArguments) -> bool {
-        self.attend_beside.is_some() && !arguments.rows.arriving
+    /// If attention may start while the selection runs, which it may not if the kernel between them writes
+    /// rows: one in how many multiprocessors selects. Where attention takes the least time, half of them do
+    /// (8/8 heads x 131,072: 33.2 us, with a quarter 35.4; 16/8 heads: 41.5 and 38.5, H200).
+    fn attends_beside(&self, arguments: &HybridArguments) -> Option<usize> {
+        if self.attend_beside.is_none() || arguments.rows.arriving {
+            return None;
+        }
+        let is_fast = self.plan.copies.is_none() && 8 * self.shape.additions() <= self.shape.values.dim();
+        Some(if is_fast { 2 } else { 4 })
     }
 
     fn check(&self, arguments: &HybridArguments) -> Result<(), Error> {

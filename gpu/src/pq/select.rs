@@ -20,8 +20,6 @@ pub(super) const ROW: usize = 256;
 pub(super) const PLAN_BYTES: usize = 64;
 /// Bytes of the flag that all scores are complete, padded.
 const SCORED_BYTES: usize = 16;
-/// The selection takes one in this many multiprocessors while attention runs on the others.
-const SELECTING_SHARE: usize = 4;
 /// Cluster sizes of the selection kernel in blocks, largest first.
 const CLUSTERS: [usize; 4] = [16, 8, 4, 2];
 
@@ -392,22 +390,18 @@ impl Select {
         (self.sm_count / heads.max(1)).max(1)
     }
 
-    /// Cluster size of the selection if attention is to run concurrently (`beside`) with the clusters of all
-    /// rows: small enough to leave most of the device to attention. `None` if there are too many rows.
-    fn cluster_beside(&self, rows: usize, chunks: usize, beside: bool) -> Option<usize> {
-        if !beside {
-            return None;
-        }
+    /// Cluster size of the selection if attention is to run concurrently with the clusters of all rows, which
+    /// then take at most one in `beside` multiprocessors. `None` if there are too many rows.
+    fn cluster_beside(&self, rows: usize, chunks: usize, beside: Option<usize>) -> Option<usize> {
+        let most = self.sm_count / beside?;
         let Selection::Clusters(_, clusters) = &self.selection else { return None };
-        let fits = |&blocks: &usize| {
-            rows.saturating_mul(blocks) <= self.sm_count / SELECTING_SHARE && clusters.run_with(blocks)
-        };
+        let fits = |&blocks: &usize| rows.saturating_mul(blocks) <= most && clusters.run_with(blocks);
         let most = CLUSTERS.into_iter().chain([1]).find(fits)?;
         Some(most.min(chunks.next_power_of_two()))
     }
 
     /// Attention blocks per head, concurrent with the selection (`beside`) or after it.
-    pub(super) fn attending_blocks(&self, common: &CommonArguments, beside: bool) -> usize {
+    pub(super) fn attending_blocks(&self, common: &CommonArguments, beside: Option<usize>) -> usize {
         let CommonArguments { batch, heads, chunks, .. } = *common;
         let (rows, heads) = (batch as usize * heads as usize, heads as usize);
         let cluster = self.cluster_beside(rows, chunks as usize, beside);
@@ -454,12 +448,12 @@ impl Select {
     /// launch of these sizes, and no other launch uses it at the same time.
     pub unsafe fn launch(&self, stream: CUstream, arguments: &SelectArguments) -> Result<(), Error> {
         // SAFETY: the caller upholds the contract.
-        unsafe { self.launch_deciding(stream, arguments, None, false) }
+        unsafe { self.launch_deciding(stream, arguments, None, None) }
     }
 
     /// As [`Self::launch`]; `adaptive` is given exactly if the kernels have been compiled for it. If the next
-    /// kernel may run concurrently with the selection (`beside`), the selection leaves most of the device to
-    /// it.
+    /// kernel may run concurrently with the selection, the selection takes at most one in `beside`
+    /// multiprocessors.
     ///
     /// # Errors
     /// [`Error::Argument`] for sizes that do not fit or an invalid bound, [`Error::Driver`].
@@ -470,7 +464,7 @@ impl Select {
         stream: CUstream,
         arguments: &SelectArguments,
         adaptive: Option<Adaptive>,
-        beside: bool,
+        beside: Option<usize>,
     ) -> Result<(), Error> {
         let a = arguments;
         let Some(common) = self.common(a, beside)? else { return Ok(()) };
@@ -518,7 +512,11 @@ impl Select {
     }
 
     /// The common arguments of the kernels; `None` if there is nothing to do.
-    pub(super) fn common(&self, a: &SelectArguments, beside: bool) -> Result<Option<CommonArguments>, Error> {
+    pub(super) fn common(
+        &self,
+        a: &SelectArguments,
+        beside: Option<usize>,
+    ) -> Result<Option<CommonArguments>, Error> {
         if a.batch == 0 || a.heads == 0 {
             return Ok(None);
         }

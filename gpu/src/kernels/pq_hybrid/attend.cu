@@ -4,17 +4,21 @@
 // shape.cuh has the compile-time shape and explains the method. Launch: grid (block of a head's work, head), THREADS
 // threads, one block per multiprocessor. If BESIDE, the selection runs concurrently and hides no tokens: the sums of
 // coded values depend only on the scores, and the selected tokens are subtracted afterwards (coded_rows.cuh).
-#include "pq_hybrid/coded_rows.cuh"
 #include "pq_hybrid/rows.cuh"
 #include "pq_hybrid/stats.cuh"
+#ifdef BY_CODE // two ways to sum coded values
+#include "pq_hybrid/code_weights.cuh"
+#else
+#include "pq_hybrid/coded_rows.cuh"
 #include "pq_hybrid/values.cuh"
+#endif
 #include "softmax_reduce.cuh"
 #include "tile_indices.cuh"
 
 constexpr int WARPS = ATTEND_WARPS, THREADS = WARPS * LANES;
 
 struct Shared {
-    u8 table[VALUE_TABLE_BYTES];
+    u8 values[VALUE_BYTES]; // centroids or counters
     float results[WARPS][VEC][RESULT];
     float bases[GROUP];
     Plan<AttendArguments> plan;
@@ -42,6 +46,12 @@ struct Part {
     }
 };
 
+// The score (a logarithm to base 2) of weight 1 for a query of a sequence with coded tokens. Called by a warp.
+__device__ __forceinline__ float weight_base(const AttendArguments& a, u64 row, u32 query) {
+    const Stats all = row_stats(a, row, query);
+    return all.sum == 0 ? NOTHING : all.max + __log2f(all.sum) - WEIGHT_BITS;
+}
+
 // Writes the sums over coded values to the warp's results.
 __device__ __forceinline__ void attend_to_tiles(const AttendArguments& a) {
     const int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES, g = lane / 4, l = lane % 4;
@@ -54,6 +64,8 @@ __device__ __forceinline__ void attend_to_tiles(const AttendArguments& a) {
     auto begin_run = [&] { tiles.begin(a, plan.entry, blockIdx.y, min(walk.after(lane), end - 1)); };
     const u8* codes = a.codes + lane * Values::LANE_BYTES;
     const ScoredTile* scores = a.scores_of(row);
+#ifndef BY_CODE
+    // Not a ring of two, as below: ptxas schedules that differently, which with pages and large batches took 13 % longer.
     const int place = ValueSums::half_of(lane) * 16 + l * 4;
     struct Tile {
         Values codes;
@@ -97,6 +109,44 @@ __device__ __forceinline__ void attend_to_tiles(const AttendArguments& a) {
         } while (warp_uniform(walk.tile < end));
     }
     sums.store(warp_results(), lane);
+#else
+    struct Tile {
+        u32 index; // in the sequence
+        Values codes;
+        Scores scores;
+    };
+    Tile ring[TILES_IN_FLIGHT];
+    auto load = [&](Tile& ahead) {
+        const u32 tile = min(walk.tile, end - 1); // as above
+        ahead.index = walk.tile;
+        ahead.codes.load(codes + (u64)tiles.take(tile) * Values::TILE_BYTES);
+        ahead.scores.load(scores[tile], place_of(l + g / 4 * 4 + g % 4 * 8));
+    };
+    auto load_next = [&](Tile& ahead) {
+        walk.advance();
+        if (TileIndices::PAGES && warp_uniform(tiles.left() == 0 && walk.tile < end)) begin_run();
+        load(ahead);
+    };
+    const CodeWeights weights(block().bases, shared);
+    bool goes_on = warp_uniform(walk.tile < end);
+    if (goes_on) {
+        begin_run();
+        load(ring[0]);
+#pragma unroll
+        for (int i = 1; i < TILES_IN_FLIGHT - 1; i++) load_next(ring[i]);
+        const ValueOffsets offsets(lane);
+        do {
+#pragma unroll
+            for (int i = 0; i < TILES_IN_FLIGHT; i++) {
+                load_next(ring[(i + TILES_IN_FLIGHT - 1) % TILES_IN_FLIGHT]);
+                weights.add(ring[i].codes, ring[i].scores, offsets);
+                goes_on = warp_uniform(ring[(i + 1) % TILES_IN_FLIGHT].index < end);
+                if (!goes_on) break;
+            }
+        } while (goes_on);
+    }
+    clear_results(warp_results());
+#endif
 }
 
 // Subtracts the coded values of the selected tokens from the warp's results.
@@ -162,7 +212,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + NEIGHBORS, 1) pq_hybrid_a
     // If IS_ADAPTIVE, the plan reads the numbers of rows that the selection writes.
     const bool waits_first = !IS_BESIDE && !a.rows_arrive;
     if (warp_uniform(threadIdx.x >= LANES)) {
-        load_value_table<THREADS - LANES>(a, blockIdx.y, threadIdx.x - LANES, shared);
+        prepare_values<THREADS - LANES>(a, blockIdx.y, threadIdx.x - LANES, shared);
         if (waits_first) pdl_wait(), pdl_trigger();
     } else {
         if (waits_first) pdl_wait(), pdl_trigger();
@@ -182,6 +232,9 @@ extern "C" __global__ void __launch_bounds__(THREADS + NEIGHBORS, 1) pq_hybrid_a
         if (!waits_first) pdl_wait(), pdl_trigger();
         if (IS_BESIDE) subtract_selected(a);
         attend_to_rows(a);
+#ifdef BY_CODE
+        add_weighted_codes(a, blockIdx.y, block().bases, shared, warp_results());
+#endif
         reduce<VEC, D, WARPS, RESULT>(&block().results[0][0][0], GROUP, plan, blockIdx.x,
                                       a.partials + ((u64)blockIdx.y * gridDim.x + blockIdx.x) * 2 * VEC * RESULT,
                                       a.counts + row, [&](u32 query, int component, const Sum& sum) {

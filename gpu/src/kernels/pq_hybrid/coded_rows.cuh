@@ -14,12 +14,6 @@
 // Weights are at most 2^WEIGHT_BITS, so that f16 represents weights down to 2^-39 of their sum.
 constexpr float WEIGHT_BITS = 15;
 
-// The score (a logarithm to base 2) of weight 1 for a query of a sequence with coded tokens. Called by a warp.
-__device__ __forceinline__ float weight_base(const AttendArguments& a, u64 row, u32 query) {
-    const Stats all = row_stats(a, row, query);
-    return all.sum == 0 ? NOTHING : all.max + __log2f(all.sum) - WEIGHT_BITS;
-}
-
 // Sums like those of exact rows, with negative weights.
 struct CodedRows : RowSums {
     static constexpr int PIECES = 8 / PIECE; // pieces of a chunk of 8 components

@@ -3,8 +3,8 @@
 //
 // CPU twins: pq_core::hybrid_select_into, pq_core::hybrid_attend_into, pq_core::attend_exact_into. Compile-time shape:
 // HEAD_DIM 64 or 128; GROUP 1 to 8 query heads per KV head; KEY_M, VALUE_M 8, 16 or 32 subspaces; KEY_BITS,
-// VALUE_BITS 4 or 8; VALUE_COPIES 1 or 2 (values.cuh); ELEMENT 1 (f16) or 2 (bf16); MAX_RULE (keys.cuh); PAGED or not;
-// ADAPTIVE or not (budget.cuh); ADDENDS or not (addends.cuh).
+// VALUE_BITS 4 or 8; BY_CODE (code_weights.cuh) or VALUE_COPIES 1 or 2 (values.cuh); ELEMENT 1 (f16) or 2 (bf16);
+// MAX_RULE (keys.cuh); PAGED or not; ADAPTIVE or not (budget.cuh); ADDENDS or not (addends.cuh).
 //
 // A step is two operations, so that rows can be fetched in between:
 //
@@ -16,11 +16,12 @@
 //
 // Codes and tables are in the layout of `pq::CodeLayout`, as pq_attend/attend.cu reads them: lane 4 g + l of a warp
 // reads codes of one quarter of the subspaces (keys) or one eighth (values), rotated by lane. Both kernels arrange
-// their tables in shared memory so that the lanes of a wavefront access different banks, whatever their codes.
+// their tables or counters in shared memory so that the lanes of a wavefront access different banks, whatever their
+// codes.
 //
 // Scores are logarithms to base 2. Floor at 32/8 heads x 131,072 tokens with 16 codes per key and value: 33.5 MB of
 // codes take 8 us. Shared memory serves 32 wavefronts per tile of 32 tokens for the scores of four queries and 64 for
-// the values: 4.5 and 9 us at 132 multiprocessors and 1.75 GHz.
+// the values: 4.5 and 9 us at 132 multiprocessors and 1.75 GHz. The values of one query take 16 atomic additions.
 #pragma once
 #include "types.cuh"
 
