@@ -18,7 +18,9 @@ type Load = (usize, usize, usize, usize);
 
 const LOADS: [Load; 5] =
     [(32, 32, 1, 32_768), (32, 8, 1, 131_072), (32, 8, 1, 32_768), (32, 32, 8, 32_768), (32, 8, 4, 131_072)];
-/// The same with codes in pages of this many tokens, and a load so large that a warp has more than 32 tiles.
+/// Loads with two query heads for each key/value head.
+const PAIRS: [Load; 2] = [(64, 32, 8, 32_768), (16, 8, 1, 131_072)];
+/// `LOADS` with codes in pages of this many tokens, and a load so large that a warp has more than 32 tiles.
 const PAGED: [(Load, usize); 4] = [
     ((32, 8, 1, 131_072), 32),
     ((32, 8, 1, 131_072), 256),
@@ -59,6 +61,9 @@ pub fn run(watch: &Stopwatch) {
         }
     }
     let coarse = PqShape::new(DIM, 16, 8).unwrap();
+    for load in PAIRS {
+        time(watch, [coarse, coarse], load, Variant::default());
+    }
     for load in LOADS.into_iter().filter(|load| load.2 == 1) {
         time(watch, [coarse, coarse], load, Variant { addends: true, ..Variant::default() });
     }
