@@ -306,6 +306,8 @@ const _: () = assert!(size_of::<KernelArguments>() == 232);
 ///
 /// # Cost
 /// Every code is read once. The coded scores, 2 bytes per token and query, are written once and read twice.
+/// With up to two query heads per KV head and `4 * group * m <= dim` for the values, attention adds up the
+/// weights of each code in place of values.
 /// # Source
 /// MILLION (DAC 2025), III-B, for attention on codes; PQCache (arXiv 2407.12820), 3.4, for the group's rule.
 pub struct Hybrid {
