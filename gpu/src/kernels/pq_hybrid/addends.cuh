@@ -36,8 +36,8 @@ struct TileAddends {
         for (int i = 0; i < SETS * PAIRS; i++) {
             const u32 pair = movmatrix_trans(loaded[i / PAIRS][i % PAIRS]);
             float(&of_token)[4] = sums[i / PAIRS];
-            of_token[i % PAIRS * 2] += half_to_float((u16)pair) * LOG2_E;
-            of_token[i % PAIRS * 2 + 1] += half_to_float((u16)(pair >> 16)) * LOG2_E;
+            const float2 addends = half2_to_float2(pair);
+            of_token[i % PAIRS * 2] += addends.x * LOG2_E, of_token[i % PAIRS * 2 + 1] += addends.y * LOG2_E;
         }
     }
 };

@@ -65,7 +65,7 @@ __device__ __forceinline__ void attend_to_tiles(const AttendArguments& a) {
     const u8* codes = a.codes + lane * Values::LANE_BYTES;
     const ScoredTile* scores = a.scores_of(row);
 #ifndef BY_CODE
-    // Not a ring of two, as below: ptxas schedules that differently, which with pages and large batches took 13 % longer.
+    // Not a ring of two, as below: ptxas schedules that differently, with pages and large batches 13 % slower.
     const int place = ValueSums::half_of(lane) * 16 + l * 4;
     struct Tile {
         Values codes;
