@@ -8,6 +8,7 @@
 #include "pq_hybrid/stats.cuh"
 #ifdef BY_CODE // two ways to sum coded values
 #include "pq_hybrid/code_weights.cuh"
+static_assert(GROUP <= 2, "the queries of a row of counters");
 #else
 #include "pq_hybrid/coded_rows.cuh"
 #include "pq_hybrid/values.cuh"

@@ -27,7 +27,6 @@ constexpr int TILES_IN_FLIGHT = 4; // of a warp: the one that it adds and those 
 constexpr float WEIGHT_BITS = 30;
 // A row of counters, of a code: [query][bank].
 constexpr int VALUE_BYTES = VALUE_KSUB * ROW;
-static_assert(GROUP <= 2, "the queries of a row");
 
 // The counter of a row for a query in a bank.
 __device__ __forceinline__ u32* counter_of(u8* row, int query, int bank) {
