@@ -457,3 +457,37 @@ impl Hybrid {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use pq_core::{GroupRule, PqShape};
+
+    use super::HybridShape;
+    use crate::Element;
+
+    #[test]
+    fn few_queries_sum_weights_by_code_on_every_device() -> Result<(), Box<dyn std::error::Error>> {
+        let by_code = [(128, 8, 8, 2), (128, 16, 8, 2), (128, 32, 4, 1), (64, 8, 4, 2), (64, 16, 8, 1)];
+        let by_look_up = [(128, 32, 8, 2), (128, 8, 8, 4), (64, 16, 8, 2), (64, 32, 4, 1)];
+        for (shapes, is_by_code) in [(&by_code[..], true), (&by_look_up[..], false)] {
+            for &(dim, m, nbits, group) in shapes {
+                let quantizer = PqShape::new(dim, m, nbits)?;
+                let shape = HybridShape {
+                    keys: quantizer,
+                    values: quantizer,
+                    group,
+                    element: Element::F16,
+                    rule: GroupRule::SumOfSoftmax,
+                    paged: false,
+                    addends: false,
+                    adaptive: false,
+                };
+                for kib in [99, 163, 227] {
+                    let plan = shape.plan(kib << 10)?;
+                    assert_eq!(plan.copies.is_none(), is_by_code, "{shape:?}, {kib} KiB");
+                }
+            }
+        }
+        Ok(())
+    }
+}

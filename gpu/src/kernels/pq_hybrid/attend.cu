@@ -3,7 +3,7 @@
 //
 // shape.cuh has the compile-time shape and explains the method. Launch: grid (block of a head's work, head), THREADS
 // threads, one block per multiprocessor. If BESIDE, the selection runs concurrently and hides no tokens: the sums of
-// coded values depend only on the scores, and the selected tokens are subtracted afterwards (coded_rows.cuh).
+// coded values depend only on the scores, and the selected tokens are subtracted afterwards (CodedRows).
 #include "pq_hybrid/rows.cuh"
 #include "pq_hybrid/stats.cuh"
 #ifdef BY_CODE // two ways to sum coded values
@@ -19,7 +19,7 @@ static_assert(GROUP <= 2, "the queries of a row of counters");
 constexpr int WARPS = ATTEND_WARPS, THREADS = WARPS * LANES;
 
 struct Shared {
-    u8 values[VALUE_BYTES]; // centroids or counters
+    u8 values[VALUE_SHARED_BYTES]; // centroids or counters
     float results[WARPS][VEC][RESULT];
     float bases[GROUP];
     Plan<AttendArguments> plan;

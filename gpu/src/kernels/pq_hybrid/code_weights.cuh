@@ -26,7 +26,7 @@ constexpr int TILES_IN_FLIGHT = 4; // of a warp: the one that it adds and those 
 // than it has added are negative.
 constexpr float WEIGHT_BITS = 30;
 // A row of counters, of a code: [query][bank].
-constexpr int VALUE_BYTES = VALUE_KSUB * ROW;
+constexpr int VALUE_SHARED_BYTES = VALUE_KSUB * ROW;
 
 // The counter of a row for a query in a bank.
 __device__ __forceinline__ u32* counter_of(u8* row, int query, int bank) {
@@ -39,7 +39,7 @@ __device__ __forceinline__ int bank_of(int subspace) { return subspace % 8 * 4 +
 // Clears the counters. Called by THREADS threads; `thread` is the index of this one.
 template <int THREADS>
 __device__ __forceinline__ void prepare_values(const AttendArguments&, u32, u32 thread, u8* counters) {
-    for (int i = thread; i < VALUE_BYTES / 16; i += THREADS)
+    for (int i = thread; i < VALUE_SHARED_BYTES / 16; i += THREADS)
         reinterpret_cast<uint4*>(counters)[i] = make_uint4(0, 0, 0, 0);
 }
 
@@ -221,5 +221,6 @@ struct CodedRows {
         }
     }
 
+    // The counters have the differences already.
     __device__ __forceinline__ void add_to(float*) const {}
 };

@@ -18,7 +18,7 @@ constexpr int SETS = VALUE_M == 32 ? 4 : 2, SLOTS = SETS * VALUE_COPIES;     // 
 constexpr int PIECE = D / (8 * SETS), PIECE_WORDS = PIECE / 2;               // components of a look-up
 constexpr int PIECE_BYTES = PIECE * 2, LINE_G = 128 / (PIECE_BYTES * SLOTS); // values of g per line of 128 bytes
 constexpr int HALF_TABLE = 1 << 16, HALF_G = 2 * LINE_G;                     // distance of the table halves; g per half
-constexpr int VALUE_BYTES = (HALF_G < 8 ? HALF_TABLE : 0) + VALUE_KSUB * ROW;
+constexpr int VALUE_SHARED_BYTES = (HALF_G < 8 ? HALF_TABLE : 0) + VALUE_KSUB * ROW;
 constexpr int COLUMNS = 8 / SETS;                        // queries of an MMA
 constexpr int MMAS = VEC <= COLUMNS ? 1 : VEC / COLUMNS; // MMAs for all queries
 
