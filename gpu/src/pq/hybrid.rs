@@ -96,10 +96,10 @@ impl HybridShape {
             return unsupported("keys and values of the same dim");
         }
         let entry = self.selection().entry();
-        // Weights are summed by code where that takes at most half of the accesses to shared memory, for up to
-        // two queries: more take longer to multiply by the codebook. For look-ups, two copies of the centroids
-        // of at most 16 subspaces avoid bank conflicts: with 128 components a code then has two rows, 2^16
-        // bytes apart.
+        // Weights are summed by code where that takes at most half of the accesses to shared memory, for up
+        // to two queries: more take longer to multiply by the codebook. For look-ups, two copies of the
+        // centroids of at most 16 subspaces avoid bank conflicts: with 128 components a code then has two
+        // rows, 2^16 bytes apart.
         let (m, ksub, dim) = (self.values.m(), self.values.ksub(), self.values.dim());
         let sums_by_code = self.group <= 2 && 4 * self.additions() <= dim;
         let plan = |copies: Option<usize>, warps: usize| {
