@@ -14,7 +14,6 @@ static_assert(GROUP <= 2, "the queries of a row of counters");
 #include "pq_hybrid/values.cuh"
 #endif
 #include "softmax_reduce.cuh"
-#include "tile_indices.cuh"
 
 constexpr int WARPS = ATTEND_WARPS, THREADS = WARPS * LANES;
 
@@ -53,101 +52,13 @@ __device__ __forceinline__ float weight_base(const AttendArguments& a, u64 row, 
     return all.sum == 0 ? NOTHING : all.max + __log2f(all.sum) - WEIGHT_BITS;
 }
 
-// Writes the sums over coded values to the warp's results.
+// Sums the coded values of all tokens.
 __device__ __forceinline__ void attend_to_tiles(const AttendArguments& a) {
-    const int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES, g = lane / 4, l = lane % 4;
     const Plan<AttendArguments>& plan = block().plan;
     const u64 row = (u64)plan.entry * a.heads + blockIdx.y;
     const Part part(plan);
-    const u32 end = part.tile_end;
-    TileWalk<WARPS> walk(part.tile_begin, warp, (part.item_end - part.item_begin) % WARPS);
-    TileIndices tiles;
-    auto begin_run = [&] { tiles.begin(a, plan.entry, blockIdx.y, min(walk.after(lane), end - 1)); };
-    const u8* codes = a.codes + lane * Values::LANE_BYTES;
-    const ScoredTile* scores = a.scores_of(row);
-#ifndef BY_CODE
-    // Not a ring of two, as below: ptxas schedules that differently, with pages and large batches 13 % slower.
-    const int place = ValueSums::half_of(lane) * 16 + l * 4;
-    struct Tile {
-        Values codes;
-        uint2 scores[MMAS]; // four of the lane's half
-        float levels[MMAS];
-    };
-    auto load = [&](Tile& ahead) {
-        // Reloads the last tile instead of branching: the lanes of the warp might not reconverge after a branch.
-        const u32 tile = min(walk.tile, end - 1);
-        ahead.codes.load(codes + (u64)tiles.take(tile) * Values::TILE_BYTES);
-#pragma unroll
-        for (int m = 0; m < MMAS; m++) {
-            const int query = min(m * COLUMNS + g % COLUMNS, GROUP - 1);
-            // Bypasses L1, which may hold scores of the previous launch: this may precede `pdl_wait`.
-            ahead.scores[m] = __ldcg(reinterpret_cast<const uint2*>(&scores[tile].scores[query][place]));
-            ahead.levels[m] = __ldcg(&scores[tile].levels[query]);
-        }
-    };
-    ValueSums sums;
-    sums.clear(block().bases, lane);
-    if (warp_uniform(walk.tile < end)) {
-        Tile even, odd;
-        begin_run();
-        load(even);
-        const ValueOffsets offsets(lane);
-        auto add = [&](Tile& tile, Tile& next) {
-            walk.advance();
-            if (TileIndices::PAGES && warp_uniform(tiles.left() == 0 && walk.tile < end)) begin_run();
-            load(next); // prefetches one tile ahead
-            u32 weights[2][MMAS][2], any = 0;
-            sums.weigh(weights, tile.scores, tile.levels, lane);
-#pragma unroll
-            for (int i = 0; i < 4 * MMAS; i++) any |= weights[i / 2 / MMAS][i / 2 % MMAS][i % 2];
-            // A tile is skipped if all its weights have underflowed.
-            if (warp_uniform(any != 0)) sums.add(tile.codes, weights, offsets, shared);
-        };
-        do {
-            add(even, odd);
-            if (!warp_uniform(walk.tile < end)) break;
-            add(odd, even);
-        } while (warp_uniform(walk.tile < end));
-    }
-    sums.store(warp_results(), lane);
-#else
-    struct Tile {
-        u32 index; // in the sequence
-        Values codes;
-        Scores scores;
-    };
-    Tile ring[TILES_IN_FLIGHT];
-    auto load = [&](Tile& ahead) {
-        const u32 tile = min(walk.tile, end - 1); // as above
-        ahead.index = walk.tile;
-        ahead.codes.load(codes + (u64)tiles.take(tile) * Values::TILE_BYTES);
-        ahead.scores.load(scores[tile], place_of(l + g / 4 * 4 + g % 4 * 8));
-    };
-    auto load_next = [&](Tile& ahead) {
-        walk.advance();
-        if (TileIndices::PAGES && warp_uniform(tiles.left() == 0 && walk.tile < end)) begin_run();
-        load(ahead);
-    };
-    const CodeWeights weights(block().bases, shared);
-    bool goes_on = warp_uniform(walk.tile < end);
-    if (goes_on) {
-        begin_run();
-        load(ring[0]);
-#pragma unroll
-        for (int i = 1; i < TILES_IN_FLIGHT - 1; i++) load_next(ring[i]);
-        const ValueOffsets offsets(lane);
-        do {
-#pragma unroll
-            for (int i = 0; i < TILES_IN_FLIGHT; i++) {
-                load_next(ring[(i + TILES_IN_FLIGHT - 1) % TILES_IN_FLIGHT]);
-                weights.add(ring[i].codes, ring[i].scores, offsets);
-                goes_on = warp_uniform(ring[(i + 1) % TILES_IN_FLIGHT].index < end);
-                if (!goes_on) break;
-            }
-        } while (goes_on);
-    }
-    clear_results(warp_results());
-#endif
+    const TileWalk<WARPS> walk(part.tile_begin, threadIdx.x / LANES, (part.item_end - part.item_begin) % WARPS);
+    sum_tiles(a, plan, row, walk, part.tile_end, block().bases, shared, warp_results());
 }
 
 // Subtracts the coded values of the selected tokens from the warp's results.
@@ -233,9 +144,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + NEIGHBORS, 1) pq_hybrid_a
         if (!waits_first) pdl_wait(), pdl_trigger();
         if (IS_BESIDE) subtract_selected(a);
         attend_to_rows(a);
-#ifdef BY_CODE
-        add_weighted_codes(a, blockIdx.y, block().bases, shared, warp_results());
-#endif
+        add_coded_sums(a, blockIdx.y, block().bases, shared, warp_results());
         reduce<VEC, D, WARPS, RESULT>(&block().results[0][0][0], GROUP, plan, blockIdx.x,
                                       a.partials + ((u64)blockIdx.y * gridDim.x + blockIdx.x) * 2 * VEC * RESULT,
                                       a.counts + row, [&](u32 query, int component, const Sum& sum) {

@@ -14,6 +14,7 @@
 // COPIES = 4 / SETS of them.
 #pragma once
 #include "pq_hybrid/codes.cuh"
+#include "pq_hybrid/plan.cuh"
 #include "tile_indices.cuh"
 #include "warp.cuh"
 
@@ -125,10 +126,59 @@ __device__ __forceinline__ void clear_results(float* results) {
     __syncwarp();
 }
 
+// Adds the tiles of `walk` before `end` to the counters, and empties the warp's results. `row`: of the plan's sequence.
+// `bases`: the base of each query.
+__device__ __forceinline__ void sum_tiles(const AttendArguments& a, const Plan<AttendArguments>& plan, u64 row,
+                                          TileWalk<ATTEND_WARPS> walk, u32 end, const float* bases, u8* counters,
+                                          float* results) {
+    const int lane = threadIdx.x % LANES, g = lane / 4, l = lane % 4;
+    TileIndices tiles;
+    auto begin_run = [&] { tiles.begin(a, plan.entry, blockIdx.y, min(walk.after(lane), end - 1)); };
+    const u8* codes = a.codes + lane * Values::LANE_BYTES;
+    const ScoredTile* scores = a.scores_of(row);
+    struct Tile {
+        u32 index; // in the sequence
+        Values codes;
+        Scores scores;
+    };
+    Tile ring[TILES_IN_FLIGHT];
+    auto load = [&](Tile& ahead) {
+        // Reloads the last tile instead of branching: the lanes of the warp might not reconverge after a branch.
+        const u32 tile = min(walk.tile, end - 1);
+        ahead.index = walk.tile;
+        ahead.codes.load(codes + (u64)tiles.take(tile) * Values::TILE_BYTES);
+        ahead.scores.load(scores[tile], place_of(l + g / 4 * 4 + g % 4 * 8));
+    };
+    auto load_next = [&](Tile& ahead) {
+        walk.advance();
+        if (TileIndices::PAGES && warp_uniform(tiles.left() == 0 && walk.tile < end)) begin_run();
+        load(ahead);
+    };
+    const CodeWeights weights(bases, counters);
+    bool goes_on = warp_uniform(walk.tile < end);
+    if (goes_on) {
+        begin_run();
+        load(ring[0]);
+#pragma unroll
+        for (int i = 1; i < TILES_IN_FLIGHT - 1; i++) load_next(ring[i]);
+        const ValueOffsets offsets(lane);
+        do {
+#pragma unroll
+            for (int i = 0; i < TILES_IN_FLIGHT; i++) {
+                load_next(ring[(i + TILES_IN_FLIGHT - 1) % TILES_IN_FLIGHT]);
+                weights.add(ring[i].codes, ring[i].scores, offsets);
+                goes_on = warp_uniform(ring[(i + 1) % TILES_IN_FLIGHT].index < end);
+                if (!goes_on) break;
+            }
+        } while (goes_on);
+    }
+    clear_results(results);
+}
+
 // Adds the values of the warp's share of the codes, times their weights, to its results, and clears their counters.
 // Called by all threads of the block when they have added and subtracted all tokens. Lane j + VALUE_M * i has
 // subspace j.
-__device__ __forceinline__ void add_weighted_codes(const AttendArguments& a, u32 head, const float* bases, u8* counters,
+__device__ __forceinline__ void add_coded_sums(const AttendArguments& a, u32 head, const float* bases, u8* counters,
                                                    float* results) {
     constexpr int LANE_WORDS = WORDS / LANES, CODES = VALUE_KSUB / ATTEND_WARPS; // of a lane, of a warp
     const int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES, bank = bank_of(lane % VALUE_M);

@@ -9,6 +9,8 @@
 // has shared memory for it (VALUE_COPIES 2). A code of 16 components counts as two sets.
 #pragma once
 #include "pq_hybrid/codes.cuh"
+#include "pq_hybrid/plan.cuh"
+#include "tile_indices.cuh"
 #include "warp.cuh"
 
 using Values = Packed<VALUE_M, VALUE_BITS>;
@@ -199,3 +201,63 @@ struct ValueSums {
         __syncwarp();
     }
 };
+
+// Writes the warp's results: the sums of the tiles of `walk` before `end`. `row`: of the plan's sequence. `bases`: the
+// base of each query. `table`: of the values, in shared memory.
+__device__ __forceinline__ void sum_tiles(const AttendArguments& a, const Plan<AttendArguments>& plan, u64 row,
+                                          TileWalk<ATTEND_WARPS> walk, u32 end, const float* bases, const u8* table,
+                                          float* results) {
+    const int lane = threadIdx.x % LANES, g = lane / 4, l = lane % 4;
+    TileIndices tiles;
+    auto begin_run = [&] { tiles.begin(a, plan.entry, blockIdx.y, min(walk.after(lane), end - 1)); };
+    const u8* codes = a.codes + lane * Values::LANE_BYTES;
+    const ScoredTile* scores = a.scores_of(row);
+    const int place = ValueSums::half_of(lane) * 16 + l * 4;
+    struct Tile {
+        Values codes;
+        uint2 scores[MMAS]; // four of the lane's half
+        float levels[MMAS];
+    };
+    auto load = [&](Tile& ahead) {
+        // Reloads the last tile instead of branching: the lanes of the warp might not reconverge after a branch.
+        const u32 tile = min(walk.tile, end - 1);
+        ahead.codes.load(codes + (u64)tiles.take(tile) * Values::TILE_BYTES);
+#pragma unroll
+        for (int m = 0; m < MMAS; m++) {
+            const int query = min(m * COLUMNS + g % COLUMNS, GROUP - 1);
+            // Bypasses L1, which may hold scores of the previous launch: this may precede `pdl_wait`.
+            ahead.scores[m] = __ldcg(reinterpret_cast<const uint2*>(&scores[tile].scores[query][place]));
+            ahead.levels[m] = __ldcg(&scores[tile].levels[query]);
+        }
+    };
+    ValueSums sums;
+    sums.clear(bases, lane);
+    if (warp_uniform(walk.tile < end)) {
+        // Not a ring of two, as code_weights.cuh has: ptxas schedules that differently, with pages and large batches
+        // 13 % slower.
+        Tile even, odd;
+        begin_run();
+        load(even);
+        const ValueOffsets offsets(lane);
+        auto add = [&](Tile& tile, Tile& next) {
+            walk.advance();
+            if (TileIndices::PAGES && warp_uniform(tiles.left() == 0 && walk.tile < end)) begin_run();
+            load(next); // prefetches one tile ahead
+            u32 weights[2][MMAS][2], any = 0;
+            sums.weigh(weights, tile.scores, tile.levels, lane);
+#pragma unroll
+            for (int i = 0; i < 4 * MMAS; i++) any |= weights[i / 2 / MMAS][i / 2 % MMAS][i % 2];
+            // A tile is skipped if all its weights have underflowed.
+            if (warp_uniform(any != 0)) sums.add(tile.codes, weights, offsets, table);
+        };
+        do {
+            add(even, odd);
+            if (!warp_uniform(walk.tile < end)) break;
+            add(odd, even);
+        } while (warp_uniform(walk.tile < end));
+    }
+    sums.store(results, lane);
+}
+
+// The results have the sums already.
+__device__ __forceinline__ void add_coded_sums(const AttendArguments&, u32, const float*, const u8*, float*) {}
