@@ -28,7 +28,8 @@ fn main() -> Result<(), Error> {
         let mut scratch = HybridScratch::new(shape, n, &mut floats, &mut scored)?;
         let hybrid = Hybrid { rows: RowBudget::Share(share), ..Hybrid::default() };
         let mut selected = vec![0; hybrid.rows.most(n)];
-        hybrid_select_into(&luts, &tokens, &hybrid, &mut scratch, &mut selected)?;
+        let found = hybrid_select_into(&luts, &tokens, &hybrid, &mut scratch, &mut selected)?;
+        selected.truncate(found);
         let (mut out, mut stats) = (vec![0.0; dim], [SoftmaxStats::EMPTY]);
         if coded {
             // An engine with offloaded rows fetches the selected ones meanwhile.

@@ -11,6 +11,7 @@ use core::ops::Range;
 
 use crate::adc::{scan_chunk, scan_scalar, split_planes};
 use crate::blocks::{Blocks, Room};
+use crate::centroid_sums::{flush, flush_interval};
 use crate::error::{check_at_least, check_len};
 use crate::pack::{BLOCK, unpack_run};
 use crate::scan_group::{QUERIES, scan_group};
@@ -27,10 +28,11 @@ pub const fn attend_scratch_len(values: PqShape, group: usize) -> usize {
     tables_len(values).saturating_add(group.saturating_mul(CHUNK))
 }
 
-/// Elements of the tables: one float per centroid and component, as byte planes. The scalar form needs only
-/// one per centroid and subspace.
+/// Elements of the tables: one float per centroid and component, as byte planes. The scalar form needs two
+/// per centroid and subspace.
 const fn tables_len(values: PqShape) -> usize {
-    values.dim() * row_len(values.ksub())
+    let columns = if values.dsub() == 1 { 2 * values.m() } else { values.dim() };
+    columns * row_len(values.ksub())
 }
 
 /// Attention of a GQA group of query heads over the coded tokens of its KV head, without decoding them to
@@ -125,7 +127,7 @@ impl Kernel for Attend<'_, '_> {
         let (codebook, n) = (tokens.codebook(), tokens.n());
         let shape = codebook.shape();
         let (tables, scratch) = scratch.split_at_mut(tables_len(shape));
-        let weights = &mut tables[..shape.lut_len()];
+        let weights = &mut tables[..2 * shape.lut_len()]; // sums, then totals
         for (g, (total, out)) in stats.iter_mut().zip(out.chunks_exact_mut(shape.dim())).enumerate() {
             let lut = luts.lut(g);
             let mut stats = SoftmaxStats::EMPTY;
@@ -135,10 +137,15 @@ impl Kernel for Attend<'_, '_> {
                 let scores = &mut scratch[..end - start];
                 scan_scalar(&lut, &tokens.keys().part(start, end), scores);
                 weigh(tokens, g, start, scores, &mut stats, weights);
-                add_per_centroid(&tokens.values().part(start, end), scores, weights);
+                let (sums, totals) = weights.split_at_mut(shape.lut_len());
+                add_per_centroid(&tokens.values().part(start, end), scores, sums);
+                if end == n || end % flush_interval(shape.ksub()) == 0 {
+                    flush(sums, totals);
+                }
             }
             let scale = total.absorb(stats, out);
-            let rows = weights.chunks_exact(shape.ksub()).zip(codebook.subspaces());
+            let totals = &weights[shape.lut_len()..];
+            let rows = totals.chunks_exact(shape.ksub()).zip(codebook.subspaces());
             for ((row, subspace), out) in rows.zip(out.chunks_exact_mut(shape.dsub())) {
                 for (d, out) in out.iter_mut().enumerate() {
                     let sum: f32 = row.iter().zip(subspace.column(d)).map(|(&weight, &y)| weight * y).sum();

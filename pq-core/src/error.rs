@@ -21,7 +21,8 @@ pub enum Error {
         /// The requested bits per code.
         nbits: u32,
     },
-    /// A product of sizes does not fit in `usize`, or the range of a table does not fit in `f32`.
+    /// A product of sizes does not fit in `usize`, the range of a table does not fit in `f32`, or the index of a
+    /// selected token does not fit in `u32`.
     TooLarge,
     /// A slice's length is not the one that the shapes require.
     Length {
@@ -245,7 +246,7 @@ impl fmt::Display for Error {
             Self::Tolerance => write!(f, "the tolerance must be finite and at least 0"),
             Self::BackendUnavailable => write!(f, "this machine lacks the instructions of the backend"),
             Self::NotFinite { what, index } => write!(f, "{what} is not finite at index {index}"),
-            Self::Budget { what } => write!(f, "{what} of the row budget is out of its range"),
+            Self::Budget { what } => write!(f, "{what} is out of its range"),
             Self::Unaligned { what, at, multiple } => {
                 write!(f, "{what} is {at}, expected a multiple of {multiple}")
             }

@@ -18,6 +18,7 @@ mod scores;
 mod values;
 
 use crate::attend::CHUNK;
+use crate::centroid_sums::flush_interval;
 use crate::error::{check_at_least, check_finite, check_len};
 use crate::simd::{Kernel, Run};
 use crate::softmax::{exponentiate, max};
@@ -122,17 +123,17 @@ const fn attend_len(values: PqShape, group: usize) -> usize {
 /// A token's coded score for query g is that of [`attend_into`](crate::attend_into), plus half of
 /// [`Hybrid::score_variances`]. The tokens with the highest combined scores are selected
 /// ([`combine_group_into`](crate::combine_group_into)), as many as [`Hybrid::rows`] allows. Writes their
-/// indices in ascending order and returns their number. A token whose coded score is minus infinity for every
-/// query is masked and never selected.
+/// indices in ascending order and returns their number; elements of `selected` beyond them are undefined. A
+/// token whose coded score is minus infinity (a masked one) or NaN for every query is never selected.
 ///
 /// # Shapes
-/// `luts` (group, m, ksub) in the keys' shape; `scratch` for the same group and n; `selected` at least
-/// [`RowBudget::most`] of n elements.
+/// `luts` (group, m, ksub) in the keys' shape, for n below 2^32 tokens; `scratch` for the same group and n;
+/// `selected` at least [`RowBudget::most`] of n elements.
 /// # Errors
 /// [`Error::ShapeMismatch`]; [`Error::Length`] for a bias, variances, statistics or a scratch of another
-/// group or n; [`Error::NotFinite`] for an infinite or NaN variance and for statistics of a NaN;
-/// [`Error::Budget`] for a negative variance and for a share or bounds out of range; [`Error::TooShort`] for
-/// `selected`, which is then untouched.
+/// group or n; [`Error::NotFinite`] for an infinite or NaN variance and for statistics whose log-sum-exp is
+/// NaN; [`Error::Budget`] for a negative variance and for a share or bounds out of range; [`Error::TooLarge`]
+/// for 2^32 tokens or more; [`Error::TooShort`] for `selected`. Then `selected` is untouched.
 /// # Cost
 /// group * n * m lookups, the exponentials of [`combine_group_into`](crate::combine_group_into), one
 /// selection, and for [`RowBudget::Error`] one more pass over n; no allocation.
@@ -200,10 +201,10 @@ pub fn hybrid_select_into_with(
     let (group, n) = (luts.group(), tokens.n());
     tokens.check_queries(luts)?;
     scratch.search.check(group, n)?;
-    for (what, len) in [("variances", hybrid.score_variances.len()), ("others", hybrid.others.len())] {
+    for (what, len) in [("score_variances", hybrid.score_variances.len()), ("others", hybrid.others.len())] {
         check_len(what, len, if len == 0 { 0 } else { group })?;
     }
-    check_finite("variances", hybrid.score_variances)?;
+    check_finite("score_variances", hybrid.score_variances)?;
     hybrid.score_variances.iter().try_for_each(|&x| check_budget("score_variances", x, f32::MAX))?;
     if let Some(index) = hybrid.others.iter().position(|others| others.log_sum_exp().is_nan()) {
         return Err(Error::NotFinite { what: "others", index });
@@ -215,6 +216,9 @@ pub fn hybrid_select_into_with(
             check_budget("bound", bound, f32::MAX)?;
             check_budget("value_error", value_error, f32::MAX)?;
         }
+    }
+    if u32::try_from(n).is_err() {
+        return Err(Error::TooLarge);
     }
     check_at_least("selected", selected.len(), hybrid.rows.most(n))?;
     let (all_scores, combined, stats) = scratch.search.parts();
@@ -273,7 +277,8 @@ impl Kernel for FinishScores<'_, '_> {
 /// `selected` as [`hybrid_select_into`] wrote it, or any other tokens; `scratch` from that call for the same
 /// tokens (its scores are not checked); `out` (group, dim of the values); `stats` (group,).
 /// # Errors
-/// [`Error::TokenOutOfRange`] or [`Error::Length`]; `out` and `stats` are then untouched.
+/// [`Error::TokenOutOfRange`]; [`Error::Length`]; [`Error::TooShort`] for a scratch of another shape of values.
+/// `out` and `stats` are then untouched.
 /// # Cost
 /// Per query n exponentials; n * m additions of a group's weights, and group * ksub * dim multiply-adds; no
 /// allocation.
@@ -355,6 +360,9 @@ impl Kernel for AttendRest<'_, '_> {
                 lanes.set_weights(g, row);
             }
             lanes.add(&tokens.values().part(start, end));
+            if end == n || end % flush_interval(codebook.shape().ksub()) == 0 {
+                lanes.flush();
+            }
         }
         let mut scales = [0.0; MOST];
         let totals = stats.iter_mut().zip(out.chunks_exact_mut(codebook.shape().dim()));

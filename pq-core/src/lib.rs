@@ -19,6 +19,7 @@ mod attend;
 #[cfg(feature = "alloc")]
 mod block_cache;
 mod blocks;
+mod centroid_sums;
 mod clustering_cost;
 mod codebook;
 mod coded_tokens;

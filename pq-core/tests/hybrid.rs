@@ -255,6 +255,44 @@ fn the_rest_is_accurate_where_the_selected_tokens_hold_all_weight() {
     assert_eq!(selected, [77]);
 }
 
+/// A sum of n similar weights in one `f32` would have an error of up to n / 2^24.
+#[test]
+fn many_tokens_of_one_centroid_are_summed_accurately() {
+    let n = 1 << 20;
+    let mut bias = vec![0.7_f32.ln(); n];
+    bias[n / 2] = 0.0; // the maximum rises
+    for (nbits, tolerance) in [(1, 1e-4), (8, 1e-4), (12, 1e-3)] {
+        let shape = PqShape::new(8, 1, nbits).unwrap();
+        let book = CodebookBuf::new(shape, &vec![1.0; shape.codebook_len()]).unwrap();
+        let bytes = vec![0; shape.codes_len(n)];
+        let codes = Codes::new(shape, n, &bytes).unwrap();
+        let tokens = CodedTokens::new(codes, codes, book.view()).unwrap().with_bias(&bias[..]);
+        let table = vec![0.0; shape.lut_len()];
+        let luts = Luts::new(shape, &table).unwrap();
+        for backend in backends() {
+            let check = |mut out: Vec<f32>, stats: [SoftmaxStats; 1]| {
+                normalize_all(&stats, &mut out).unwrap();
+                assert!(
+                    out.iter().all(|x| (x - 1.0).abs() < tolerance),
+                    "{nbits} bits, {backend:?}: {out:?}"
+                );
+            };
+            let (mut out, mut stats) = (vec![0.0; 8], [SoftmaxStats::EMPTY]);
+            let mut scratch = vec![0.0; attend_scratch_len(shape, 1)];
+            attend_into_with(backend, &luts, &tokens, &mut scratch, &mut out, &mut stats).unwrap();
+            check(out, stats);
+            let mut floats = vec![0.0; HybridScratch::len(shape, 1, n)];
+            let mut scored = [SoftmaxStats::EMPTY];
+            let mut scratch = HybridScratch::new(shape, n, &mut floats, &mut scored).unwrap();
+            let hybrid = Hybrid::default();
+            hybrid_select_into_with(backend, &luts, &tokens, &hybrid, &mut scratch, &mut []).unwrap();
+            let (mut out, mut stats) = (vec![0.0; 8], [SoftmaxStats::EMPTY]);
+            hybrid_attend_into_with(backend, &tokens, &[], &mut scratch, &mut out, &mut stats).unwrap();
+            check(out, stats);
+        }
+    }
+}
+
 #[test]
 fn masked_tokens_are_not_selected() {
     let shape = PqShape::new(8, 2, 4).unwrap();

@@ -30,7 +30,8 @@ pub enum RowBudget {
     /// This many tokens.
     Count(usize),
     /// This fraction of the coded tokens, rounded up: 0 for none, 1 for all. The `f32` stands for the decimal
-    /// that it was written as: a tenth of 1000 tokens is 100.
+    /// that it was written as: a tenth of 1000 tokens is 100. A product above 2^23 is rounded up only where the
+    /// precision of `f32` shows a remainder.
     Share(f32),
     /// As many as keep the error of every query's output below a bound at about the 95th percentile.
     Error {

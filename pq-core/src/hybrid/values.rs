@@ -7,12 +7,13 @@
 //! token's weights: on Zen 3 that takes half the time of one at a time.
 
 use crate::attend::CHUNK;
+use crate::centroid_sums::flush;
 use crate::pack::unpack_run;
 use crate::{Codebook, Codes, PqShape};
 
 /// Floats that [`Lanes`] needs for `group` queries.
 pub(super) const fn weighted_values_len(values: PqShape, group: usize) -> usize {
-    lanes(group).saturating_mul(values.lut_len().saturating_add(CHUNK))
+    lanes(group).saturating_mul(values.lut_len().saturating_mul(2).saturating_add(CHUNK))
 }
 
 /// Maximum queries processed at once.
@@ -33,7 +34,8 @@ pub(super) struct Lanes<'a> {
     shape: PqShape,
     lanes: usize,
     weights: &'a mut [f32], // (CHUNK, lanes); zeros in lanes without a query
-    sums: &'a mut [f32],    // (m, ksub, lanes)
+    sums: &'a mut [f32],    // (m, ksub, lanes): of the tokens since the last flush
+    totals: &'a mut [f32],  // the same of all earlier tokens
 }
 
 impl<'a> Lanes<'a> {
@@ -43,8 +45,9 @@ impl<'a> Lanes<'a> {
         let lanes = lanes(queries);
         let floats = &mut floats[..weighted_values_len(shape, queries)];
         floats.fill(0.0);
-        let (weights, sums) = floats.split_at_mut(CHUNK * lanes);
-        Self { shape, lanes, weights, sums }
+        let (weights, floats) = floats.split_at_mut(CHUNK * lanes);
+        let (sums, totals) = floats.split_at_mut(shape.lut_len() * lanes);
+        Self { shape, lanes, weights, sums, totals }
     }
 
     /// Sets the weights of query `g` for a chunk.
@@ -90,7 +93,13 @@ impl<'a> Lanes<'a> {
         }
     }
 
-    /// Adds each query's sum of weighted values, times its scale, to `out` (queries, dim).
+    /// Adds the sums to the totals.
+    #[inline(always)]
+    pub fn flush(&mut self) {
+        flush(self.sums, self.totals);
+    }
+
+    /// Adds each query's total of weighted values, times its scale, to `out` (queries, dim).
     #[inline(always)]
     pub fn add_values(&self, codebook: &Codebook<'_>, scales: &[f32], out: &mut [f32]) {
         match self.lanes {
@@ -103,14 +112,14 @@ impl<'a> Lanes<'a> {
 
     #[inline(always)]
     fn add_values_of<const L: usize>(&self, codebook: &Codebook<'_>, scales: &[f32], out: &mut [f32]) {
-        let (dim, sums) = (self.shape.dim(), self.sums.as_chunks::<L>().0);
-        for (j, sums) in sums.chunks_exact(self.shape.ksub()).enumerate() {
+        let (dim, totals) = (self.shape.dim(), self.totals.as_chunks::<L>().0);
+        for (j, totals) in totals.chunks_exact(self.shape.ksub()).enumerate() {
             let subspace = codebook.subspace(j);
             for d in 0..self.shape.dsub() {
                 let mut parts = [[0.0; L]; PARTS];
-                for (i, (&y, sums)) in subspace.column(d).iter().zip(sums).enumerate() {
-                    for (part, sum) in parts[i % PARTS].iter_mut().zip(sums) {
-                        *part += y * sum;
+                for (i, (&y, totals)) in subspace.column(d).iter().zip(totals).enumerate() {
+                    for (part, total) in parts[i % PARTS].iter_mut().zip(totals) {
+                        *part += y * total;
                     }
                 }
                 let outs = out[j * self.shape.dsub() + d..].iter_mut().step_by(dim);
