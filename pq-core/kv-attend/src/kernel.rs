@@ -24,7 +24,7 @@ const BLOCK_BYTES: usize = 8192;
 /// stay in L2.
 const HEADS_BYTES: usize = 131_072;
 
-pub(crate) struct Attend<'a, 'b, E> {
+pub struct Attend<'a, 'b, E> {
     pub attention: &'a Attention,
     pub queries: &'a [f32], // (query tokens, heads, group, dim_k), scaled
     pub query_tokens: usize,
@@ -62,9 +62,13 @@ impl<E: Element> Kernel for Attend<'_, '_, E> {
                     cap(self.attention.softcap, &mut weights[..n]);
                     let weights = &mut weights[..n.next_multiple_of(LANES)];
                     add_scores::<1>(weights, &mut self.stats[query..=query], out);
-                    for (&row, weight) in rows[..n].iter().zip(weights) {
-                        let value = &values.row(row)[head * dim_v..][..dim_v];
-                        out.iter_mut().zip(value).for_each(|(out, x)| *out += *weight * x.to_f32());
+                    for (c, out) in out.chunks_mut(LANES).enumerate() {
+                        let mut sums = [0.0; LANES];
+                        for (&row, weight) in rows[..n].iter().zip(&*weights) {
+                            let value = &values.row(row)[head * dim_v + c * LANES..][..out.len()];
+                            sums.iter_mut().zip(value).for_each(|(sum, x)| *sum += *weight * x.to_f32());
+                        }
+                        out.iter_mut().zip(sums).for_each(|(out, sum)| *out += sum);
                     }
                 }
             }
@@ -263,11 +267,14 @@ impl<R> Block<'_, '_, R> {
         }
         if c < dim_v {
             for (g, out) in self.out.chunks_exact_mut(dim_v).enumerate() {
+                let mut sums = [0.0; LANES];
                 for (t, weights) in weights.chunks_exact(P).take(n).enumerate() {
                     // SAFETY: t is below n, and a row has `dim_v` elements.
                     let value = unsafe { core::slice::from_raw_parts(self.values.row(t), dim_v) };
-                    out[c..].iter_mut().zip(&value[c..]).for_each(|(out, x)| *out += weights[g] * x.to_f32());
+                    let value = sums.iter_mut().zip(&value[c..]);
+                    value.for_each(|(sum, x)| *sum += weights[g] * x.to_f32());
                 }
+                out[c..].iter_mut().zip(sums).for_each(|(out, sum)| *out += sum);
             }
         }
     }
@@ -331,12 +338,6 @@ fn add_values<S: Simd, E: Element, R: BlockRows<E>, const G: usize, const P: usi
     let (dim, n) = (values.dim(), values.n());
     assert!(out.len() == G * dim && weights.len() >= n * P && c + V * S::LANES <= dim);
     let mut sums = [[s.splat(0.0); V]; G];
-    for g in 0..G {
-        for v in 0..V {
-            // SAFETY: G outputs of `dim`, and c + V * LANES is at most that.
-            sums[g][v] = unsafe { s.load(out.as_ptr().add(g * dim + c + v * S::LANES)) };
-        }
-    }
     for t in 0..n {
         let mut value = [s.splat(0.0); V];
         let (row, ahead) = (values.row(t), values.ahead(0, t));
@@ -355,8 +356,11 @@ fn add_values<S: Simd, E: Element, R: BlockRows<E>, const G: usize, const P: usi
     }
     for g in 0..G {
         for v in 0..V {
-            // SAFETY: as for the loads.
-            unsafe { s.store(out.as_mut_ptr().add(g * dim + c + v * S::LANES), sums[g][v]) };
+            // SAFETY: G outputs of `dim`, and c + V * LANES is at most that.
+            unsafe {
+                let out = out.as_mut_ptr().add(g * dim + c + v * S::LANES);
+                s.store(out, s.mul_add(s.splat(1.0), sums[g][v], s.load(out)));
+            }
         }
     }
 }

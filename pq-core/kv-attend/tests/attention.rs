@@ -53,6 +53,32 @@ fn formula<E: Element>(
     out
 }
 
+/// Added to one `f32` one after another, a million similar weights have an error of 1e-3.
+#[test]
+fn many_similar_tokens_are_summed_accurately() {
+    let (dim_k, dim_v) = (8, 37);
+    // The first key has a score of 0, the second one of -0.35.
+    let keys: Vec<f32> = [vec![0.0; dim_k], vec![-0.35 / dim_k as f32; dim_k]].concat();
+    let values = vec![1.0; 2 * dim_v];
+    let mut list = vec![1; 1 << 20];
+    list[0] = 0;
+    let tokens = ExactTokens::contiguous(&keys, dim_k, &values, dim_v).unwrap().chosen(&list).unwrap();
+    for backend in backends() {
+        for group in [1, 4] {
+            let queries = vec![1.0; group * dim_k];
+            let (mut out, mut stats) = (vec![0.0; group * dim_v], vec![SoftmaxStats::EMPTY; group]);
+            let mut scratch = vec![0.0; attend_exact_scratch_len(group, dim_k)];
+            let queries = Rows::contiguous(&queries, group * dim_k).unwrap();
+            let attention = Attention::default();
+            attend_exact_into_with(backend, &attention, queries, &tokens, &mut scratch, &mut out, &mut stats)
+                .unwrap();
+            normalize_all(&stats, &mut out).unwrap();
+            let error = out.iter().map(|x| (x - 1.0).abs()).fold(0.0, f32::max);
+            assert!(error < 1e-4, "{backend:?}, {group} queries: {error:e}");
+        }
+    }
+}
+
 #[derive(Clone, Debug)]
 struct Case {
     n: usize,
