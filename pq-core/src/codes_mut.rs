@@ -88,7 +88,7 @@ impl<'a> CodesMut<'a> {
         }
         check_len("row", vectors.components(), self.shape.dim())?;
         check_at_least("pages", self.n, first.saturating_add(vectors.rows()))?;
-        encode(backend, codebook, vectors, first, self)
+        encode(backend, codebook, vectors.into(), first, self)
     }
 
     /// The run of subspace `j` in block `b`.

@@ -1,3 +1,5 @@
+use kv_attend::{AnyRows, for_any_rows};
+
 use crate::assign::{
     CHAINS, Nearest, Sum, Tile, assign_fitting, fill_tile, fits_f32, nearest_of_registers, squares_of,
     summed_error,
@@ -116,11 +118,21 @@ pub fn encode_rows_into_with<E: Element>(
     let (shape, n) = (codebook.shape(), vectors.rows());
     check_len("row", vectors.components(), shape.dim())?;
     check_at_least("codes", codes.len(), shape.codes_len(first.saturating_add(n)))?;
-    encode(backend, codebook, vectors, first, &mut CodesMut::new(shape, codes))
+    encode(backend, codebook, vectors.into(), first, &mut CodesMut::new(shape, codes))
 }
 
 /// [`encode_rows_into`] with checked arguments.
-pub(crate) fn encode<E: Element>(
+pub(crate) fn encode(
+    backend: Backend,
+    codebook: &Codebook<'_>,
+    vectors: AnyRows<'_>,
+    first: usize,
+    codes: &mut CodesMut<'_>,
+) -> Result<f64, Error> {
+    for_any_rows!(vectors, vectors => encode_rows(backend, codebook, vectors, first, codes))
+}
+
+fn encode_rows<E: Element>(
     backend: Backend,
     codebook: &Codebook<'_>,
     vectors: Rows<'_, E>,

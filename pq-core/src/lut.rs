@@ -1,9 +1,11 @@
 mod quantized;
 
+use kv_attend::{AnyRows, for_any_rows};
+
 use crate::codebook::Subspace;
 use crate::error::{check_len, count_rows};
 use crate::simd::{Kernel, Run, Simd};
-use crate::{Backend, Codebook, Element, Error, PqShape};
+use crate::{Backend, Codebook, Element, Error, PqShape, Rows};
 
 pub use quantized::{LutPrecision, QuantizedLut};
 
@@ -143,8 +145,13 @@ pub fn lut_into_with<'a, E: Element>(
         return Err(Error::Zero { what: "number of queries" });
     }
     check_len("luts", luts.len(), group.saturating_mul(shape.lut_len()))?;
-    backend.run(FillLuts { codebook, queries, luts });
+    fill_luts(backend, codebook, Rows::from(queries).into(), luts);
     Ok(Luts { shape, values: luts })
+}
+
+/// Fills the tables of the queries, a single row.
+fn fill_luts(backend: Backend, codebook: &Codebook<'_>, queries: AnyRows<'_>, luts: &mut [f32]) {
+    for_any_rows!(queries, queries => backend.run(FillLuts { codebook, queries: queries.row(0), luts }));
 }
 
 struct FillLuts<'a, E> {

@@ -1,12 +1,13 @@
 //! Maximum inner product search: selects the tokens that a decode step attends to.
 
 use kv_attend::simd::dot;
+use kv_attend::{AnyRows, for_any_rows};
 
 use crate::error::{check_at_least, check_len, count_rows};
 use crate::simd::{Kernel, Run};
 use crate::{
-    Backend, Codes, Element, Error, GroupRule, Luts, SoftmaxStats, combine_group_into_with, scan_into_with,
-    top_k_into_with,
+    Backend, Codes, Element, Error, GroupRule, Luts, Rows, SoftmaxStats, combine_group_into_with,
+    scan_into_with, top_k_into_with,
 };
 
 /// Parameters of [`search_into`].
@@ -258,12 +259,16 @@ pub fn rerank_into_with<E: Element>(
     let dim = count_rows("queries", queries.len(), group)?;
     check_len("keys", keys.len(), n.saturating_mul(dim))?;
     check_at_least("kept", kept.len(), rerank.k.min(n))?;
-    backend.run(ExactScores { queries, keys, dim, scores: scratch.scores });
+    score_exactly(backend, queries, Rows::from(keys).into(), dim, scratch.scores);
     combine_group_into_with(backend, scratch.scores, rerank.rule, scratch.stats, scratch.combined)?;
     top_k_into_with(backend, scratch.combined, rerank.k, kept)
 }
 
-/// Computes the scores (group, n) of exact keys.
+/// Computes the scores (group, n) of exact keys (n, dim), a single row.
+fn score_exactly(backend: Backend, queries: &[f32], keys: AnyRows<'_>, dim: usize, scores: &mut [f32]) {
+    for_any_rows!(keys, keys => backend.run(ExactScores { queries, keys: keys.row(0), dim, scores }));
+}
+
 struct ExactScores<'a, 'b, E> {
     queries: &'a [f32], // (group, dim)
     keys: &'a [E],      // (n, dim)

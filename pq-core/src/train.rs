@@ -1,10 +1,12 @@
 use alloc::vec;
 use alloc::vec::Vec;
 
+use kv_attend::{AnyRows, for_any_rows};
+
 use crate::error::{check_finite, check_len, count_rows};
 use crate::kmeans::{Clusters, Limits, Points};
 use crate::rng::SplitMix64;
-use crate::{Backend, Element, Error, PqShape};
+use crate::{Backend, Element, Error, PqShape, Rows};
 
 /// The initial centroids of k-means.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -165,8 +167,21 @@ pub fn train_batch_with<E: Element>(
         check_len("starting centroids", centroids.len(), shape.codebook_len())?;
         check_finite("starting centroids", centroids)?;
     }
-    let subspace =
-        |task: usize| train_subspace(backend, shape, sets[task / shape.m()], task % shape.m(), options);
+    let sets: Vec<AnyRows<'_>> = sets.iter().map(|vectors| Rows::from(*vectors).into()).collect();
+    Ok(train_sets(backend, shape, &sets, options))
+}
+
+/// [`train_batch`] with checked arguments. The vectors of a set are a single row.
+fn train_sets(
+    backend: Backend,
+    shape: PqShape,
+    sets: &[AnyRows<'_>],
+    options: &TrainOptions<'_>,
+) -> Vec<Trained> {
+    let subspace = |task: usize| {
+        let (set, j) = (task / shape.m(), task % shape.m());
+        for_any_rows!(sets[set], vectors => train_subspace(backend, shape, vectors.row(0), j, options))
+    };
     let tasks = 0..sets.len() * shape.m();
     #[cfg(feature = "rayon")]
     let subspaces: Vec<_> = {
@@ -175,7 +190,7 @@ pub fn train_batch_with<E: Element>(
     };
     #[cfg(not(feature = "rayon"))]
     let subspaces: Vec<_> = tasks.map(subspace).collect();
-    Ok(subspaces.chunks_exact(shape.m()).map(|subspaces| assemble(shape, subspaces)).collect())
+    subspaces.chunks_exact(shape.m()).map(|subspaces| assemble(shape, subspaces)).collect()
 }
 
 /// One trained subspace and, with [`TrainOptions::encode`], the runs of its codes.

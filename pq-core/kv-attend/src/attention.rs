@@ -4,7 +4,6 @@ use core::ops::Range;
 
 use crate::error::{check_at_least, check_len};
 use crate::kernel::Attend;
-use crate::simd::Run;
 use crate::{Backend, Element, Error, Rows, SoftmaxStats};
 
 /// How inner products become scores, and which tokens a query attends to.
@@ -299,6 +298,6 @@ pub fn attend_exact_into_with<Q: Element, E: Element>(
     for (scaled, query) in scaled.chunks_exact_mut(row).zip(queries.iter()) {
         scaled.iter_mut().zip(query).for_each(|(scaled, x)| *scaled = attention.scale * x.to_f32());
     }
-    backend.run(Attend { attention, queries: scaled, query_tokens, tokens, out, stats });
+    E::attend(backend, Attend { attention, queries: scaled, query_tokens, tokens, out, stats });
     Ok(())
 }

@@ -1,9 +1,13 @@
 use half::{bf16, f16};
 
-use crate::simd::Simd;
+use crate::kernel::Attend;
+use crate::simd::{Run, Simd};
+use crate::{AnyRows, Backend, Rows};
 
 mod sealed {
+    use crate::kernel::Attend;
     use crate::simd::Simd;
+    use crate::{AnyRows, Backend, Rows};
 
     pub trait Sealed: Copy {
         /// Loads `S::LANES` elements and widens them.
@@ -17,6 +21,11 @@ mod sealed {
         /// # Safety
         /// `S::LANES` elements from `p` on are writable.
         unsafe fn store<S: Simd>(s: S, p: *mut Self, x: S::F32);
+
+        fn any(rows: Rows<'_, Self>) -> AnyRows<'_>;
+
+        /// Runs exact attention. Not generic, so that its loops are compiled in this crate alone.
+        fn attend(backend: Backend, attend: Attend<'_, '_, Self>);
     }
 }
 use sealed::Sealed;
@@ -51,6 +60,14 @@ impl Sealed for f32 {
         // SAFETY: the caller guarantees it.
         unsafe { s.store(p, x) }
     }
+
+    fn any(rows: Rows<'_, Self>) -> AnyRows<'_> {
+        AnyRows::F32(rows)
+    }
+
+    fn attend(backend: Backend, attend: Attend<'_, '_, Self>) {
+        backend.run(attend);
+    }
 }
 
 impl Element for f16 {
@@ -73,6 +90,14 @@ impl Sealed for f16 {
     unsafe fn store<S: Simd>(s: S, p: *mut Self, x: S::F32) {
         // SAFETY: the caller guarantees it; `f16` has the layout of `u16`.
         unsafe { s.store_f16(p.cast(), x) }
+    }
+
+    fn any(rows: Rows<'_, Self>) -> AnyRows<'_> {
+        AnyRows::F16(rows)
+    }
+
+    fn attend(backend: Backend, attend: Attend<'_, '_, Self>) {
+        backend.run(attend);
     }
 }
 
@@ -97,6 +122,14 @@ impl Sealed for bf16 {
         // SAFETY: the caller guarantees it; `bf16` has the layout of `u16`.
         unsafe { s.store_bf16(p.cast(), x) }
     }
+
+    fn any(rows: Rows<'_, Self>) -> AnyRows<'_> {
+        AnyRows::Bf16(rows)
+    }
+
+    fn attend(backend: Backend, attend: Attend<'_, '_, Self>) {
+        backend.run(attend);
+    }
 }
 
 #[cfg(test)]
@@ -104,8 +137,7 @@ mod tests {
     use std::vec::Vec;
 
     use super::*;
-    use crate::Backend;
-    use crate::simd::{Kernel, Run};
+    use crate::simd::Kernel;
 
     struct Store<'a, E>(&'a [f32; 16], &'a mut [E; 16]);
 

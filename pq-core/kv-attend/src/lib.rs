@@ -33,6 +33,6 @@ pub use element::Element;
 pub use error::Error;
 #[cfg(feature = "alloc")]
 pub use owner::Workspace;
-pub use rows::{Rows, RowsMut};
+pub use rows::{AnyRows, Rows, RowsMut};
 pub use softmax::{SoftmaxStats, normalize_all};
 pub use window::Window;

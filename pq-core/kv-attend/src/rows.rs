@@ -2,8 +2,10 @@
 
 use core::ops::Range;
 
-use crate::Error;
+use half::{bf16, f16};
+
 use crate::error::check_at_least;
+use crate::{Element, Error};
 
 /// Rows of `components` elements each, `row_stride` elements apart: the keys of one head in a cache of any
 /// layout, without a copy.
@@ -121,6 +123,37 @@ impl<'a, E> Rows<'a, E> {
     pub(crate) const fn data(&self) -> &'a [E] {
         self.data
     }
+}
+
+/// [`Rows`] of any [`Element`]. A generic function is compiled again in every crate that calls it: one with
+/// long loops converts its rows to these and passes them to a function that is compiled once.
+#[derive(Clone, Copy, Debug)]
+pub enum AnyRows<'a> {
+    /// Rows of `f32`.
+    F32(Rows<'a, f32>),
+    /// Rows of [`half::f16`].
+    F16(Rows<'a, f16>),
+    /// Rows of [`half::bf16`].
+    Bf16(Rows<'a, bf16>),
+}
+
+impl<'a, E: Element> From<Rows<'a, E>> for AnyRows<'a> {
+    fn from(rows: Rows<'a, E>) -> Self {
+        E::any(rows)
+    }
+}
+
+/// Evaluates an expression with the [`Rows`] of some [`AnyRows`]: it is compiled for each element type.
+#[doc(hidden)]
+#[macro_export]
+macro_rules! for_any_rows {
+    ($any:expr, $rows:ident => $result:expr) => {
+        match $any {
+            $crate::AnyRows::F32($rows) => $result,
+            $crate::AnyRows::F16($rows) => $result,
+            $crate::AnyRows::Bf16($rows) => $result,
+        }
+    };
 }
 
 /// A slice as a single row.
