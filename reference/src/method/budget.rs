@@ -23,19 +23,27 @@ impl Budget {
         })
     }
 
+    /// The factor of a number of tokens that, rounded up, gives what the decimal `fraction` stands for: 0.07 of
+    /// 100 is 7, although the product of the nearest `f64` is larger.
+    pub fn factor(fraction: f64) -> f64 {
+        fraction * (1.0 - 2.0 * f64::EPSILON)
+    }
+
     /// Tokens to retrieve of `n`, with `reserved` tokens in sinks and window. A ratio gives at least one if
     /// there are any.
     pub fn k(self, n: usize, reserved: usize) -> usize {
         let k = match self {
-            Self::Ratio(ratio) => {
-                let attended = (ratio * n.saturating_add(reserved) as f64).ceil() as usize;
-                attended.saturating_sub(reserved).max(1)
-            }
-            Self::Share(share) => (share * n as f64).ceil() as usize,
+            Self::Ratio(ratio) => part(ratio, n.saturating_add(reserved)).saturating_sub(reserved).max(1),
+            Self::Share(share) => part(share, n),
             Self::Tokens(tokens) => tokens,
         };
         k.min(n)
     }
+}
+
+/// A fraction of `n`, rounded up.
+pub(super) fn part(fraction: f64, n: usize) -> usize {
+    (Budget::factor(fraction) * n as f64).ceil() as usize
 }
 
 #[cfg(test)]
@@ -52,5 +60,15 @@ mod tests {
         assert_eq!(Budget::Ratio(1.0).k(1000, 68), 1000);
         let shares = [(0, 0.5, 0), (1, 0.01, 1), (101, 0.01, 2), (1000, 0.0, 0), (1000, 1.0, 1000)];
         assert_eq!(shares.map(|(n, share, _)| Budget::Share(share).k(n, 68)), shares.map(|(_, _, k)| k));
+    }
+
+    #[test]
+    fn fractions_are_those_of_their_decimals() {
+        for thousandths in 0..=1000_usize {
+            let fraction = thousandths as f64 / 1000.0;
+            for n in [0, 1, 10, 100, 999, 1000, 1300, 4096, 131_072, 1 << 32] {
+                assert_eq!(part(fraction, n), (thousandths * n).div_ceil(1000), "{fraction} of {n}");
+            }
+        }
     }
 }

@@ -13,6 +13,7 @@ use std::sync::Arc;
 use pq_core::{GroupRule, RowBudget, combine_group_into};
 use svd_core::SoftmaxStats;
 
+use super::budget::part;
 use super::kind::{Entry, Kind, Site};
 use crate::Result;
 use crate::cache::{DenseStore, ElementType, Elements, FetchCounter, Fetched, Footprint, Geometry, Store};
@@ -248,8 +249,7 @@ impl Store for RetroInferStore {
         self.fetched.add(Fetched { attentions: 1, rows, bytes, ..Fetched::default() });
         self.exact.rows().attend_chosen(head, &retrieved, q, out, stats)?;
 
-        let estimated: Vec<usize> =
-            left.take((self.settings.estimate * count as f64).ceil() as usize).collect();
+        let estimated: Vec<usize> = left.take(part(self.settings.estimate, count)).collect();
         for ((scores, out), stats) in scores.chunks_exact(count).zip(out.chunks_exact_mut(dim)).zip(stats) {
             // A cluster has the weight of its tokens with the centroid as the key of each.
             let score = |c: usize| scores[c] + (clusters.tokens[c].len() as f32).ln();
@@ -355,7 +355,7 @@ mod tests {
                     read += clusters[order[retrieved]].len();
                     retrieved += 1;
                 }
-                let estimated = (estimate * clusters.len() as f64).ceil() as usize;
+                let estimated = part(estimate, clusters.len());
                 for (g, q) in q.iter().enumerate() {
                     let (mut sum, mut expected) = (0.0, vec![0.0; dim]);
                     let mut add = |weight: f64, value: &[f64]| {

@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use svd_core::SoftmaxStats;
 
+use super::budget::part;
 use super::kind::{Entry, Kind, Site};
 use crate::Result;
 use crate::cache::{Footprint, Geometry, PromptRows, RotatedStore, Store};
@@ -55,7 +56,7 @@ impl<S: RotatedStore> EvictingStore<S> {
     fn choose(&self, keys: &[f32]) -> Vec<usize> {
         let Geometry { n_heads, n_kv_heads, head_dim } = self.geometry;
         let n = keys.len() / self.geometry.kv_dim();
-        let stay = (self.part * n as f64).ceil() as usize;
+        let stay = part(self.part, n);
         let group = n_heads / n_kv_heads * head_dim;
         let scale = 1.0 / (head_dim as f32).sqrt();
         let (mut attention, mut scores) = (vec![0.0; n], vec![0.0; n]);

@@ -48,8 +48,8 @@ impl StepBudget {
     /// Launches the count for a step of these sequences.
     pub fn launch(&self, gpu: &Gpu, sequences: &Sequences) -> Result<()> {
         let (ratio, tokens, least) = match self.budget {
-            Budget::Ratio(ratio) => (ratio, 0, 1),
-            Budget::Share(share) => (share, 0, 0),
+            Budget::Ratio(ratio) => (Budget::factor(ratio), 0, 1),
+            Budget::Share(share) => (Budget::factor(share), 0, 0),
             Budget::Tokens(tokens) => (0.0, tokens as u32, 0),
         };
         let batch = self.ks.len();
