@@ -17,6 +17,8 @@ use crate::{Attention, Element, ExactTokens, SoftmaxStats};
 
 /// Maximum tokens per block: their weights, keys and values stay in L1 and L2.
 const TOKENS: usize = 64;
+/// Components of the values that the scalar form sums at a time.
+const COMPONENTS: usize = 128;
 /// Maximum bytes of a head's keys, and of its values, per block: both stay in L1 while the next block is
 /// prefetched into L2.
 const BLOCK_BYTES: usize = 8192;
@@ -62,10 +64,10 @@ impl<E: Element> Kernel for Attend<'_, '_, E> {
                     cap(self.attention.softcap, &mut weights[..n]);
                     let weights = &mut weights[..n.next_multiple_of(LANES)];
                     add_scores::<1>(weights, &mut self.stats[query..=query], out);
-                    for (c, out) in out.chunks_mut(LANES).enumerate() {
-                        let mut sums = [0.0; LANES];
+                    for (c, out) in out.chunks_mut(COMPONENTS).enumerate() {
+                        let mut sums = [0.0; COMPONENTS];
                         for (&row, weight) in rows[..n].iter().zip(&*weights) {
-                            let value = &values.row(row)[head * dim_v + c * LANES..][..out.len()];
+                            let value = &values.row(row)[head * dim_v + c * COMPONENTS..][..out.len()];
                             sums.iter_mut().zip(value).for_each(|(sum, x)| *sum += *weight * x.to_f32());
                         }
                         out.iter_mut().zip(sums).for_each(|(out, sum)| *out += sum);
