@@ -279,7 +279,8 @@ proptest! {
         for (precision, planes) in [(LutPrecision::U8, 1), (LutPrecision::U16, 2)] {
             prop_assert_eq!(shape.quantized_lut_len(precision) as u128, planes * m * ksub.max(16));
         }
-        let scratch = d * ksub.max(16) + group as u128 * 1024;
+        let columns = if d == m { 2 * d } else { d }; // the scalar form has sums and totals
+        let scratch = columns * ksub.max(16) + group as u128 * 1024;
         prop_assert_eq!(attend_scratch_len(shape, group), as_far_as_it_goes(scratch));
         let floats = (group as u128 + 1) * n as u128;
         prop_assert_eq!(SearchScratch::len(group, n), as_far_as_it_goes(floats));
