@@ -179,7 +179,7 @@ __device__ __forceinline__ void sum_tiles(const AttendArguments& a, const Plan<A
 // Called by all threads of the block when they have added and subtracted all tokens. Lane j + VALUE_M * i has
 // subspace j.
 __device__ __forceinline__ void add_coded_sums(const AttendArguments& a, u32 head, const float* bases, u8* counters,
-                                                   float* results) {
+                                               float* results) {
     constexpr int LANE_WORDS = WORDS / LANES, CODES = VALUE_KSUB / ATTEND_WARPS; // of a lane, of a warp
     const int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES, bank = bank_of(lane % VALUE_M);
     const u32* table = a.table + (u64)head * VALUE_KSUB * WORDS + lane;
