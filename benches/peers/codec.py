@@ -532,7 +532,7 @@ def main():
         out = [f"## {title}", ""] + ([made, ""] if args.only else [])
         make(out)
         lines = replaced(args.out, out) if args.only else lines + out
-        record.write(args.out, lines, commit)
+        record.write(args.out, lines)
 
 
 main()

@@ -543,11 +543,10 @@ def main():
         results.append(run_case(os.path.abspath(arguments.kv), *cases[i]))
         lines = make_table(results, commit)
         # Written after every case, so that an interrupted run keeps its results.
-        record.write(os.path.join(arguments.results, f"{name}.md"), lines, commit)
+        record.write(os.path.join(arguments.results, f"{name}.md"), lines)
         record.write(
             os.path.join(arguments.results, f"{name}.json"),
             [json.dumps({"commit": commit, "cases": results}, indent=1)],
-            commit,
         )
         print("\n".join(lines), flush=True)
 

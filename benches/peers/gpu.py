@@ -414,7 +414,7 @@ def main():
         for column, peer in zip(("peer", "fp8"), peers_of(row, known)):
             row[column], row[f"{column}_us"] = peer
     for name, lines in (("gpu.json", [json.dumps(result, indent=1)]), ("gpu.md", report(result))):
-        record.write(os.path.join(arguments.results, name), lines, arguments.commit)
+        record.write(os.path.join(arguments.results, name), lines)
     os.remove(partial)
     print("\n".join(report(result)))
 

@@ -205,12 +205,12 @@ def main():
         rows = section(
             out, args.kv, "tiny-llama-12m, State of the Union addresses", None, None, 128, length, 192
         )
-        record.write(args.out, out, commit)
+        record.write(args.out, out)
         if args.picture and length == 4096:
             picture(args.picture, f"tiny-llama-12m, {length} tokens", rows, 128)
     if args.smollm2:
         section(out, args.kv, "SmolLM2-135M-Instruct, WikiText-2", args.smollm2, args.text, 64, 3072, 128)
-        record.write(args.out, out, commit)
+        record.write(args.out, out)
 
 
 if __name__ == "__main__":

@@ -242,7 +242,7 @@ def write(args, shapes, peer, ours, quality_of):
     if names:
         out += quality_table(names, quality_of)
     os.makedirs(os.path.dirname(args.out) or ".", exist_ok=True)
-    record.write(args.out, out, commit)
+    record.write(args.out, out)
 
 
 def quality_table(names, quality_of):

@@ -173,11 +173,11 @@ def main():
     )
     section(out, args.kv, "tiny-llama-12m, State of the Union addresses", None, None, 128, 2048, 192)
     retrieval(out, args.kv, None, None, 128, [512, 2048])
-    record.write(args.out, out, commit)
+    record.write(args.out, out)
     if args.smollm2:
         section(out, args.kv, "SmolLM2-135M-Instruct, WikiText-2", args.smollm2, args.text, 64, 1900, 128)
         retrieval(out, args.kv, args.smollm2, args.text, 64, [1024])
-        record.write(args.out, out, commit)
+        record.write(args.out, out)
 
 
 main()

@@ -249,9 +249,9 @@ def main():
     )
 
     def write(unfinished):
-        record.write(os.path.join(args.results, "pqcache.md"), out, commit)
+        record.write(os.path.join(args.results, "pqcache.md"), out)
         text = json.dumps({"commit": commit, "studies": studies + [unfinished]}, indent=1)
-        record.write(os.path.join(args.results, "pqcache.json"), [text], commit)
+        record.write(os.path.join(args.results, "pqcache.json"), [text])
 
     n = args.context
     lengths = (n // 8, n // 4, n // 2, n)

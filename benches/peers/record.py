@@ -1,6 +1,6 @@
 """What the scripts share: the commit that is measured, and where its results go."""
 
-import datetime, os, subprocess
+import subprocess
 
 
 def commit():
@@ -9,10 +9,7 @@ def commit():
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
-def write(path, lines, commit):
-    """Writes the newest results to `path`, and the same to `record/DATE-COMMIT` in its folder, where every run stays."""
-    folder, name = os.path.split(path)
-    for place in (folder, os.path.join(folder, "record", f"{datetime.date.today()}-{commit}")):
-        os.makedirs(place or ".", exist_ok=True)
-        with open(os.path.join(place, name), "w") as file:
-            file.write("\n".join(lines).rstrip() + "\n")
+def write(path, lines):
+    """Writes results to `path`."""
+    with open(path, "w") as file:
+        file.write("\n".join(lines).rstrip() + "\n")

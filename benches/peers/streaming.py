@@ -730,8 +730,8 @@ def main():
     if os.path.exists(data):
         result["gpu"] = json.load(open(data)).get("gpu")
     out += text + sections(lines_of(args.out)).get(GPU, [])
-    record.write(args.out, out, commit)
-    record.write(data, [json.dumps(result, indent=1)], commit)
+    record.write(args.out, out)
+    record.write(data, [json.dumps(result, indent=1)])
 
 
 if __name__ == "__main__":

@@ -534,7 +534,7 @@ def main():
     if args.only != "quality":
         out = head("svd-core", slice(6, 7), commit)
         speeds(out, args.folder)
-        record.write(f"{args.out}/svd.md", out, commit)
+        record.write(f"{args.out}/svd.md", out)
     if args.only != "speed":
         out = head("Quality by rank", slice(8, 11), commit)
         section(
@@ -551,7 +551,7 @@ def main():
             ("64x4", "64x6"),
             [512, 2048],
         )
-        record.write(f"{args.out}/svd-quality.md", out, commit)
+        record.write(f"{args.out}/svd-quality.md", out)
         if args.smollm2:
             section(
                 out,
@@ -567,7 +567,7 @@ def main():
                 ("32x4", "32x6"),
                 [1024],
             )
-            record.write(f"{args.out}/svd-quality.md", out, commit)
+            record.write(f"{args.out}/svd-quality.md", out)
 
 
 main()
