@@ -158,7 +158,7 @@ impl<T> Drop for HostBuffer<T> {
     fn drop(&mut self) {
         if self.context.bind_to_thread().is_ok() {
             // SAFETY: allocated once and freed once. Freeing waits for the device's work, as with device memory:
-            // `tests/device_faults.rs` drops caches inside a step.
+            // `tests/device/faults.rs` drops caches inside a step.
             let _ = unsafe {
                 match self.kind {
                     Kind::PageLocked => result::free_host(self.address),
