@@ -3,6 +3,7 @@
 
     python benches/peers/tables.py            # all pages
     python benches/peers/tables.py --check    # fails where a page is not that of its file
+    PROGRAM | python benches/peers/tables.py NAME    # what a program has printed
 
 A script that measures calls `write` with its results. Results that a script prints itself are a list of blocks: headings, texts,
 quoted output, and tables with their columns and rows (`blocks`). What the figures mean is in results/README.md.
@@ -468,6 +469,8 @@ PAGES = {"gpu": gpu, "decode": decode, "prefill": prefill, "offload": offload, "
 
 def main():
     check, stale = "--check" in sys.argv[1:], []
+    if sys.argv[1:] and not check:
+        return write_printed(os.path.join(RESULTS, sys.argv[1]), sys.stdin.read().splitlines())
     for path in sorted(glob.glob(os.path.join(RESULTS, "*.json"))):
         stem = os.path.splitext(path)[0]
         with open(path) as file:
