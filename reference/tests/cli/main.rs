@@ -5,15 +5,17 @@
 #[path = "../support"]
 mod support {
     pub mod kv;
-    #[cfg(feature = "store")]
+    #[cfg(feature = "s3")]
     pub mod s3;
 }
 
 mod any_checkpoint;
-#[cfg(unix)]
+#[cfg(all(unix, feature = "fetch"))]
 mod fetch;
 mod hostile;
 mod outputs;
 #[cfg(feature = "store")]
 mod store_command;
+#[cfg(feature = "s3")]
+mod store_servers;
 mod usage;

@@ -111,7 +111,7 @@ fn a_run_that_fails_leaves_old_files() {
         &["calibrate", old_path],
         &["calibrate", old_path, "--replace", "--model", "/nowhere"],
         &["calibrate", old_path, "--replace", "--tokens", "3"],
-        &["fetch", "hf", "no-name", "--json", old_path],
+        &["fetch", "no-name", "--json", old_path],
     ] {
         refused(&args.join(" "), args, "");
         assert_eq!(fs::read(&old).unwrap(), b"old", "{args:?}");
@@ -299,7 +299,7 @@ fn an_output_that_cannot_be_written_is_refused_before_the_work() {
             &["generate", "We", "--model", "/no-model", "--json", path],
             &["logits", "--tokens", "1", "--model", "/no-model", "--json", path],
             &["calibrate", path, "--model", "/no-model"],
-            &["fetch", "hf", "no-name", "--json", path],
+            &["fetch", "no-name", "--json", path],
         ] {
             let output = run("", kv(args));
             if path.is_empty() {
@@ -326,7 +326,7 @@ fn pipes_devices_and_folders_are_no_files() {
             &["compare", "--json", path],
             &["compare", "--report", path],
             &["calibrate", path],
-            &["fetch", "hf", "a/b", "--json", path],
+            &["fetch", "a/b", "--json", path],
         ] {
             refused(&args.join(" "), args, if is_folder { "is a folder" } else { "is a pipe or a device" });
         }

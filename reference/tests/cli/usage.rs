@@ -122,7 +122,7 @@ fn refusals_name_the_option_and_the_way_out() {
         (&["compare", "--json", "-"], "--json -: name a file"),
         (&["compare", "--json", "/nonexistent/x.json"], "--json: /nonexistent/x.json: "),
         (&["calibrate", "/nonexistent/p"], "FILE: /nonexistent/p: "),
-        (&["logits", "--tokens", "1", "--model", "no-one/no-model"], "`kv fetch hf no-one/no-model`"),
+        (&["logits", "--tokens", "1", "--model", "no-one/no-model"], "`kv fetch no-one/no-model`"),
         (
             &["compare", "--calibration", "0", "--methods", "million"],
             "too few tokens to calibrate on: 0 of at least 64: pass a longer --text, a larger --calibration, \
@@ -247,6 +247,20 @@ fn defaults_of_lists_are_shown_as_they_are_written() {
     let output = run("only what is required", kv(&simulate));
     let stdout = String::from_utf8(output.stdout).unwrap();
     assert!(stdout.contains("Simulated: 1 request of 4096 tokens"), "{stdout}");
+}
+
+#[test]
+fn what_a_build_lacks_is_named_with_its_feature() {
+    if cfg!(not(feature = "fetch")) {
+        refused("fetch", &["fetch", "a/b"], "`--features fetch`");
+    }
+    if cfg!(all(feature = "store", not(feature = "s3"))) {
+        let what = "s3://caches/eu: needs a build with `--features s3`";
+        refused("ls", &["store", "ls", "s3://user:secret@caches/eu"], what);
+    }
+    if cfg!(not(feature = "tokenizers")) {
+        refused("a text", &["generate", "We"], "`--features tokenizers`");
+    }
 }
 
 #[test]

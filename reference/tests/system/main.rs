@@ -7,9 +7,9 @@ mod support {
     #[cfg(feature = "store")]
     pub mod faulty;
     pub mod kv;
-    #[cfg(feature = "store")]
+    #[cfg(feature = "s3")]
     pub mod s3;
-    #[cfg(feature = "store")]
+    #[cfg(feature = "s3")]
     pub mod weed;
 }
 
@@ -28,7 +28,7 @@ mod shapes;
 mod store;
 #[cfg(feature = "store")]
 mod store_faults;
-#[cfg(feature = "store")]
+#[cfg(feature = "s3")]
 mod store_s3;
 mod stream;
 mod tokenizers;
