@@ -59,6 +59,7 @@ mod shape;
 #[allow(unsafe_code)]
 mod simd;
 mod softmax;
+pub mod sq;
 #[allow(unsafe_code)]
 mod topk;
 #[cfg(feature = "alloc")]
