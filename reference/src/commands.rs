@@ -2,7 +2,6 @@
 
 mod calibrate;
 mod compare;
-mod cost;
 mod device;
 mod eval;
 mod fetch;
@@ -22,9 +21,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
-#[cfg(feature = "cuda")]
-use device::profile_clustering;
-use device::{DeviceArgs, profile_methods};
+use device::DeviceArgs;
 use indicatif::{ProgressBar, ProgressStyle};
 use kv_reference::method::methods_help;
 use kv_reference::model::Model;
@@ -56,8 +53,6 @@ enum Command {
     Eval(eval::Eval),
     /// Make a profile (codebooks, rotations, probability models) from a text
     Calibrate(calibrate::Calibrate),
-    /// Time clustering against a layer's prefill: how many iterations PQCache can overlap
-    Cost(cost::Cost),
     /// Load a stored prompt over a link, chunk by chunk, before a deadline
     #[command(
         after_help = "Example:\n  kv stream load --context 4096 --chunk 512 --link random:0.01-0.1 --slo 0.5"
@@ -103,7 +98,6 @@ impl Kv {
             Command::Logits(command) => command.run(out),
             Command::Eval(command) => command.run(out),
             Command::Calibrate(command) => command.run(out),
-            Command::Cost(command) => command.run(out),
             Command::Stream(command) => command.run(out),
             Command::Fetch(command) => command.run(out),
             Command::Methods => {

@@ -8,7 +8,6 @@
 
 mod bases;
 mod cache;
-mod clustering;
 mod gemm;
 mod gemv;
 mod host_memory;
@@ -33,7 +32,6 @@ pub use cache::{
     CacheGenCache, Chunk, DenseCache, DeviceCache, HybridCache, Int4Cache, MillionCache, PagedCache, PqCache,
     Room, ZackCache, method_cache,
 };
-pub use clustering::{DeviceClustering, LayerTimes, device_files, profile_clustering};
 pub use host_memory::PageLocked;
 pub use load::{FRAMES, Loader, Stages, StreamTarget};
 pub use programs::programs;

@@ -16,7 +16,7 @@ use serde::Serialize;
 
 use super::{
     DeviceArgs, Files, JsonArgs, ModelArgs, Stdout, TextArgs, at_least_one, distinct, few_tokens,
-    load_profile, print_error, profile_methods, progress,
+    load_profile, print_error, progress,
 };
 
 #[derive(Args)]
@@ -127,7 +127,6 @@ impl Eval {
         files.reads("--model", &self.model.path());
         files.reads("--text", &self.text.path());
         self.profile.iter().for_each(|path| files.reads("--profile", path));
-        files.reads_settings("--methods", &methods);
         let json = files.writes("--json", self.json.json.clone())?;
         let model = self.model.load()?;
         let (name, tokens) = self.text.tokens(&model)?;
@@ -146,7 +145,6 @@ impl Eval {
         let tasks = self.lengths.iter().map(|&length| self.tasks(&model, &tokens[start..], length));
         let tasks = tasks.collect::<Result<Vec<_>>>()?;
         let rope = Arc::new(Rope::new(&model.config, (longest + room).max(start)));
-        profile_methods(gpu.as_ref(), &methods, &model.config)?;
         let bar = progress();
         bar.set_message("calibrating");
         let profile = match given {

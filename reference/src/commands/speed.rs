@@ -9,9 +9,7 @@ use kv_reference::device::{Decoder, Element, Gpu, Part, RANDOM_MODELS, Weights, 
 use kv_reference::method::Method;
 use kv_reference::{Error, Result};
 
-use super::{
-    DeviceArgs, Files, JsonArgs, ModelArgs, Stdout, at_least_one, distinct, profile_clustering, progress,
-};
+use super::{DeviceArgs, Files, JsonArgs, ModelArgs, Stdout, at_least_one, distinct, progress};
 
 /// Time decode steps on a GPU, and prompts (--chunk)
 ///
@@ -83,7 +81,6 @@ impl Speed {
         if self.random.is_none() {
             files.reads("--model", &self.model.path());
         }
-        files.reads_settings("--methods", &methods);
         let json = files.writes("--json", self.json.json.clone())?;
         let logits_file = files.writes("--logits", self.logits.clone())?;
         let report = files.writes("--report", self.report.clone())?;
@@ -154,7 +151,6 @@ impl Speed {
         logits: &mut Vec<u8>,
     ) -> Result<StepTimes> {
         let capacity = (context + self.steps + WARM_UP).next_multiple_of(64);
-        profile_clustering(gpu, method, &weights.config)?;
         let mut cache = method_cache(gpu, method, &weights.config, weights.element, None, batch, capacity)?;
         cache.force_hits(self.hits);
         if self.synchronous {

@@ -15,8 +15,8 @@ use super::window::{Window, WindowShape};
 use super::{Chunk, ChunkCache, DeviceCache, Room, Rows, Sequences, check_tokens};
 use crate::Result;
 use crate::cache::Footprint;
+use crate::device::Gpu;
 use crate::device::memory::Buffer;
-use crate::device::{Gpu, clustering};
 use crate::method::Retrieval;
 use crate::model::Config;
 use index::{KeyIndex, Wanted};
@@ -107,8 +107,7 @@ impl PqCache {
         let window = WindowShape { slots: held, ..WindowShape::new(config, window, batch, capacity) };
         let attend = GatherAttend::new(&gpu.device, GatherAttendShape { dim: head_dim, element })?;
         let trained = TrainShape { quantizer, element: element.into() };
-        let iterations = clustering::iterations(gpu, config, &retrieval)?;
-        let training = Training::new(gpu, iterations, trained, batch)?;
+        let training = Training::new(gpu, retrieval.training, trained, batch)?;
         let codebooks = match codebooks {
             Some(codebooks) => codebooks,
             None => random_codebooks(n_layers, heads, quantizer)?,

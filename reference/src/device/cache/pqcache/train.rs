@@ -10,12 +10,12 @@ use crate::Result;
 use crate::device::Gpu;
 use crate::device::cache::{Chunk, Rows};
 use crate::device::memory::Buffer;
-use crate::method::{Resolved, training_step};
+use crate::method::training_step;
 
 /// The training of a cache's codebooks, which are per sequence.
 pub(super) struct Training {
     train: Train,
-    iterations: Resolved,
+    iterations: usize,
     starts: Buffer<u32>, // (ksub,): indices of the keys that are the initial centroids
     workspace: Buffer<u8>,
     sequences: Vec<Sequence>,
@@ -35,7 +35,7 @@ impl Training {
     /// The training of `batch` sequences, if the method trains.
     pub fn new(
         gpu: &Gpu,
-        iterations: Option<Resolved>,
+        iterations: Option<usize>,
         shape: TrainShape,
         batch: usize,
     ) -> Result<Option<Self>> {
@@ -182,7 +182,7 @@ impl PqCache {
             starts: Some(training.starts.pointer()),
             centroids: self.index.centroids(layer, sequence),
             errors: None,
-            iterations: training.iterations.of_keys(n, step),
+            iterations: training.iterations,
             tolerance: 0.0,
             workspace: training.workspace.pointer(),
         };
