@@ -104,7 +104,9 @@ def study(bench, code, codes, texts, settings, write):
     result |= {"quality": [], "iterations": [], "hits": []}
     with tempfile.TemporaryDirectory() as folder:
         for text in texts:
-            result["quality"].append({"name": text.name, "context": text.context, "rows": quality(text, codes)})
+            result["quality"].append(
+                {"name": text.name, "context": text.context, "rows": quality(text, codes)}
+            )
             write(result)
         result["iterations"] = iterations(bench, code)
         write(result)
