@@ -379,7 +379,7 @@ def loads(run):
         [
             "## Loading on a GPU",
             "",
-            f"{run['on']}, `kv stream time`: {run['model']}, dense bf16, chunks of {run['chunk']} tokens, ms.",
+            f"{run['on']}, `stream_speed time`: {run['model']}, dense bf16, chunks of {run['chunk']} tokens, ms.",
             "",
         ]
         + table(

@@ -8,11 +8,8 @@ mod fetch;
 mod generate;
 mod logits;
 mod output;
-#[cfg(feature = "cuda")]
-mod speed;
 #[cfg(feature = "store")]
 mod store;
-mod stream;
 
 use std::fmt::Display;
 use std::num::NonZeroUsize;
@@ -53,11 +50,6 @@ enum Command {
     Eval(eval::Eval),
     /// Make a profile (codebooks, rotations, probability models) from a text
     Calibrate(calibrate::Calibrate),
-    /// Load a stored prompt over a link, chunk by chunk, before a deadline
-    #[command(
-        after_help = "Example:\n  kv stream load --context 4096 --chunk 512 --link random:0.01-0.1 --slo 0.5"
-    )]
-    Stream(stream::Stream),
     /// Get a model of the Hugging Face Hub
     Fetch(fetch::Fetch),
     /// List the methods with their settings
@@ -69,9 +61,6 @@ enum Command {
     #[cfg(feature = "store")]
     #[command(subcommand)]
     Store(store::Store),
-    /// Time decode steps on a GPU
-    #[cfg(feature = "cuda")]
-    Speed(speed::Speed),
 }
 
 impl Kv {
@@ -98,7 +87,6 @@ impl Kv {
             Command::Logits(command) => command.run(out),
             Command::Eval(command) => command.run(out),
             Command::Calibrate(command) => command.run(out),
-            Command::Stream(command) => command.run(out),
             Command::Fetch(command) => command.run(out),
             Command::Methods => {
                 out.print(format_args!("{}\n", methods_help()));
@@ -106,8 +94,6 @@ impl Kv {
             }
             #[cfg(feature = "store")]
             Command::Store(command) => command.run(out),
-            #[cfg(feature = "cuda")]
-            Command::Speed(command) => command.run(out),
         }
     }
 }

@@ -19,7 +19,6 @@ mod rotate;
 mod score;
 mod serve;
 mod step;
-pub mod times;
 mod weights;
 
 use std::sync::{Arc, PoisonError, RwLock, RwLockWriteGuard};
