@@ -2,7 +2,7 @@
 //!
 //! Copies and decoding overlap: while some layers are decoded, the next ones, or those of the next frame, are
 //! copied on a stream of their own. If decoding keeps up with the link, a load takes as long as the copy plus
-//! the decoding of [`LAYERS`](launch::LAYERS) layers. A frame that arrives over a network is decoded from its
+//! the decoding of [`LAYERS`] layers. A frame that arrives over a network is decoded from its
 //! first layers on. Checksums are compared on the device, on a third stream, since host threads that compare
 //! them slow the copies down; a frame is complete when all have been compared. Nothing reads the rows of a
 //! frame before that, so decoding needs no further synchronization.
@@ -46,6 +46,10 @@ pub const FRAMES: usize = 3;
 /// Streams that decode: kernels for the tiles of one part and for the transforms of another one use different
 /// units, and the last blocks of one leave room for the next.
 const LANES: usize = 4;
+
+/// Layers that are copied, and then decoded, at once. With more of them decoding ends later after the copy;
+/// with fewer, gaps between copies and launches take longer.
+const LAYERS: usize = 8;
 
 /// Decodes the frames of a codec profile on the device.
 pub struct Loader {

@@ -10,14 +10,10 @@ use kv_gpu::codec::{self, CheckArguments, DecodeArguments, Rope};
 use kv_gpu::{AnyElement, DevicePtr};
 
 use super::room::{Lane, Slot};
-use super::{Arriving, Destination, LANES, Level, Loader, join};
+use super::{Arriving, Destination, LANES, LAYERS, Level, Loader, join};
 use crate::device::driver;
 use crate::device::rotate::{Direction, KeyRows};
 use crate::{Error, Result};
-
-/// Layers that are copied, and then decoded, at once. With more of them decoding ends later after the copy;
-/// with fewer, gaps between copies and launches take longer.
-pub(super) const LAYERS: usize = 8;
 
 /// Layers that are copied and decoded at once.
 pub(super) struct Part {

@@ -5,8 +5,7 @@ use std::sync::Arc;
 use codec_core::Frame;
 use cudarc::driver::CudaStream;
 
-use super::launch::LAYERS;
-use super::{Landing, Loader};
+use super::{LAYERS, Landing, Loader};
 use crate::Result;
 use crate::device::host_memory::HostWord;
 use crate::device::memory::Buffer;
