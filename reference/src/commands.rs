@@ -20,6 +20,7 @@ use std::time::Duration;
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 use device::DeviceArgs;
 use indicatif::{ProgressBar, ProgressStyle};
+use kv_reference::compare::Progress;
 use kv_reference::method::methods_help;
 use kv_reference::model::Model;
 use kv_reference::{Error, Profile, Result, files};
@@ -224,6 +225,23 @@ fn progress() -> ProgressBar {
     }
     bar.enable_steady_tick(Duration::from_millis(200));
     bar
+}
+
+/// A bar that shows the progress of a comparison.
+struct Shown<'a>(&'a ProgressBar);
+
+impl Progress for Shown<'_> {
+    fn begin(&self, steps: usize) {
+        self.0.set_length(steps as u64);
+    }
+
+    fn message(&self, what: &str) {
+        self.0.set_message(what.to_owned());
+    }
+
+    fn advance(&self) {
+        self.0.inc(1);
+    }
 }
 
 /// Formats a count: `1 chunk`, `2 chunks`.

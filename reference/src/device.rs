@@ -6,6 +6,7 @@
 //! GEMMs by cuBLASLt and `kv_gpu::svd::Prefill`. [`Weights`] holds the model, a [`DeviceCache`] the keys and
 //! values, a [`Decoder`] runs steps.
 
+mod all_programs;
 mod bases;
 mod cache;
 mod gemm;
@@ -27,13 +28,13 @@ use cudarc::driver::sys::CUstream;
 use cudarc::driver::{CudaGraph, CudaStream, DriverError, result, sys};
 pub use kv_gpu::Element;
 
+pub use all_programs::programs;
 pub use cache::{
     CacheGenCache, Chunk, DenseCache, DeviceCache, HybridCache, Int4Cache, MillionCache, PagedCache, PqCache,
     Room, ZackCache, method_cache,
 };
 pub use host_memory::PageLocked;
 pub use load::{FRAMES, Loader, Stages, StreamTarget};
-pub use programs::programs;
 pub use score::{answer_questions, score_text};
 pub use serve::serve;
 pub use step::{CHUNK, Decoder, Part};

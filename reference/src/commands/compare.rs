@@ -8,7 +8,7 @@ use kv_reference::report::{html, table};
 use kv_reference::{Error, Result};
 
 use super::{
-    DeviceArgs, Files, JsonArgs, ModelArgs, Stdout, TextArgs, at_least_one, few_tokens, load_profile,
+    DeviceArgs, Files, JsonArgs, ModelArgs, Shown, Stdout, TextArgs, at_least_one, few_tokens, load_profile,
     print_error, progress,
 };
 
@@ -71,8 +71,16 @@ impl Compare {
         let (name, tokens) = self.text.tokens(&model)?;
         let sizes = Sizes { context: self.context, decode: self.decode, calibration: self.calibration };
         let bar = progress();
-        let comparison =
-            compare(&model, (&name, &tokens), &methods, sizes, profile, self.seed, gpu.as_ref(), &bar);
+        let comparison = compare(
+            &model,
+            (&name, &tokens),
+            &methods,
+            sizes,
+            profile,
+            self.seed,
+            gpu.as_ref(),
+            &Shown(&bar),
+        );
         let comparison = few_tokens(
             comparison,
             "a longer --text, a larger --calibration, a smaller --context or --decode, or a --profile",

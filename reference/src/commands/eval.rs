@@ -4,7 +4,6 @@ use std::sync::Arc;
 
 use clap::Args;
 use comfy_table::{Table, presets};
-use indicatif::ProgressBar;
 use kv_reference::cache::FetchedPerStep;
 use kv_reference::compare::{self, Place, QUESTION_ROOM, Runner, calibrated, check_room, run_start};
 use kv_reference::eval::retrieval::{NO_WORDS, TaskMaker};
@@ -15,7 +14,7 @@ use kv_reference::{Error, Result};
 use serde::Serialize;
 
 use super::{
-    DeviceArgs, Files, JsonArgs, ModelArgs, Stdout, TextArgs, at_least_one, distinct, few_tokens,
+    DeviceArgs, Files, JsonArgs, ModelArgs, Shown, Stdout, TextArgs, at_least_one, distinct, few_tokens,
     load_profile, print_error, progress,
 };
 
@@ -168,7 +167,7 @@ impl Eval {
                 let perplexity = window_perplexity(&model, &rope, &tokens, length, windows)?;
                 exact.push(Exact { length, windows, perplexity });
             }
-            rows.extend(self.rows(&mut runner, &tokens[start..], length, tasks, &bar)?);
+            rows.extend(self.rows(&mut runner, &tokens[start..], length, tasks, &Shown(&bar))?);
         }
         bar.finish_and_clear();
         if self.trials > 0 && TaskMaker::new(model.tokenizer()?, self.seed).is_none() {
@@ -217,7 +216,7 @@ impl Eval {
         tokens: &[u32],
         length: usize,
         tasks: &[[RetrievalTask; 2]],
-        bar: &ProgressBar,
+        bar: &Shown<'_>,
     ) -> Result<Vec<Row>> {
         let scored = runner.score(&tokens[..length], &tokens[length..][..self.decode + 1], bar)?;
         let row = |row: compare::Row| Row {
