@@ -1,3 +1,5 @@
+//! `kv calibrate`: a profile from a text.
+
 use std::path::PathBuf;
 
 use clap::Args;

@@ -1,3 +1,5 @@
+//! `kv compare`: the table of methods.
+
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
 

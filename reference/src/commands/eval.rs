@@ -1,3 +1,5 @@
+//! `kv eval`: quality at several lengths, and retrieval by depth.
+
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::sync::Arc;

@@ -1,3 +1,5 @@
+//! CacheGen on a device: rows that leave the window become bits and rows again.
+
 mod codec;
 
 use std::sync::Arc;

@@ -1,3 +1,5 @@
+//! Codes of all tokens of a batch, and their encoding.
+
 mod prepare;
 
 use cudarc::driver::CudaStream;

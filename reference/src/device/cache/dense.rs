@@ -1,3 +1,5 @@
+//! The cache of exact rows.
+
 use kv_gpu::{AnyElement, DevicePtr, Element, Grid};
 
 use super::full_rank::FullRank;

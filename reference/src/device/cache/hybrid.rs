@@ -1,3 +1,5 @@
+//! Hybrid attention on a device, to codes of all tokens and exact rows of a few.
+
 use kv_gpu::pq::{
     ErrorBound, ExactRows, ExactTokens, Hybrid, HybridArguments, HybridShape, Prefetch, RowIndex, TILE,
 };

@@ -1,3 +1,5 @@
+//! Uniform 4-bit codes on a device: `kernels/int4.cu`.
+
 use kv_gpu::{AnyElement, DevicePtr, Element, Grid, Kernel};
 
 use super::codes::{RANDOM_CODES, fill_codes};

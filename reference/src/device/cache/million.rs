@@ -1,3 +1,5 @@
+//! MILLION on a device: attention on codes of keys and values.
+
 mod past;
 
 use kv_gpu::pq::{Attend, AttendArguments, AttendShape, ExactTokens};

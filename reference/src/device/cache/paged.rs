@@ -1,3 +1,5 @@
+//! Dense rows in pages, which sequences take as they grow.
+
 use std::ops::Range;
 
 use kv_gpu::pq::Pages as PageTable;

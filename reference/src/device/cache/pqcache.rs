@@ -1,3 +1,5 @@
+//! PQCache on a device: attention to exact rows of the host, selected by codes of their keys.
+
 mod index;
 mod launch;
 mod train;

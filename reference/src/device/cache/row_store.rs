@@ -1,3 +1,5 @@
+//! Exact rows of all tokens in host or device memory, of which a step reads a few.
+
 mod int8;
 mod reuse;
 

@@ -1,3 +1,5 @@
+//! When each layer encodes the tokens that leave its window.
+
 use std::sync::Arc;
 
 use cudarc::driver::{CudaEvent, CudaStream};

@@ -1,3 +1,5 @@
+//! Exact rows of sinks and of the most recent tokens.
+
 use kv_gpu::{AnyElement, DevicePtr, Element, Grid, Kernel};
 
 use super::dense::{RANDOM_ROWS, fill_rows};

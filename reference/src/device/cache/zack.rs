@@ -1,3 +1,5 @@
+//! ZACK on a device: rows of reduced rank, with ranks of their own for each head.
+
 mod launch;
 
 use kv_gpu::svd::{Attend, AttendShape};

@@ -1,3 +1,5 @@
+//! Rows in 8 bits per component: `kernels/int8_rows.cu` and `kernels/int8_load_sm90.cu`.
+
 use cudarc::driver::CudaStream;
 use kv_gpu::pq::Prefetch;
 use kv_gpu::{AnyElement, DevicePtr, Element, Grid, Kernel};

@@ -1,3 +1,5 @@
+//! Rows that stay resident on the device between steps: `kernels/reuse.cu`.
+
 use kv_gpu::{DevicePtr, Grid, Kernel};
 
 use super::StoreShape;
