@@ -31,7 +31,7 @@ pub use kv_gpu::Element;
 pub use all_programs::programs;
 pub use cache::{
     CacheGenCache, Chunk, DenseCache, DeviceCache, HybridCache, Int4Cache, MillionCache, PagedCache, PqCache,
-    Room, ZackCache, method_cache,
+    Room, Timed, ZackCache, method_cache,
 };
 pub use host_memory::PageLocked;
 pub use load::{FRAMES, Loader, Stages, StreamTarget};

@@ -8,7 +8,7 @@ use codec_core::{FitOptions, PlaneBuf, PredictorKind, Steps, TransformBuf};
 use kv_gpu::{AnyElement, DevicePtr, Element};
 use pq_core::Window;
 
-use super::{Chunk, ChunkCache, DenseCache, DeviceCache, Room, Rows, Sequences};
+use super::{Chunk, ChunkCache, DenseCache, DeviceCache, Room, Rows, Sequences, Timed};
 use crate::cache::Footprint;
 use crate::device::{Gpu, hashed};
 use crate::method::Bitstream;
@@ -169,15 +169,6 @@ impl DeviceCache for CacheGenCache {
         Ok(())
     }
 
-    fn fill_random(&mut self, gpu: &Gpu, tokens: usize) -> Result<()> {
-        self.restart(&vec![tokens; self.coded.len()]);
-        self.dense.fill_random(gpu, tokens)
-    }
-
-    fn step_bytes(&self, tokens: usize) -> usize {
-        self.dense.step_bytes(tokens)
-    }
-
     /// Coded bits count as kept, and the rows decoded from them as working memory.
     fn footprint(&self, tokens: usize) -> Footprint {
         let decoded = self.dense.step_bytes(self.coded_of(tokens));
@@ -191,6 +182,17 @@ impl DeviceCache for CacheGenCache {
 
     fn bytes(&self) -> usize {
         self.dense.bytes() + self.codec.bytes()
+    }
+}
+
+impl Timed for CacheGenCache {
+    fn fill_random(&mut self, gpu: &Gpu, tokens: usize) -> Result<()> {
+        self.restart(&vec![tokens; self.coded.len()]);
+        self.dense.fill_random(gpu, tokens)
+    }
+
+    fn step_bytes(&self, tokens: usize) -> usize {
+        self.dense.step_bytes(tokens)
     }
 }
 

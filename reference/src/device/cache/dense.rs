@@ -3,7 +3,7 @@
 use kv_gpu::{AnyElement, DevicePtr, Element, Grid};
 
 use super::full_rank::FullRank;
-use super::{Chunk, ChunkCache, DeviceCache, Room, Rows, Sequences};
+use super::{Chunk, ChunkCache, DeviceCache, Room, Rows, Sequences, Timed};
 use crate::Result;
 use crate::cache::Footprint;
 use crate::device::memory::Buffer;
@@ -83,6 +83,16 @@ impl DeviceCache for DenseCache {
         Ok(())
     }
 
+    fn footprint(&self, tokens: usize) -> Footprint {
+        Footprint { kept: self.step_bytes(tokens), ..Footprint::default() }
+    }
+
+    fn bytes(&self) -> usize {
+        self.rows.bytes()
+    }
+}
+
+impl Timed for DenseCache {
     fn fill_random(&mut self, gpu: &Gpu, _tokens: usize) -> Result<()> {
         for (tensor, side) in (0..2 * self.n_layers).enumerate() {
             let at = self.rows.pointer().offset(side * self.side_len());
@@ -93,14 +103,6 @@ impl DeviceCache for DenseCache {
 
     fn step_bytes(&self, tokens: usize) -> usize {
         4 * self.n_layers * self.batch * self.heads * tokens * self.head_dim
-    }
-
-    fn footprint(&self, tokens: usize) -> Footprint {
-        Footprint { kept: self.step_bytes(tokens), ..Footprint::default() }
-    }
-
-    fn bytes(&self) -> usize {
-        self.rows.bytes()
     }
 }
 

@@ -14,7 +14,8 @@ use super::step_budget::StepBudget;
 use super::turns::Turns;
 use super::window::{Window, WindowShape};
 use super::{
-    Chunk, ChunkCache, DeviceCache, Room, RowTransform, Rows, Sequences, TransformedCodes, check_tokens,
+    Chunk, ChunkCache, DeviceCache, Room, RowTransform, Rows, Sequences, Timed, TransformedCodes,
+    check_tokens,
 };
 use crate::Result;
 use crate::cache::Footprint;
@@ -269,29 +270,6 @@ impl DeviceCache for HybridCache {
         self.turns.end(&turn)
     }
 
-    fn encode_synchronously(&mut self) {
-        self.turns.asynchronous = false;
-    }
-
-    fn fill_random(&mut self, gpu: &Gpu, tokens: usize) -> Result<()> {
-        self.window.fill_random(gpu, self.element)?;
-        self.store.fill_random(gpu, self.element, |layer| self.rows(layer))?;
-        self.codes.fill_random(gpu)?;
-        fill_rows(gpu, self.element, self.slots.pointer(), self.slots.len(), RANDOM_ROWS)?;
-        self.store.forget(gpu)?;
-        self.turns.restart_at(gpu, tokens)?;
-        gpu.synchronize()
-    }
-
-    fn step_bytes(&self, tokens: usize) -> usize {
-        let shape = self.window.shape;
-        let rows = match self.adaptive {
-            Some(_) => 0, // at least
-            None => self.plan.budget.k(shape.stored(tokens), shape.sinks + shape.ring),
-        };
-        self.footprint(tokens).kept + 4 * shape.n_layers * shape.side_len(rows)
-    }
-
     fn footprint(&self, tokens: usize) -> Footprint {
         let shape = self.window.shape;
         let stored = shape.stored(tokens);
@@ -329,6 +307,31 @@ impl DeviceCache for HybridCache {
 
     fn followed_by(&mut self, gpu: &Gpu, reads: &[Prefetch]) {
         self.store.followed_by(gpu, reads);
+    }
+}
+
+impl Timed for HybridCache {
+    fn fill_random(&mut self, gpu: &Gpu, tokens: usize) -> Result<()> {
+        self.window.fill_random(gpu, self.element)?;
+        self.store.fill_random(gpu, self.element, |layer| self.rows(layer))?;
+        self.codes.fill_random(gpu)?;
+        fill_rows(gpu, self.element, self.slots.pointer(), self.slots.len(), RANDOM_ROWS)?;
+        self.store.forget(gpu)?;
+        self.turns.restart_at(gpu, tokens)?;
+        gpu.synchronize()
+    }
+
+    fn step_bytes(&self, tokens: usize) -> usize {
+        let shape = self.window.shape;
+        let rows = match self.adaptive {
+            Some(_) => 0, // at least
+            None => self.plan.budget.k(shape.stored(tokens), shape.sinks + shape.ring),
+        };
+        self.footprint(tokens).kept + 4 * shape.n_layers * shape.side_len(rows)
+    }
+
+    fn encode_synchronously(&mut self) {
+        self.turns.asynchronous = false;
     }
 
     fn force_hits(&mut self, share: f32) {

@@ -11,7 +11,7 @@ use super::key_means::KeyMeans;
 use super::pages::Pages;
 use super::turns::Turns;
 use super::window::{Window, WindowShape};
-use super::{Chunk, ChunkCache, DeviceCache, Room, RowTransform, Rows, Sequences, TransformedCodes};
+use super::{Chunk, ChunkCache, DeviceCache, Room, RowTransform, Rows, Sequences, Timed, TransformedCodes};
 use crate::Result;
 use crate::cache::Footprint;
 use crate::device::memory::Buffer;
@@ -219,26 +219,8 @@ impl DeviceCache for MillionCache {
         self.turns.end(&turn)
     }
 
-    fn encode_synchronously(&mut self) {
-        self.turns.asynchronous = false;
-    }
-
-    fn fill_random(&mut self, gpu: &Gpu, tokens: usize) -> Result<()> {
-        if let Some(pages) = &mut self.codes.pages {
-            pages.settle_anywhere(gpu, tokens)?;
-        }
-        self.window.fill_random(gpu, self.element)?;
-        self.codes.fill_random(gpu)?;
-        self.turns.restart_at(gpu, tokens)?;
-        gpu.synchronize()
-    }
-
     fn background_shared_memory(&self) -> usize {
         if self.turns.asynchronous { ENCODE_SHARED_MEMORY } else { 0 }
-    }
-
-    fn step_bytes(&self, tokens: usize) -> usize {
-        self.footprint(tokens).kept
     }
 
     fn footprint(&self, tokens: usize) -> Footprint {
@@ -253,6 +235,26 @@ impl DeviceCache for MillionCache {
 
     fn bytes(&self) -> usize {
         self.window.bytes() + self.staged.bytes() + self.codes.bytes()
+    }
+}
+
+impl Timed for MillionCache {
+    fn fill_random(&mut self, gpu: &Gpu, tokens: usize) -> Result<()> {
+        if let Some(pages) = &mut self.codes.pages {
+            pages.settle_anywhere(gpu, tokens)?;
+        }
+        self.window.fill_random(gpu, self.element)?;
+        self.codes.fill_random(gpu)?;
+        self.turns.restart_at(gpu, tokens)?;
+        gpu.synchronize()
+    }
+
+    fn step_bytes(&self, tokens: usize) -> usize {
+        self.footprint(tokens).kept
+    }
+
+    fn encode_synchronously(&mut self) {
+        self.turns.asynchronous = false;
     }
 }
 

@@ -9,7 +9,7 @@ use super::dense::{RANDOM_ROWS, fill_rows};
 use super::full_rank::FullRank;
 use super::pages::Pages;
 use super::prompt_rows::PromptRows;
-use super::{Chunk, ChunkCache, DeviceCache, Room, Rows, Sequences};
+use super::{Chunk, ChunkCache, DeviceCache, Room, Rows, Sequences, Timed};
 use crate::Result;
 use crate::cache::Footprint;
 use crate::device::memory::Buffer;
@@ -168,6 +168,17 @@ impl DeviceCache for PagedCache {
         self.pages.before_step(gpu, sequences)
     }
 
+    fn footprint(&self, tokens: usize) -> Footprint {
+        let kept = self.step_bytes(tokens.next_multiple_of(self.pages.page()));
+        Footprint { kept, working: self.pages.bytes(), ..Footprint::default() }
+    }
+
+    fn bytes(&self) -> usize {
+        self.rows.bytes() + self.pages.bytes() + self.prompt.bytes()
+    }
+}
+
+impl Timed for PagedCache {
     fn fill_random(&mut self, gpu: &Gpu, tokens: usize) -> Result<()> {
         self.pages.settle_anywhere(gpu, tokens)?;
         for (tensor, side) in (0..2 * self.n_layers).enumerate() {
@@ -179,15 +190,6 @@ impl DeviceCache for PagedCache {
 
     fn step_bytes(&self, tokens: usize) -> usize {
         4 * self.n_layers * self.batch * self.heads * tokens * self.head_dim
-    }
-
-    fn footprint(&self, tokens: usize) -> Footprint {
-        let kept = self.step_bytes(tokens.next_multiple_of(self.pages.page()));
-        Footprint { kept, working: self.pages.bytes(), ..Footprint::default() }
-    }
-
-    fn bytes(&self) -> usize {
-        self.rows.bytes() + self.pages.bytes() + self.prompt.bytes()
     }
 }
 

@@ -14,7 +14,7 @@ use super::span::Span;
 use super::step_budget::StepBudget;
 use super::turns::Turns;
 use super::window::{Window, WindowShape};
-use super::{Chunk, ChunkCache, DeviceCache, Room, Rows, Sequences, check_tokens};
+use super::{Chunk, ChunkCache, DeviceCache, Room, Rows, Sequences, Timed, check_tokens};
 use crate::Result;
 use crate::cache::Footprint;
 use crate::device::Gpu;
@@ -184,35 +184,12 @@ impl DeviceCache for PqCache {
         self.turns.end(&turn)
     }
 
-    fn fill_random(&mut self, gpu: &Gpu, tokens: usize) -> Result<()> {
-        self.window.fill_random(gpu, self.element)?;
-        self.store.fill_random(gpu, self.element, |layer| self.rows(layer))?;
-        self.index.fill_random(gpu, RANDOM_CODES)?;
-        self.training.iter_mut().for_each(Training::use_hashed);
-        self.store.forget(gpu)?;
-        self.turns.restart_at(gpu, tokens)?;
-        gpu.synchronize()
-    }
-
-    fn encode_synchronously(&mut self) {
-        self.turns.asynchronous = false;
-    }
-
     fn followed_by(&mut self, gpu: &Gpu, reads: &[Prefetch]) {
         self.store.followed_by(gpu, reads);
     }
 
     fn background_shared_memory(&self) -> usize {
         self.index.background_shared_memory()
-    }
-
-    fn step_bytes(&self, tokens: usize) -> usize {
-        let Shape { n_layers, batch, heads, sinks, ring, .. } = self.shape;
-        let exact = tokens.min(sinks + ring);
-        let coded = tokens - exact;
-        let k = self.retrieval.budget.k(coded, sinks + ring);
-        let codes = batch * heads * self.index.head_len(coded);
-        n_layers * (codes + 4 * self.shape.side_len(exact + k))
     }
 
     fn footprint(&self, tokens: usize) -> Footprint {
@@ -247,6 +224,31 @@ impl DeviceCache for PqCache {
 
     fn fetched_row_bytes(&self) -> usize {
         self.store.pair_bytes()
+    }
+}
+
+impl Timed for PqCache {
+    fn fill_random(&mut self, gpu: &Gpu, tokens: usize) -> Result<()> {
+        self.window.fill_random(gpu, self.element)?;
+        self.store.fill_random(gpu, self.element, |layer| self.rows(layer))?;
+        self.index.fill_random(gpu, RANDOM_CODES)?;
+        self.training.iter_mut().for_each(Training::use_hashed);
+        self.store.forget(gpu)?;
+        self.turns.restart_at(gpu, tokens)?;
+        gpu.synchronize()
+    }
+
+    fn step_bytes(&self, tokens: usize) -> usize {
+        let Shape { n_layers, batch, heads, sinks, ring, .. } = self.shape;
+        let exact = tokens.min(sinks + ring);
+        let coded = tokens - exact;
+        let k = self.retrieval.budget.k(coded, sinks + ring);
+        let codes = batch * heads * self.index.head_len(coded);
+        n_layers * (codes + 4 * self.shape.side_len(exact + k))
+    }
+
+    fn encode_synchronously(&mut self) {
+        self.turns.asynchronous = false;
     }
 
     fn force_hits(&mut self, share: f32) {

@@ -9,7 +9,7 @@ use super::dense::{RANDOM_ROWS, fill_rows};
 use super::span::Span;
 use super::turns::Turns;
 use super::window::{Window, WindowShape};
-use super::{Chunk, ChunkCache, DeviceCache, Room, RowTransform, Rows, Sequences};
+use super::{Chunk, ChunkCache, DeviceCache, Room, RowTransform, Rows, Sequences, Timed};
 use crate::cache::Footprint;
 use crate::device::bases::Bases;
 use crate::device::memory::Buffer;
@@ -219,20 +219,6 @@ impl DeviceCache for ZackCache {
         turn.layers().try_for_each(|layer| self.launch_cut_of_turn(gpu, layer))
     }
 
-    fn fill_random(&mut self, gpu: &Gpu, tokens: usize) -> Result<()> {
-        self.window.fill_random(gpu, self.element)?;
-        for side in Side::ALL {
-            let (rows, tensor) = (&self.stored[side], RANDOM_ROWS + side as u32);
-            fill_rows(gpu, self.element, rows.pointer(), rows.len(), tensor)?;
-        }
-        self.turns.restart_at(gpu, tokens)?;
-        gpu.synchronize()
-    }
-
-    fn step_bytes(&self, tokens: usize) -> usize {
-        self.footprint(tokens).kept + self.bases.bytes()
-    }
-
     fn footprint(&self, tokens: usize) -> Footprint {
         let shape = self.window.shape;
         let ranks: usize = self.layers.iter().map(|layer| layer.rank_sums.iter().sum::<usize>()).sum();
@@ -245,6 +231,22 @@ impl DeviceCache for ZackCache {
 
     fn bytes(&self) -> usize {
         self.window.bytes() + self.stored.iter().map(Buffer::bytes).sum::<usize>() + self.bases.bytes()
+    }
+}
+
+impl Timed for ZackCache {
+    fn fill_random(&mut self, gpu: &Gpu, tokens: usize) -> Result<()> {
+        self.window.fill_random(gpu, self.element)?;
+        for side in Side::ALL {
+            let (rows, tensor) = (&self.stored[side], RANDOM_ROWS + side as u32);
+            fill_rows(gpu, self.element, rows.pointer(), rows.len(), tensor)?;
+        }
+        self.turns.restart_at(gpu, tokens)?;
+        gpu.synchronize()
+    }
+
+    fn step_bytes(&self, tokens: usize) -> usize {
+        self.footprint(tokens).kept + self.bases.bytes()
     }
 }
 
