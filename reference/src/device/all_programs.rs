@@ -6,7 +6,7 @@ use pq_core::PqShape;
 
 use super::gemv::{GemvShape, Input, Output};
 use super::programs::{
-    bases, coded_rows, draw, int4, int8_load_sm90, int8_rows, leaving, pages, past, prompt, retrieval, reuse,
+    bases, coded_rows, draw, evict, int4, int8_load_sm90, int8_rows, pages, past, prompt, retrieval, reuse,
     step, weights, zack,
 };
 use crate::side::Side;
@@ -16,7 +16,7 @@ use crate::side::Side;
 /// sequences, and codes of all layouts.
 #[must_use]
 pub fn programs(capability: (i32, i32), shared_memory: usize) -> Vec<Program> {
-    let mut programs = vec![weights(0), weights(1), draw(), leaving(), pages(), retrieval()];
+    let mut programs = vec![weights(0), weights(1), draw(), evict(), pages(), retrieval()];
     programs.extend([reuse(true), reuse(false)]);
     for element in [Element::F16, Element::Bf16] {
         programs.extend([step(element), prompt(element, 64), prompt(element, 128)]);

@@ -3,6 +3,7 @@
 mod cachegen;
 mod codes;
 mod dense;
+mod eviction;
 mod full_rank;
 mod hybrid;
 mod int4;
@@ -16,7 +17,6 @@ mod prompt_rows;
 mod row_store;
 mod span;
 mod step_budget;
-mod turns;
 mod window;
 mod zack;
 

@@ -31,8 +31,8 @@ pub(crate) fn weights(element: usize) -> Program {
 }
 
 /// `plan`, `stage` and `exact`.
-pub(crate) fn leaving() -> Program {
-    Program::own("leaving.cu", include_str!("kernels/leaving.cu"), HEADERS, &[])
+pub(crate) fn evict() -> Program {
+    Program::own("evict.cu", include_str!("kernels/evict.cu"), HEADERS, &[])
 }
 
 /// `copy` of the rows of pages.
@@ -60,7 +60,7 @@ pub(crate) fn past(element: Element, layout: &CodeLayout, side: Side) -> Program
         .define_if(side == Side::Keys, "KEYS")
 }
 
-/// `turn` of queries and keys; without queries (a group of 0) of keys or values alone.
+/// `eviction` of queries and keys; without queries (a group of 0) of keys or values alone.
 pub(crate) fn bases(element: Element, head_dim: usize, group: usize) -> Program {
     let defines = [("ELEMENT", element as usize), ("HEAD_DIM", head_dim), ("GROUP", group)];
     Program::own("bases.cu", include_str!("kernels/bases.cu"), HEADERS, &defines)
@@ -90,7 +90,7 @@ pub(crate) fn int4(element: Element, head_dim: usize, group: usize) -> Program {
     Program::own("int4.cu", include_str!("kernels/int4.cu"), HEADERS, &defines)
 }
 
-/// `tabulate`, `budget`, `leave` and `copy`.
+/// `tabulate`, `budget`, `evict` and `copy`.
 pub(crate) fn retrieval() -> Program {
     Program::own("retrieval.cu", include_str!("kernels/retrieval.cu"), HEADERS, &[])
 }

@@ -9,10 +9,10 @@ use kv_gpu::{AnyElement, DevicePtr, Element};
 use pq_core::{CodebookBuf, PqShape};
 
 use super::codes::{RANDOM_BOOKS, RANDOM_CODES, random_codebook};
+use super::eviction::Evictions;
 use super::row_store::{RowStore, StoreShape};
 use super::span::Span;
 use super::step_budget::StepBudget;
-use super::turns::Turns;
 use super::window::{Window, WindowShape};
 use super::{Chunk, ChunkCache, DeviceCache, Room, Rows, Sequences, Timed, check_tokens};
 use crate::Result;
@@ -38,7 +38,7 @@ pub struct PqCache {
     window: Window, // rows of the host stay in its slots
     store: RowStore,
     training: Option<Training>,
-    turns: Turns,
+    evictions: Evictions,
     budget: StepBudget,
     scratch: Scratch,
     span: Span, // that a chunk encodes
@@ -97,7 +97,7 @@ impl PqCache {
         let (heads, group, head_dim) = (config.n_kv_heads, config.gqa_group(), config.head_dim);
         let stored = capacity.saturating_sub(window.sinks).max(1);
         let (sinks, ring) = (window.sinks, window.recent);
-        let turns = Turns::new(gpu, n_layers, batch, window)?;
+        let evictions = Evictions::new(gpu, n_layers, batch, window)?;
         let most = retrieval.budget.k(stored, sinks + ring);
         let store =
             StoreShape { n_layers, batch, heads, head_dim, sinks, ring, stored, most, staged_sides: 1 };
@@ -119,7 +119,7 @@ impl PqCache {
             store,
             index: KeyIndex::new(gpu, element, quantizer, &codebooks, shape)?,
             training,
-            turns,
+            evictions,
             budget: StepBudget::new(gpu, retrieval.budget, sinks + ring, batch, heads)?,
             scratch: Scratch {
                 tokens: Buffer::zeros(gpu, batch * heads * most)?,
@@ -166,7 +166,7 @@ impl DeviceCache for PqCache {
         self.training.iter_mut().for_each(Training::clear);
         self.window.forget_past();
         self.store.forget(gpu)?;
-        self.turns.restart_at(gpu, 0)
+        self.evictions.restart_at(gpu, 0)
     }
 
     fn end(&mut self, _gpu: &Gpu, sequence: usize) -> Result<()> {
@@ -176,12 +176,13 @@ impl DeviceCache for PqCache {
 
     fn before_step(&mut self, gpu: &Gpu, sequences: &Sequences) -> Result<()> {
         self.train_on_ring(gpu)?;
-        let Some(turn) = self.turns.begin(gpu, sequences)? else { return Ok(()) };
-        turn.layers()
-            .try_for_each(|layer| self.store.take_turn(gpu, layer, self.rows(layer), &self.turns))?;
-        let background = self.turns.background(gpu)?;
-        turn.layers().try_for_each(|layer| self.launch_encode(background, layer))?;
-        self.turns.end(&turn)
+        let Some(eviction) = self.evictions.begin(gpu, sequences)? else { return Ok(()) };
+        eviction
+            .layers()
+            .try_for_each(|layer| self.store.evict(gpu, layer, self.rows(layer), &self.evictions))?;
+        let background = self.evictions.background(gpu)?;
+        eviction.layers().try_for_each(|layer| self.launch_encode(background, layer))?;
+        self.evictions.end(&eviction)
     }
 
     fn followed_by(&mut self, gpu: &Gpu, reads: &[Prefetch]) {
@@ -234,7 +235,7 @@ impl Timed for PqCache {
         self.index.fill_random(gpu, RANDOM_CODES)?;
         self.training.iter_mut().for_each(Training::use_hashed);
         self.store.forget(gpu)?;
-        self.turns.restart_at(gpu, tokens)?;
+        self.evictions.restart_at(gpu, tokens)?;
         gpu.synchronize()
     }
 
@@ -248,7 +249,7 @@ impl Timed for PqCache {
     }
 
     fn encode_synchronously(&mut self) {
-        self.turns.asynchronous = false;
+        self.evictions.asynchronous = false;
     }
 
     fn force_hits(&mut self, share: f32) {
@@ -258,7 +259,7 @@ impl Timed for PqCache {
 
 impl ChunkCache for PqCache {
     fn chunk_rows(&mut self, gpu: &Gpu, layer: usize, chunk: &Chunk) -> Result<Rows> {
-        self.turns.wait(gpu)?; // of the layer before, from the same rows
+        self.evictions.wait(gpu)?; // of the layer before, from the same rows
         let (first, count) = self.window.shape.stored_by(chunk);
         self.span.write(gpu, first, count)?;
         if layer == 0 {
@@ -276,7 +277,7 @@ impl ChunkCache for PqCache {
     fn append(&mut self, gpu: &Gpu, layer: usize, chunk: &Chunk) -> Result<()> {
         self.window.close(gpu, layer, chunk)?;
         let tokens = self.window.shape.stored_by(chunk);
-        let stream = self.turns.background(gpu)?;
+        let stream = self.evictions.background(gpu)?;
         self.store.take_chunk(stream, layer, chunk, tokens, self.window.past()?)?;
         self.train(stream, layer, chunk)?;
         self.launch_encode_chunk(stream, layer, chunk)?;
@@ -293,14 +294,14 @@ impl ChunkCache for PqCache {
         sequences.for_each(|(sequence, length)| self.settle_training(sequence, length));
         self.window.forget_past();
         self.store.forget(gpu)?;
-        self.turns.restart(gpu, &encoded)
+        self.evictions.restart(gpu, &encoded)
     }
 
     fn settle_one(&mut self, gpu: &Gpu, sequence: usize, length: usize) -> Result<()> {
         self.settle_training(sequence, length);
         self.window.forget_past();
         self.store.forget_one(gpu, sequence)?;
-        self.turns.settle_one(gpu, sequence, length.saturating_sub(self.shape.sinks))
+        self.evictions.settle_one(gpu, sequence, length.saturating_sub(self.shape.sinks))
     }
 }
 

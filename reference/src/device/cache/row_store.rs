@@ -9,7 +9,7 @@ use kv_gpu::{AnyElement, DevicePtr, Element, Grid, Kernel};
 use rayon::prelude::*;
 
 use super::dense::{RANDOM_ROWS, fill_rows};
-use super::turns::Turns;
+use super::eviction::Evictions;
 use super::{Chunk, Rows};
 use crate::device::host_memory::{HostBuffer, check_available};
 use crate::device::memory::Buffer;
@@ -44,12 +44,12 @@ impl StoreShape {
 /// Exact rows of all tokens behind the sinks, in device memory or in memory of the host.
 ///
 /// A token's rows are written when it is encoded, up to a ring and at least half a ring before a step can
-/// choose it ([`Turns`]). Rows on the host are read over PCIe, unless recent steps have chosen them
+/// choose it ([`Evictions`]). Rows on the host are read over PCIe, unless recent steps have chosen them
 /// ([`Reuse`], `pq::Gather`, `pq::GatherAttend`). The decoder's stream writes them, so its order is the fence
 /// between these stores and the loads.
 pub(super) struct RowStore {
     pub shape: StoreShape,
-    leave: Kernel,
+    evict: Kernel,
     copy: Kernel,
     rows: Memory,        // (layer, keys and values, batch, heads, stored, head_dim)
     staged: Buffer<u16>, // (layer, sides, batch, heads, ring, head_dim)
@@ -80,7 +80,7 @@ enum HostForm {
 
 #[derive(Clone, Copy)]
 #[repr(C)]
-struct LeaveArguments {
+struct EvictArguments {
     keys: DevicePtr<AnyElement>,
     values: DevicePtr<AnyElement>,
     stored_keys: Option<DevicePtr<u16>>,
@@ -97,7 +97,7 @@ struct LeaveArguments {
     staged_sides: u32,
 }
 
-const _: () = assert!(size_of::<LeaveArguments>() == 88);
+const _: () = assert!(size_of::<EvictArguments>() == 88);
 
 /// Rows of consecutive tokens of one sequence.
 #[derive(Clone, Copy)]
@@ -165,7 +165,7 @@ impl RowStore {
             }))
         };
         Ok(Self {
-            leave: gpu.device.kernel(&programs::retrieval(), "leave", 0)?,
+            evict: gpu.device.kernel(&programs::retrieval(), "evict", 0)?,
             copy: gpu.device.kernel(&programs::retrieval(), "copy", 0)?,
             rows,
             staged: Buffer::zeros(gpu, n_layers * shape.staged_sides * shape.side_len(ring))?,
@@ -197,25 +197,25 @@ impl RowStore {
         }
     }
 
-    /// Copies of the rows that the layer's last turn has taken: (batch, heads, ring, head_dim).
+    /// Copies of the rows of the layer's last eviction: (batch, heads, ring, head_dim).
     pub fn staged(&self, side: Side, layer: usize) -> DevicePtr<u16> {
         let StoreShape { ring, staged_sides, .. } = self.shape;
         self.staged.pointer().offset((staged_sides * layer + side as usize) * self.shape.side_len(ring))
     }
 
-    /// Takes the rows of the layer's tokens whose turn it is, and stages them.
-    pub fn take_turn(&self, gpu: &Gpu, layer: usize, exact: Rows, turns: &Turns) -> Result<()> {
+    /// Evicts the layer's due tokens: copies their rows to the store and to the staging buffer.
+    pub fn evict(&self, gpu: &Gpu, layer: usize, exact: Rows, evictions: &Evictions) -> Result<()> {
         let StoreShape { batch, heads, head_dim, sinks, ring, stored, staged_sides, .. } = self.shape;
         let int8 = self.int8(layer, 0);
         let of_side = |side| int8.is_none().then(|| self.rows(side, layer));
-        let arguments = LeaveArguments {
+        let arguments = EvictArguments {
             keys: exact.keys,
             values: exact.values,
             stored_keys: of_side(Side::Keys),
             stored_values: of_side(Side::Values),
             staged: self.staged(Side::Keys, layer),
-            firsts: turns.firsts(layer),
-            counts: turns.counts(layer),
+            firsts: evictions.firsts(layer),
+            counts: evictions.counts(layer),
             heads: heads as u32,
             sinks: sinks as u32,
             ring: ring as u32,
@@ -227,9 +227,9 @@ impl RowStore {
         let grid = Grid::new([heads, batch, 2])?;
         // SAFETY: the structure is the kernel's argument, and the buffers have the lengths of `new`. The plan
         // counts at most a ring of tokens, which come before tokens that fit. The background stream no longer
-        // reads what is staged: the event of the layer's last turn has been waited for.
-        unsafe { self.leave.launch(gpu.stream(), grid, 256, false, &arguments) }?;
-        int8.map_or(Ok(()), |(int8, records)| int8.take_turn(gpu, layer, records, exact, turns))
+        // reads what is staged: the event of the layer's last eviction has been waited for.
+        unsafe { self.evict.launch(gpu.stream(), grid, 256, false, &arguments) }?;
+        int8.map_or(Ok(()), |(int8, records)| int8.evict(gpu, layer, records, exact, evictions))
     }
 
     /// Brings the rows of the chosen tokens (batch, heads, most), of which each head has `counts`, to their

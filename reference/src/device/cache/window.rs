@@ -105,7 +105,7 @@ impl Window {
     /// Empty rows.
     pub fn new(gpu: &Gpu, shape: WindowShape) -> Result<Self> {
         Ok(Self {
-            copy: gpu.device.kernel(&programs::leaving(), "exact", 0)?,
+            copy: gpu.device.kernel(&programs::evict(), "exact", 0)?,
             rows: Buffer::zeros(gpu, 2 * shape.n_layers * shape.side_len(shape.rows()))?,
             past: PromptRows::new(shape.heads, shape.head_dim),
             shape,

@@ -42,7 +42,7 @@ impl MillionCache {
         if self.past.is_none() {
             self.past = Some(self.new_past(gpu)?);
         }
-        self.turns.wait(gpu)?; // of the previous layer, from the same rows
+        self.evictions.wait(gpu)?; // of the previous layer, from the same rows
         let rows = self.window.open(gpu, layer, chunk)?;
         let Some(past) = &self.past else { return Err(Error::argument("no kernels for a chunk")) };
         self.codes.begin_chunk(gpu, chunk)?;
@@ -55,7 +55,7 @@ impl MillionCache {
     /// [`ChunkCache::append`](crate::device::cache::ChunkCache::append).
     pub(super) fn take(&mut self, gpu: &Gpu, layer: usize, chunk: &Chunk) -> Result<()> {
         self.window.close(gpu, layer, chunk)?;
-        let stream = self.turns.background(gpu)?;
+        let stream = self.evictions.background(gpu)?;
         self.codes.encode_chunk(stream, layer, chunk, self.window.past()?)
     }
 

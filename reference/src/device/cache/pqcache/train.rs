@@ -124,7 +124,7 @@ impl PqCache {
         if due.is_empty() {
             return Ok(());
         }
-        self.turns.wait(gpu)?;
+        self.evictions.wait(gpu)?;
         training.begin(gpu, heads, ring)?;
         self.span.write(gpu, 0, ring)?;
         due.iter().for_each(|&sequence| training.end(sequence));

@@ -7,7 +7,7 @@ use kv_gpu::{AnyElement, DevicePtr, Element, Grid, Kernel};
 use super::StoreShape;
 use super::reuse::Reuse;
 use crate::device::cache::Rows;
-use crate::device::cache::turns::Turns;
+use crate::device::cache::eviction::Evictions;
 use crate::device::{Gpu, programs};
 use crate::{Error, Result};
 
@@ -99,19 +99,19 @@ impl Int8Rows {
         2 * dim
     }
 
-    /// Quantizes the rows of a turn's tokens of a layer.
-    pub fn take_turn(
+    /// Quantizes the rows of the evicted tokens of a layer.
+    pub fn evict(
         &self,
         gpu: &Gpu,
         layer: usize,
         records: DevicePtr<u16>,
         exact: Rows,
-        turns: &Turns,
+        evictions: &Evictions,
     ) -> Result<()> {
         let StoreShape { batch, ring, .. } = self.shape;
         let arguments = StoreArguments {
-            firsts: Some(turns.firsts(layer)),
-            counts: Some(turns.counts(layer)),
+            firsts: Some(evictions.firsts(layer)),
+            counts: Some(evictions.counts(layer)),
             ..self.store_arguments(records, exact, ring)
         };
         self.launch_store(&gpu.stream, [batch, ring.div_ceil(32)], arguments)
