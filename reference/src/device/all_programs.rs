@@ -6,8 +6,8 @@ use pq_core::PqShape;
 
 use super::gemv::{GemvShape, Input, Output};
 use super::programs::{
-    bases, coded_rows, draw, evict, int4, int8_load_sm90, int8_rows, pages, past, prompt, retrieval, reuse,
-    step, weights, zack,
+    bases, coded_rows, decode_prefix, draw, evict, int4, int8_load_sm90, int8_rows, pages, prompt, retrieval,
+    reuse, step, weights, zack,
 };
 use crate::side::Side;
 
@@ -36,7 +36,7 @@ pub fn programs(capability: (i32, i32), shared_memory: usize) -> Vec<Program> {
         let shapes = shapes.into_iter().filter_map(|(dim, m, nbits)| PqShape::new(dim, m, nbits).ok());
         programs.extend(shapes.flat_map(|shape| {
             let layout = move |side: Side| CodeLayout::new(shape, side.into()).ok();
-            Side::ALL.into_iter().filter_map(move |side| Some(past(element, &layout(side)?, side)))
+            Side::ALL.into_iter().filter_map(move |side| Some(decode_prefix(element, &layout(side)?, side)))
         }));
         for (n_in, columns) in [(408, 1), (4096, 1), (4096, 6), (11008, 16), (4096, 32)] {
             let outputs = [

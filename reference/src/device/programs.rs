@@ -47,7 +47,7 @@ pub(crate) fn prompt(element: Element, head_dim: usize) -> Program {
 }
 
 /// `decode` of codes in a layout.
-pub(crate) fn past(element: Element, layout: &CodeLayout, side: Side) -> Program {
+pub(crate) fn decode_prefix(element: Element, layout: &CodeLayout, side: Side) -> Program {
     let dim = layout.shape().dim();
     let bits = (layout.table_len() / dim).ilog2() as usize;
     let defines = [
@@ -56,7 +56,7 @@ pub(crate) fn past(element: Element, layout: &CodeLayout, side: Side) -> Program
         ("KEPT_M", 8 * layout.tile_len() / TILE / bits),
         ("KEPT_BITS", bits),
     ];
-    Program::own("past.cu", include_str!("kernels/past.cu"), HEADERS, &defines)
+    Program::own("decode_prefix.cu", include_str!("kernels/decode_prefix.cu"), HEADERS, &defines)
         .define_if(side == Side::Keys, "KEYS")
 }
 

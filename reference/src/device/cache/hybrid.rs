@@ -254,7 +254,7 @@ impl DeviceCache for HybridCache {
     }
 
     fn clear(&mut self, gpu: &Gpu) -> Result<()> {
-        self.window.forget_past();
+        self.window.invalidate_prefix();
         self.store.forget(gpu)?;
         self.evictions.restart_at(gpu, 0)
     }
@@ -345,8 +345,8 @@ impl ChunkCache for HybridCache {
     fn chunk_rows(&mut self, gpu: &Gpu, layer: usize, chunk: &Chunk) -> Result<Rows> {
         self.evictions.wait(gpu)?; // of the layer before, from the same rows
         self.codes.begin_chunk(gpu, chunk)?;
-        if self.window.holds_past(layer, chunk) {
-            return self.window.past();
+        if self.window.holds_prefix(layer, chunk) {
+            return self.window.prefix();
         }
         let rows = self.window.open(gpu, layer, chunk)?;
         let stored = self.window.shape.stored(chunk.position);
@@ -356,7 +356,7 @@ impl ChunkCache for HybridCache {
 
     fn append(&mut self, gpu: &Gpu, layer: usize, chunk: &Chunk) -> Result<()> {
         self.window.close(gpu, layer, chunk)?;
-        let rows = self.window.past()?;
+        let rows = self.window.prefix()?;
         let tokens = self.window.shape.stored_by(chunk);
         let stream = self.evictions.background(gpu)?;
         self.store.take_chunk(stream, layer, chunk, tokens, rows)?;
@@ -366,13 +366,13 @@ impl ChunkCache for HybridCache {
     fn settle(&mut self, gpu: &Gpu, lengths: &[usize]) -> Result<()> {
         let sinks = self.window.shape.sinks;
         let encoded = lengths.iter().map(|length| length.saturating_sub(sinks));
-        self.window.forget_past();
+        self.window.invalidate_prefix();
         self.store.forget(gpu)?;
         self.evictions.restart(gpu, &encoded.collect::<Vec<_>>())
     }
 
     fn settle_one(&mut self, gpu: &Gpu, sequence: usize, length: usize) -> Result<()> {
-        self.window.forget_past();
+        self.window.invalidate_prefix();
         self.store.forget_one(gpu, sequence)?;
         self.evictions.settle_one(gpu, sequence, length.saturating_sub(self.window.shape.sinks))
     }

@@ -298,7 +298,7 @@ impl ChunkCache for Int4Cache {
         if first == end {
             return Ok(());
         }
-        let Rows { keys, capacity, .. } = self.window.past()?;
+        let Rows { keys, capacity, .. } = self.window.prefix()?;
         let arguments = EncodeArguments {
             rows: keys,
             blocks: self.blocks(layer, chunk.sequence),

@@ -1,6 +1,6 @@
 //! MILLION on a device: attention on codes of keys and values.
 
-mod past;
+mod prefix;
 
 use kv_gpu::pq::{Attend, AttendArguments, AttendShape, ExactTokens};
 use kv_gpu::{AnyElement, DevicePtr, Element, Grid, Kernel};
@@ -19,7 +19,7 @@ use crate::device::{Gpu, programs};
 use crate::method::PagedMemory;
 use crate::model::Config;
 use crate::side::{Pair, Side};
-use past::Past;
+use prefix::PrefixRows;
 
 /// Bytes of shared memory that a block of `pq::Encode` takes at 64 subspaces, and what the driver reserves
 /// for two blocks.
@@ -46,7 +46,7 @@ pub struct MillionCache {
     codes: TokenCodes,
     staged: Buffer<u16>, // (layer, keys and values, batch, heads, ring, head_dim)
     workspace: Buffer<u8>,
-    past: Option<Past>, // from the first chunk of a prompt on
+    prefix: Option<PrefixRows>, // from the first chunk of a prompt on
 }
 
 #[derive(Clone, Copy)]
@@ -111,7 +111,7 @@ impl MillionCache {
             codes: TokenCodes::new(gpu, element, quantizers, codebooks, transform, shape, pages)?,
             staged: Buffer::zeros(gpu, 2 * n_layers * shape.side_len(shape.ring))?,
             workspace: Buffer::zeros(gpu, attend.workspace_len(batch, heads))?,
-            past: None,
+            prefix: None,
             attend,
             element,
         };

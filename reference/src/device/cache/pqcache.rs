@@ -164,7 +164,7 @@ impl DeviceCache for PqCache {
 
     fn clear(&mut self, gpu: &Gpu) -> Result<()> {
         self.training.iter_mut().for_each(Training::clear);
-        self.window.forget_past();
+        self.window.invalidate_prefix();
         self.store.forget(gpu)?;
         self.evictions.restart_at(gpu, 0)
     }
@@ -265,8 +265,8 @@ impl ChunkCache for PqCache {
         if layer == 0 {
             self.begin_training(gpu, chunk)?;
         }
-        if self.window.holds_past(layer, chunk) {
-            return self.window.past();
+        if self.window.holds_prefix(layer, chunk) {
+            return self.window.prefix();
         }
         let rows = self.window.open(gpu, layer, chunk)?;
         let stored = self.window.shape.stored(chunk.position);
@@ -278,7 +278,7 @@ impl ChunkCache for PqCache {
         self.window.close(gpu, layer, chunk)?;
         let tokens = self.window.shape.stored_by(chunk);
         let stream = self.evictions.background(gpu)?;
-        self.store.take_chunk(stream, layer, chunk, tokens, self.window.past()?)?;
+        self.store.take_chunk(stream, layer, chunk, tokens, self.window.prefix()?)?;
         self.train(stream, layer, chunk)?;
         self.launch_encode_chunk(stream, layer, chunk)?;
         if layer + 1 == self.shape.n_layers && self.trains_on(chunk) {
@@ -292,14 +292,14 @@ impl ChunkCache for PqCache {
         let encoded: Vec<usize> = encoded.collect();
         let sequences = lengths.iter().copied().enumerate();
         sequences.for_each(|(sequence, length)| self.settle_training(sequence, length));
-        self.window.forget_past();
+        self.window.invalidate_prefix();
         self.store.forget(gpu)?;
         self.evictions.restart(gpu, &encoded)
     }
 
     fn settle_one(&mut self, gpu: &Gpu, sequence: usize, length: usize) -> Result<()> {
         self.settle_training(sequence, length);
-        self.window.forget_past();
+        self.window.invalidate_prefix();
         self.store.forget_one(gpu, sequence)?;
         self.evictions.settle_one(gpu, sequence, length.saturating_sub(self.shape.sinks))
     }

@@ -38,7 +38,7 @@ impl PqCache {
     pub(super) fn launch_encode_chunk(&self, stream: &CudaStream, layer: usize, chunk: &Chunk) -> Result<()> {
         let Shape { head_dim, sinks, .. } = self.shape;
         let (first, count) = self.window.shape.stored_by(chunk);
-        let Rows { keys, capacity, .. } = self.window.past()?;
+        let Rows { keys, capacity, .. } = self.window.prefix()?;
         let keys = KeysToEncode {
             first: chunk.sequence,
             batch: 1,

@@ -156,7 +156,7 @@ impl PqCache {
         }
         let Shape { head_dim, sinks, .. } = self.shape;
         let (first, count) = self.window.shape.stored_by(chunk);
-        let Rows { keys, capacity, .. } = self.window.past()?;
+        let Rows { keys, capacity, .. } = self.window.prefix()?;
         let vectors = keys.cast::<u16>().offset((sinks + first) * head_dim).cast();
         self.launch_train(stream, layer, chunk.sequence, (vectors, capacity, count))
     }

@@ -218,7 +218,7 @@ impl ZackCache {
     /// Launches the copy of a chunk's tokens into the store, from the rows of all tokens.
     pub(super) fn launch_cut_of_chunk(&self, gpu: &Gpu, layer: usize, chunk: &Chunk) -> Result<()> {
         let WindowShape { heads, sinks, .. } = self.window.shape;
-        let Rows { keys, values, capacity } = self.window.past()?;
+        let Rows { keys, values, capacity } = self.window.prefix()?;
         let (_, count) = self.window.shape.stored_by(chunk);
         let arguments = CutArguments {
             store: self.store(layer, chunk.sequence),
