@@ -6,8 +6,8 @@ use pq_core::PqShape;
 
 use super::gemv::{GemvShape, Input, Output};
 use super::programs::{
-    bases, coded_rows, decode_prefix, draw, evict, int4, int8_load_sm90, int8_rows, pages, prompt, retrieval,
-    reuse, step, weights, zack,
+    bases, coded_rows, decode_prefix, draw, evict, int4, int8_load_sm90, int8_rows, pages, prompt, residency,
+    retrieval, step, weights, zack,
 };
 use crate::side::Side;
 
@@ -17,7 +17,7 @@ use crate::side::Side;
 #[must_use]
 pub fn programs(capability: (i32, i32), shared_memory: usize) -> Vec<Program> {
     let mut programs = vec![weights(0), weights(1), draw(), evict(), pages(), retrieval()];
-    programs.extend([reuse(true), reuse(false)]);
+    programs.extend([residency(true), residency(false)]);
     for element in [Element::F16, Element::Bf16] {
         programs.extend([step(element), prompt(element, 64), prompt(element, 128)]);
         programs.extend([int8_rows(element, 64), int8_rows(element, 128)]);

@@ -95,9 +95,9 @@ pub(crate) fn retrieval() -> Program {
     Program::own("retrieval.cu", include_str!("kernels/retrieval.cu"), HEADERS, &[])
 }
 
-/// `reuse`, for short lists or for any.
-pub(crate) fn reuse(short: bool) -> Program {
-    Program::own("reuse.cu", include_str!("kernels/reuse.cu"), HEADERS, &[]).define_if(short, "SHORT")
+/// `residency`, for short lists or for any.
+pub(crate) fn residency(short: bool) -> Program {
+    Program::own("residency.cu", include_str!("kernels/residency.cu"), HEADERS, &[]).define_if(short, "SHORT")
 }
 
 /// `store` and `load` of rows in 8 bits.

@@ -94,7 +94,7 @@ impl HybridCache {
             most,
             staged_sides: 2,
         };
-        // Heads that choose by themselves need a slot more than they choose, or `reuse` may use only the
+        // Heads that choose by themselves need a slot more than they choose, or `residency` may use only the
         // first k.
         let held = plan.held.min(stored).max(most + usize::from(plan.bound.is_some()));
         let store = RowStore::new(gpu, element, store, plan.home, held)?;

@@ -1,7 +1,7 @@
 //! Exact rows of all tokens in host or device memory, of which a step reads a few.
 
 mod int8;
-mod reuse;
+mod residency;
 
 use cudarc::driver::CudaStream;
 use kv_gpu::pq::{Gather, GatherArguments, MissingRows, Prefetch};
@@ -18,7 +18,7 @@ use crate::method::RowHome;
 use crate::side::{Pair, Side};
 use crate::{Error, Result};
 use int8::Int8Rows;
-use reuse::Reuse;
+use residency::Residency;
 
 /// Sizes of a [`RowStore`].
 #[derive(Clone, Copy)]
@@ -45,7 +45,7 @@ impl StoreShape {
 ///
 /// A token's rows are written when it is encoded, up to a ring and at least half a ring before a step can
 /// choose it ([`Evictions`]). Rows on the host are read over PCIe, unless recent steps have chosen them
-/// ([`Reuse`], `pq::Gather`, `pq::GatherAttend`). The decoder's stream writes them, so its order is the fence
+/// ([`Residency`], `pq::Gather`, `pq::GatherAttend`). The decoder's stream writes them, so its order is the fence
 /// between these stores and the loads.
 pub(super) struct RowStore {
     pub shape: StoreShape,
@@ -68,7 +68,7 @@ enum Memory {
 
 struct HostRows {
     layers: Vec<HostBuffer<u16>>, // as on the device, or records
-    reuse: Reuse,
+    residency: Residency,
     form: HostForm,
     followed_by: Vec<Prefetch>, // of each layer: what the next product reads, as far as L2 takes it
 }
@@ -156,7 +156,7 @@ impl RowStore {
             let layers = (0..n_layers).into_par_iter().map(|_| HostBuffer::for_scattered_reads(gpu, len));
             Memory::Host(Box::new(HostRows {
                 layers: layers.collect::<Result<_>>()?,
-                reuse: Reuse::new(gpu, &shape, held)?,
+                residency: Residency::new(gpu, &shape, held)?,
                 form: match home {
                     RowHome::HostInt8 => HostForm::Int8(Int8Rows::new(gpu, element, shape)?),
                     _ => HostForm::Exact(Gather::new(&gpu.device, row_bytes)?),
@@ -242,13 +242,13 @@ impl RowStore {
         out: Rows,
     ) -> Result<()> {
         let Memory::Host(host) = &self.rows else { return Ok(()) };
-        let HostRows { reuse, form, followed_by, .. } = &**host;
+        let HostRows { residency, form, followed_by, .. } = &**host;
         let prefetch = followed_by.get(layer).copied();
-        reuse.launch(gpu, layer, tokens, counts)?;
+        residency.launch(gpu, layer, tokens, counts)?;
         let gather = match form {
             HostForm::Exact(gather) => gather,
             HostForm::Int8(int8) => {
-                return int8.fetch(gpu, host.layers[layer].pointer(), reuse, out, prefetch);
+                return int8.fetch(gpu, host.layers[layer].pointer(), residency, out, prefetch);
             }
         };
         let arguments = GatherArguments {
@@ -256,9 +256,9 @@ impl RowStore {
             keys: self.rows(Side::Keys, layer).cast(),
             values: self.rows(Side::Values, layer).cast(),
             head_rows: self.shape.stored,
-            rows: reuse.misses(),
-            places: Some(reuse.places()),
-            counts: Some(reuse.miss_counts()),
+            rows: residency.misses(),
+            places: Some(residency.places()),
+            counts: Some(residency.miss_counts()),
             list_len: self.shape.most,
             keys_out: out.keys.cast(),
             values_out: out.values.cast(),
@@ -287,13 +287,13 @@ impl RowStore {
         };
         let missing = match host.form {
             HostForm::Exact(_) => {
-                host.reuse.launch(gpu, layer, tokens, counts)?;
+                host.residency.launch(gpu, layer, tokens, counts)?;
                 Some(MissingRows {
                     keys: self.rows(Side::Keys, layer).cast(),
                     values: self.rows(Side::Values, layer).cast(),
                     head_rows: self.shape.stored,
                     tokens,
-                    bits: host.reuse.missing(),
+                    bits: host.residency.missing(),
                     prefetch: host.followed_by.get(layer).copied(),
                 })
             }
@@ -302,7 +302,7 @@ impl RowStore {
                 None
             }
         };
-        Ok(Found { slots: host.reuse.slots(), missing })
+        Ok(Found { slots: host.residency.slots(), missing })
     }
 
     /// Sets the weights that each layer reads after attention. They are prefetched into L2 while rows arrive.
@@ -318,7 +318,7 @@ impl RowStore {
     pub fn slots(&self) -> Option<DevicePtr<u32>> {
         match &self.rows {
             Memory::Device(_) => None,
-            Memory::Host(host) => Some(host.reuse.slots()),
+            Memory::Host(host) => Some(host.residency.slots()),
         }
     }
 
@@ -411,7 +411,7 @@ impl RowStore {
     pub fn forget(&mut self, gpu: &Gpu) -> Result<()> {
         match &mut self.rows {
             Memory::Device(_) => Ok(()),
-            Memory::Host(host) => host.reuse.forget(gpu),
+            Memory::Host(host) => host.residency.forget(gpu),
         }
     }
 
@@ -419,7 +419,9 @@ impl RowStore {
     pub fn forget_one(&self, gpu: &Gpu, sequence: usize) -> Result<()> {
         match &self.rows {
             Memory::Device(_) => Ok(()),
-            Memory::Host(host) => host.reuse.forget_one(gpu, sequence * self.shape.heads, self.shape.heads),
+            Memory::Host(host) => {
+                host.residency.forget_one(gpu, sequence * self.shape.heads, self.shape.heads)
+            }
         }
     }
 
@@ -450,14 +452,14 @@ impl RowStore {
     pub fn fetched(&self, gpu: &Gpu) -> Result<u64> {
         match &self.rows {
             Memory::Device(_) => Ok(0),
-            Memory::Host(host) => host.reuse.fetched(gpu),
+            Memory::Host(host) => host.residency.fetched(gpu),
         }
     }
 
     /// Makes this part of the rows that a step would fetch count as held, for timing.
     pub fn force_hits(&mut self, share: f32) {
         if let Memory::Host(host) = &mut self.rows {
-            host.reuse.force_hits(share);
+            host.residency.force_hits(share);
         }
     }
 
@@ -470,7 +472,7 @@ impl RowStore {
     pub fn bytes(&self) -> usize {
         let rows = match &self.rows {
             Memory::Device(rows) => rows.bytes(),
-            Memory::Host(host) => host.reuse.bytes(),
+            Memory::Host(host) => host.residency.bytes(),
         };
         rows + self.staged.bytes()
     }

@@ -5,7 +5,7 @@ use kv_gpu::pq::Prefetch;
 use kv_gpu::{AnyElement, DevicePtr, Element, Grid, Kernel};
 
 use super::StoreShape;
-use super::reuse::Reuse;
+use super::residency::Residency;
 use crate::device::cache::Rows;
 use crate::device::cache::eviction::Evictions;
 use crate::device::{Gpu, programs};
@@ -172,20 +172,20 @@ impl Int8Rows {
         Ok(unsafe { self.store.launch(stream.cu_stream(), grid, THREADS, false, &arguments) }?)
     }
 
-    /// Dequantizes the tokens of all sequences that `reuse` misses: see `RowStore::fetch`.
+    /// Dequantizes the tokens of all sequences that `residency` misses: see `RowStore::fetch`.
     pub fn fetch(
         &self,
         gpu: &Gpu,
         records: DevicePtr<u16>,
-        reuse: &Reuse,
+        residency: &Residency,
         out: Rows,
         prefetch: Option<Prefetch>,
     ) -> Result<()> {
         let StoreShape { batch, heads, most, .. } = self.shape;
         let arguments = LoadArguments {
-            tokens: Some(reuse.misses()),
-            places: Some(reuse.places()),
-            counts: Some(reuse.miss_counts()),
+            tokens: Some(residency.misses()),
+            places: Some(residency.places()),
+            counts: Some(residency.miss_counts()),
             list_len: most as u32,
             prefetch: prefetch.map(|prefetch| prefetch.bytes),
             prefetch_len: prefetch.map_or(0, |prefetch| prefetch.len as u64),
