@@ -149,7 +149,7 @@ pub trait DeviceCache: ChunkCache + Timed {
 
     /// Sets the weights that are read after the attention of each layer, those of its output product. A cache
     /// whose attention waits for PCIe prefetches them into L2 meanwhile.
-    fn followed_by(&mut self, _gpu: &Gpu, _reads: &[Prefetch]) {}
+    fn prefetch_next(&mut self, _gpu: &Gpu, _reads: &[Prefetch]) {}
 
     /// Empties all sequences.
     ///
@@ -272,8 +272,8 @@ pub trait ChunkCache {
         false
     }
 
-    /// Whether [`DeviceCache::rows`] hold every token, so that [`Self::settle`] may follow steps, too: none
-    /// of the rows that they have written is still to be stored.
+    /// Whether [`DeviceCache::rows`] hold every token, so that [`Self::set_lengths`] may follow steps, too:
+    /// none of the rows that they have written is still to be stored.
     fn is_exact(&self) -> bool {
         self.has_rows_of_all()
     }
@@ -288,13 +288,13 @@ pub trait ChunkCache {
     ///
     /// # Errors
     /// [`Error::Device`].
-    fn settle(&mut self, gpu: &Gpu, lengths: &[usize]) -> Result<()>;
+    fn set_lengths(&mut self, gpu: &Gpu, lengths: &[usize]) -> Result<()>;
 
-    /// As [`Self::settle`] for one sequence. The others continue where they are.
+    /// As [`Self::set_lengths`] for one sequence. The others continue where they are.
     ///
     /// # Errors
     /// [`Error::Device`].
-    fn settle_one(&mut self, gpu: &Gpu, sequence: usize, length: usize) -> Result<()>;
+    fn set_length(&mut self, gpu: &Gpu, sequence: usize, length: usize) -> Result<()>;
 }
 
 /// Refuses more tokens than kernels count.

@@ -206,12 +206,12 @@ impl ChunkCache for CacheGenCache {
         self.code(gpu, Span { sequence: chunk.sequence, layers: layer..layer + 1, tokens })
     }
 
-    fn settle(&mut self, gpu: &Gpu, lengths: &[usize]) -> Result<()> {
+    fn set_lengths(&mut self, gpu: &Gpu, lengths: &[usize]) -> Result<()> {
         self.restart(lengths);
         self.count_bits(gpu)
     }
 
-    fn settle_one(&mut self, gpu: &Gpu, sequence: usize, length: usize) -> Result<()> {
+    fn set_length(&mut self, gpu: &Gpu, sequence: usize, length: usize) -> Result<()> {
         self.place(sequence, length);
         self.count_bits(gpu)
     }

@@ -119,11 +119,11 @@ impl ChunkCache for DenseCache {
         Ok(()) // they have been written in place
     }
 
-    fn settle(&mut self, _gpu: &Gpu, _lengths: &[usize]) -> Result<()> {
+    fn set_lengths(&mut self, _gpu: &Gpu, _lengths: &[usize]) -> Result<()> {
         Ok(())
     }
 
-    fn settle_one(&mut self, _gpu: &Gpu, _sequence: usize, _length: usize) -> Result<()> {
+    fn set_length(&mut self, _gpu: &Gpu, _sequence: usize, _length: usize) -> Result<()> {
         Ok(())
     }
 }

@@ -164,7 +164,7 @@ impl Evictions {
     }
 
     /// Sets the number of encoded tokens after the sinks of one sequence, after all pending encoding.
-    pub fn settle_one(&self, gpu: &Gpu, sequence: usize, encoded: usize) -> Result<()> {
+    pub fn set_length(&self, gpu: &Gpu, sequence: usize, encoded: usize) -> Result<()> {
         self.wait(gpu)?;
         (0..self.n_layers).try_for_each(|layer| {
             self.planned.write_at(gpu, layer * self.batch + sequence, &[encoded as u32])

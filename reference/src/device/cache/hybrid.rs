@@ -307,8 +307,8 @@ impl DeviceCache for HybridCache {
         self.store.pair_bytes()
     }
 
-    fn followed_by(&mut self, gpu: &Gpu, reads: &[Prefetch]) {
-        self.store.followed_by(gpu, reads);
+    fn prefetch_next(&mut self, gpu: &Gpu, reads: &[Prefetch]) {
+        self.store.prefetch_next(gpu, reads);
     }
 }
 
@@ -363,7 +363,7 @@ impl ChunkCache for HybridCache {
         self.codes.encode_chunk(stream, layer, chunk, rows)
     }
 
-    fn settle(&mut self, gpu: &Gpu, lengths: &[usize]) -> Result<()> {
+    fn set_lengths(&mut self, gpu: &Gpu, lengths: &[usize]) -> Result<()> {
         let sinks = self.window.shape.sinks;
         let encoded = lengths.iter().map(|length| length.saturating_sub(sinks));
         self.window.invalidate_prefix();
@@ -371,9 +371,9 @@ impl ChunkCache for HybridCache {
         self.evictions.restart(gpu, &encoded.collect::<Vec<_>>())
     }
 
-    fn settle_one(&mut self, gpu: &Gpu, sequence: usize, length: usize) -> Result<()> {
+    fn set_length(&mut self, gpu: &Gpu, sequence: usize, length: usize) -> Result<()> {
         self.window.invalidate_prefix();
         self.store.forget_one(gpu, sequence)?;
-        self.evictions.settle_one(gpu, sequence, length.saturating_sub(self.window.shape.sinks))
+        self.evictions.set_length(gpu, sequence, length.saturating_sub(self.window.shape.sinks))
     }
 }

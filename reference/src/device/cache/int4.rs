@@ -315,11 +315,11 @@ impl ChunkCache for Int4Cache {
         Ok(unsafe { self.encode.launch(gpu.stream(), grid, THREADS, false, &arguments) }?)
     }
 
-    fn settle(&mut self, _gpu: &Gpu, _lengths: &[usize]) -> Result<()> {
+    fn set_lengths(&mut self, _gpu: &Gpu, _lengths: &[usize]) -> Result<()> {
         Ok(())
     }
 
-    fn settle_one(&mut self, _gpu: &Gpu, _sequence: usize, _length: usize) -> Result<()> {
+    fn set_length(&mut self, _gpu: &Gpu, _sequence: usize, _length: usize) -> Result<()> {
         Ok(())
     }
 }

@@ -200,7 +200,7 @@ impl DeviceCache for MillionCache {
     fn clear(&mut self, gpu: &Gpu) -> Result<()> {
         self.evictions.restart_at(gpu, 0)?;
         let none = vec![0; self.window.shape.batch];
-        self.codes.pages.as_mut().map_or(Ok(()), |pages| pages.settle(gpu, &none))
+        self.codes.pages.as_mut().map_or(Ok(()), |pages| pages.set_lengths(gpu, &none))
     }
 
     fn end(&mut self, gpu: &Gpu, sequence: usize) -> Result<()> {
@@ -241,7 +241,7 @@ impl DeviceCache for MillionCache {
 impl Timed for MillionCache {
     fn fill_random(&mut self, gpu: &Gpu, tokens: usize) -> Result<()> {
         if let Some(pages) = &mut self.codes.pages {
-            pages.settle_anywhere(gpu, tokens)?;
+            pages.set_lengths_anywhere(gpu, tokens)?;
         }
         self.window.fill_random(gpu, self.element)?;
         self.codes.fill_random(gpu)?;
@@ -271,17 +271,17 @@ impl ChunkCache for MillionCache {
         self.take(gpu, layer, chunk)
     }
 
-    fn settle(&mut self, gpu: &Gpu, lengths: &[usize]) -> Result<()> {
+    fn set_lengths(&mut self, gpu: &Gpu, lengths: &[usize]) -> Result<()> {
         if let Some(pages) = &mut self.codes.pages {
-            pages.settle(gpu, lengths)?;
+            pages.set_lengths(gpu, lengths)?;
         }
         let sinks = self.window.shape.sinks;
         let encoded = lengths.iter().map(|length| length.saturating_sub(sinks));
         self.evictions.restart(gpu, &encoded.collect::<Vec<_>>())
     }
 
-    fn settle_one(&mut self, gpu: &Gpu, sequence: usize, length: usize) -> Result<()> {
-        self.codes.pages.iter_mut().for_each(|pages| pages.settle_one(sequence, length));
-        self.evictions.settle_one(gpu, sequence, length.saturating_sub(self.window.shape.sinks))
+    fn set_length(&mut self, gpu: &Gpu, sequence: usize, length: usize) -> Result<()> {
+        self.codes.pages.iter_mut().for_each(|pages| pages.set_length(sequence, length));
+        self.evictions.set_length(gpu, sequence, length.saturating_sub(self.window.shape.sinks))
     }
 }

@@ -157,7 +157,7 @@ impl DeviceCache for PagedCache {
     }
 
     fn clear(&mut self, gpu: &Gpu) -> Result<()> {
-        self.settle(gpu, &vec![0; self.batch])
+        self.set_lengths(gpu, &vec![0; self.batch])
     }
 
     fn end(&mut self, gpu: &Gpu, sequence: usize) -> Result<()> {
@@ -180,7 +180,7 @@ impl DeviceCache for PagedCache {
 
 impl Timed for PagedCache {
     fn fill_random(&mut self, gpu: &Gpu, tokens: usize) -> Result<()> {
-        self.pages.settle_anywhere(gpu, tokens)?;
+        self.pages.set_lengths_anywhere(gpu, tokens)?;
         for (tensor, side) in (0..2 * self.n_layers).enumerate() {
             let at = self.rows.pointer().offset(side * self.side_len());
             fill_rows(gpu, self.element, at, self.side_len(), RANDOM_ROWS + tensor as u32)?;
@@ -217,14 +217,14 @@ impl ChunkCache for PagedCache {
         self.copy(gpu, layer, chunk.sequence, chunk.position..chunk.end(), To::Pages)
     }
 
-    fn settle(&mut self, gpu: &Gpu, lengths: &[usize]) -> Result<()> {
+    fn set_lengths(&mut self, gpu: &Gpu, lengths: &[usize]) -> Result<()> {
         self.prompt.forget();
-        self.pages.settle(gpu, lengths)
+        self.pages.set_lengths(gpu, lengths)
     }
 
-    fn settle_one(&mut self, _gpu: &Gpu, sequence: usize, length: usize) -> Result<()> {
+    fn set_length(&mut self, _gpu: &Gpu, sequence: usize, length: usize) -> Result<()> {
         self.prompt.forget();
-        self.pages.settle_one(sequence, length);
+        self.pages.set_length(sequence, length);
         Ok(())
     }
 }

@@ -185,8 +185,8 @@ impl DeviceCache for PqCache {
         self.evictions.end(&eviction)
     }
 
-    fn followed_by(&mut self, gpu: &Gpu, reads: &[Prefetch]) {
-        self.store.followed_by(gpu, reads);
+    fn prefetch_next(&mut self, gpu: &Gpu, reads: &[Prefetch]) {
+        self.store.prefetch_next(gpu, reads);
     }
 
     fn background_shared_memory(&self) -> usize {
@@ -287,21 +287,21 @@ impl ChunkCache for PqCache {
         Ok(())
     }
 
-    fn settle(&mut self, gpu: &Gpu, lengths: &[usize]) -> Result<()> {
+    fn set_lengths(&mut self, gpu: &Gpu, lengths: &[usize]) -> Result<()> {
         let encoded = lengths.iter().map(|length| length.saturating_sub(self.shape.sinks));
         let encoded: Vec<usize> = encoded.collect();
         let sequences = lengths.iter().copied().enumerate();
-        sequences.for_each(|(sequence, length)| self.settle_training(sequence, length));
+        sequences.for_each(|(sequence, length)| self.set_trained_length(sequence, length));
         self.window.invalidate_prefix();
         self.store.forget(gpu)?;
         self.evictions.restart(gpu, &encoded)
     }
 
-    fn settle_one(&mut self, gpu: &Gpu, sequence: usize, length: usize) -> Result<()> {
-        self.settle_training(sequence, length);
+    fn set_length(&mut self, gpu: &Gpu, sequence: usize, length: usize) -> Result<()> {
+        self.set_trained_length(sequence, length);
         self.window.invalidate_prefix();
         self.store.forget_one(gpu, sequence)?;
-        self.evictions.settle_one(gpu, sequence, length.saturating_sub(self.shape.sinks))
+        self.evictions.set_length(gpu, sequence, length.saturating_sub(self.shape.sinks))
     }
 }
 

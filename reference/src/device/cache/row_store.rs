@@ -70,7 +70,7 @@ struct HostRows {
     layers: Vec<HostBuffer<u16>>, // as on the device, or records
     residency: Residency,
     form: HostForm,
-    followed_by: Vec<Prefetch>, // of each layer: what the next product reads, as far as L2 takes it
+    prefetch_next: Vec<Prefetch>, // of each layer: what the next product reads, as far as L2 takes it
 }
 
 enum HostForm {
@@ -161,7 +161,7 @@ impl RowStore {
                     RowHome::HostInt8 => HostForm::Int8(Int8Rows::new(gpu, element, shape)?),
                     _ => HostForm::Exact(Gather::new(&gpu.device, row_bytes)?),
                 },
-                followed_by: vec![],
+                prefetch_next: vec![],
             }))
         };
         Ok(Self {
@@ -242,8 +242,8 @@ impl RowStore {
         out: Rows,
     ) -> Result<()> {
         let Memory::Host(host) = &self.rows else { return Ok(()) };
-        let HostRows { residency, form, followed_by, .. } = &**host;
-        let prefetch = followed_by.get(layer).copied();
+        let HostRows { residency, form, prefetch_next, .. } = &**host;
+        let prefetch = prefetch_next.get(layer).copied();
         residency.launch(gpu, layer, tokens, counts)?;
         let gather = match form {
             HostForm::Exact(gather) => gather,
@@ -294,7 +294,7 @@ impl RowStore {
                     head_rows: self.shape.stored,
                     tokens,
                     bits: host.residency.missing(),
-                    prefetch: host.followed_by.get(layer).copied(),
+                    prefetch: host.prefetch_next.get(layer).copied(),
                 })
             }
             HostForm::Int8(_) => {
@@ -306,11 +306,11 @@ impl RowStore {
     }
 
     /// Sets the weights that each layer reads after attention. They are prefetched into L2 while rows arrive.
-    pub fn followed_by(&mut self, gpu: &Gpu, reads: &[Prefetch]) {
+    pub fn prefetch_next(&mut self, gpu: &Gpu, reads: &[Prefetch]) {
         let Memory::Host(host) = &mut self.rows else { return };
         let most = gpu.device.l2_bytes() * L2_SHARE.0 / L2_SHARE.1;
         let at_most = |&Prefetch { bytes, len }: &Prefetch| Prefetch { bytes, len: len.min(most) };
-        host.followed_by = reads.iter().map(at_most).collect();
+        host.prefetch_next = reads.iter().map(at_most).collect();
     }
 
     /// The slot of every token that was fetched last, (batch, heads, most); none where rows are read in the

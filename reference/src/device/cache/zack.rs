@@ -268,13 +268,13 @@ impl ChunkCache for ZackCache {
         self.launch_cut_of_chunk(gpu, layer, chunk)
     }
 
-    fn settle(&mut self, gpu: &Gpu, lengths: &[usize]) -> Result<()> {
+    fn set_lengths(&mut self, gpu: &Gpu, lengths: &[usize]) -> Result<()> {
         let sinks = self.window.shape.sinks;
         let stored = lengths.iter().map(|length| length.saturating_sub(sinks));
         self.evictions.restart(gpu, &stored.collect::<Vec<_>>())
     }
 
-    fn settle_one(&mut self, gpu: &Gpu, sequence: usize, length: usize) -> Result<()> {
-        self.evictions.settle_one(gpu, sequence, length.saturating_sub(self.window.shape.sinks))
+    fn set_length(&mut self, gpu: &Gpu, sequence: usize, length: usize) -> Result<()> {
+        self.evictions.set_length(gpu, sequence, length.saturating_sub(self.window.shape.sinks))
     }
 }

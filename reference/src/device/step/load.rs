@@ -82,7 +82,7 @@ impl Decoder {
             return Ok(());
         }
         let lengths = self.lengths_with(&chunk)?;
-        self.settle(&lengths, chunk.sequence)
+        self.set_lengths(&lengths, chunk.sequence)
     }
 
     /// Refuses a loader of another model, and a chunk that does not follow its sequence.
@@ -141,7 +141,7 @@ impl Decoder {
                 let mut lengths = self.lengths()?;
                 in_place.iter().rev().for_each(|chunk| lengths[chunk.sequence] = chunk.position);
                 if let Some(first) = in_place.first() {
-                    self.settle(&lengths, first.sequence)?;
+                    self.set_lengths(&lengths, first.sequence)?;
                 }
                 Err(e)
             }
@@ -181,7 +181,7 @@ impl Decoder {
             }
             self.cache.append(&gpu, layer, chunk)?;
         }
-        self.settle(&lengths, chunk.sequence)
+        self.set_lengths(&lengths, chunk.sequence)
     }
 
     /// Loads a frame one stage after the other, for timing.
@@ -209,9 +209,9 @@ impl Decoder {
     }
 
     /// Makes the sequences have these lengths. One that had ended goes on if it has been loaded.
-    fn settle(&mut self, lengths: &[usize], loaded: usize) -> Result<()> {
+    fn set_lengths(&mut self, lengths: &[usize], loaded: usize) -> Result<()> {
         let gpu = self.gpu.clone();
-        self.cache.settle(&gpu, lengths)?;
+        self.cache.set_lengths(&gpu, lengths)?;
         let mut ended = self.ended.clone();
         ended[loaded] = false;
         let standing = ended.iter().enumerate().filter(|(_, ended)| **ended);

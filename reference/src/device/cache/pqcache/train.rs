@@ -88,7 +88,7 @@ impl Training {
 impl PqCache {
     /// Sets a sequence to this length. With fewer keys than a ring it has none to train on: it ended before
     /// the step for which the host has trained it.
-    pub(super) fn settle_training(&mut self, sequence: usize, length: usize) {
+    pub(super) fn set_trained_length(&mut self, sequence: usize, length: usize) {
         let enough = self.shape.sinks + self.shape.ring;
         let Some(training) = &mut self.training else { return };
         let sequence = &mut training.sequences[sequence];
