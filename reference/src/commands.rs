@@ -156,17 +156,13 @@ fn distinct<T: PartialEq + Display>(option: &str, values: &[T]) -> Result<()> {
     twice.map_or(Ok(()), |(_, value)| Err(Error::Argument(format!("{option}: {value} is given twice"))))
 }
 
-/// Rejects a number unless it is finite and `holds`: what it must be is `what`.
-fn check_number(option: &str, value: f64, what: &str, holds: impl Fn(f64) -> bool) -> Result<()> {
-    match value.is_finite() && holds(value) {
-        true => Ok(()),
-        false => Err(Error::Argument(format!("{option} must be {what}, not {value}"))),
-    }
-}
-
 /// Rejects a negative time.
+#[cfg(feature = "store")]
 fn check_seconds(option: &str, value: f64) -> Result<()> {
-    check_number(option, value, "a number of seconds from 0 on", |x| x >= 0.0)
+    match value.is_finite() && value >= 0.0 {
+        true => Ok(()),
+        false => Err(Error::Argument(format!("{option} must be a number of seconds from 0 on, not {value}"))),
+    }
 }
 
 /// Parses a count of at least one.
@@ -245,6 +241,7 @@ impl Progress for Shown<'_> {
 }
 
 /// Formats a count: `1 chunk`, `2 chunks`.
+#[cfg(feature = "store")]
 fn count(n: usize, what: &str) -> String {
     format!("{n} {what}{}", if n == 1 { "" } else { "s" })
 }
