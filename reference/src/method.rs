@@ -4,8 +4,7 @@
 
 mod budget;
 mod cachegen;
-pub mod cost;
-mod cut;
+pub mod cut;
 mod dense;
 #[cfg(feature = "cuda")]
 mod head_maps;
@@ -29,10 +28,9 @@ mod spelling;
 mod streaming;
 mod zack;
 
-use std::path::Path;
 use std::sync::Arc;
 
-use pq_core::{PqShape, Window};
+use pq_core::Window;
 
 use crate::cache::{ElementType, Geometry, KvCache, WindowedCache};
 use crate::calibrate::Calibration;
@@ -40,8 +38,6 @@ use crate::model::{Config, Model, Rope};
 use crate::{Error, Profile, Result};
 #[cfg(feature = "cuda")]
 pub(crate) use budget::Budget;
-#[cfg(feature = "cuda")]
-pub(crate) use cost::{Iterations, Resolved};
 #[cfg(feature = "cuda")]
 pub(crate) use head_maps::HeadMaps;
 #[cfg(feature = "cuda")]
@@ -125,12 +121,6 @@ impl Method {
         self.kind.needs_profile()
     }
 
-    /// The file that a setting names, which runs of the method read.
-    #[must_use]
-    pub fn file(&self) -> Option<&Path> {
-        self.kind.file()
-    }
-
     /// Adds the method's entries to `profile`, computed from samples of the model.
     ///
     /// # Errors
@@ -199,26 +189,17 @@ impl Method {
         name == other_name && own != other && own.keys >= other.keys && own.values >= other.values
     }
 
-    /// The product quantizer that the method trains on the prompt.
+    /// Rejects settings without effect on the CPU.
     ///
     /// # Errors
-    /// [`Error::Argument`] for another method.
-    pub fn prompt_quantizer(&self, config: &Config) -> Result<PqShape> {
-        let none = || Err(Error::Argument(format!("method {} trains nothing on the prompt", self.name)));
-        self.fitted(config)?.kind.prompt_quantizer(Geometry::of(config)).unwrap_or_else(none)
-    }
-
-    /// Rejects settings without effect on the CPU, and required files that cannot be read.
-    ///
-    /// # Errors
-    /// [`Error::Argument`]; [`Error::Io`] and [`Error::File`].
+    /// [`Error::Argument`].
     pub fn check_on_cpu(&self) -> Result<()> {
         match self.kind.device_setting() {
             Some(setting) => Err(Error::Argument(format!(
                 "method {}: `{setting}` has no effect on the CPU, where it runs here",
                 self.name
             ))),
-            None => self.kind.check_on_cpu(),
+            None => Ok(()),
         }
     }
 

@@ -14,7 +14,7 @@
 pub mod encoded;
 pub mod frame;
 pub mod link;
-pub mod page;
+mod options;
 pub mod receiver;
 pub mod simulated;
 pub mod speeds;
@@ -25,6 +25,7 @@ use std::collections::VecDeque;
 pub use bytes::Bytes;
 use codec_core::{ChunkSizes, Decision, Encoding, Progress, StreamPolicy};
 
+pub use options::{Choice, MOST_SECONDS, Options, RESERVE, first_level};
 pub use trace::{Event, Outcome, Trace};
 
 use crate::{Error, Result};
@@ -48,9 +49,6 @@ const PATIENCE: f64 = 0.02;
 /// Factor on the expected seconds of recomputations for plans with a deadline, until one has been measured.
 /// The policy counts on half the throughput of a link for the same reason.
 const UNMEASURED: f64 = 2.0;
-
-/// Maximum of [`Options::timeout`]: a day in seconds.
-pub const MOST_SECONDS: f64 = 86_400.0;
 
 /// Maximum chunks of a context. The work of a decision grows with their square.
 pub const MOST_CHUNKS: usize = 1024;
@@ -180,29 +178,6 @@ pub struct ChunkCost {
     pub decode: f64,
     /// Seconds to recompute keys and values on top of earlier chunks.
     pub recompute: f64,
-}
-
-/// The choice of encodings.
-#[derive(Clone, Debug, PartialEq)]
-pub enum Choice {
-    /// By the policy, chunk by chunk.
-    Adaptive(StreamPolicy),
-    /// Given: chunk `i` has encoding `i` modulo their number.
-    Given(Vec<Encoding>),
-}
-
-/// Options of a stream.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Options {
-    /// The choice of encodings.
-    pub choice: Choice,
-    /// Maximum requests streamed together (CacheGen's `B`); others wait for the previous batch.
-    pub batch: usize,
-    /// Seconds without a byte after which a transfer counts as stalled, at most [`MOST_SECONDS`].
-    pub timeout: f64,
-    /// After damage, a stall or an error of the link, recompute the missing chunks instead of returning an
-    /// error.
-    pub fall_back: bool,
 }
 
 /// Streams the contexts of requests that all arrive now.

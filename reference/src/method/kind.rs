@@ -1,17 +1,13 @@
 //! The interface between the registry and a method: parsing its settings and building its stores.
 
 use std::fmt::Debug;
-use std::path::Path;
 use std::sync::Arc;
 
 #[cfg(feature = "cuda")]
-use pq_core::CodebookBuf;
-use pq_core::PqShape;
+use pq_core::{CodebookBuf, PqShape};
 
 #[cfg(feature = "cuda")]
 use super::budget::Budget;
-#[cfg(feature = "cuda")]
-use super::cost::Iterations;
 #[cfg(feature = "cuda")]
 use super::head_maps::HeadMaps;
 #[cfg(feature = "cuda")]
@@ -74,16 +70,6 @@ pub(super) trait Kind: Debug + Send + Sync {
         None
     }
 
-    /// The file that a setting names.
-    fn file(&self) -> Option<&Path> {
-        None
-    }
-
-    /// Rejects files that the CPU needs and that cannot be read.
-    fn check_on_cpu(&self) -> Result<()> {
-        Ok(())
-    }
-
     /// Adds its entries to a profile.
     fn calibrate(
         &self,
@@ -124,11 +110,6 @@ pub(super) trait Kind: Debug + Send + Sync {
         _l: usize,
         _profile: &Profile,
     ) -> Option<Result<Vec<Pair<CodebookBuf>>>> {
-        None
-    }
-
-    /// The product quantizer of a method that trains its codebooks on the prompt.
-    fn prompt_quantizer(&self, _geometry: Geometry) -> Option<Result<PqShape>> {
         None
     }
 
@@ -253,7 +234,7 @@ pub(crate) struct Retrieval {
     pub quantizer: PqShape,
     pub budget: Budget,
     /// Iterations for codebooks trained on the prompt; `None` for the profile's codebooks.
-    pub training: Option<Iterations>,
+    pub training: Option<usize>,
     pub home: RowHome,
     /// Rows per head that stay resident on the device, if a step selects fewer.
     pub held: usize,

@@ -15,8 +15,9 @@ use super::kind::{Entry, Kind, SEED, Site};
 use super::paged::PagedMemory;
 use super::pq_code::{CODE_TILE, PqCode, attend_to_codes};
 use crate::cache::{Footprint, Geometry, Store, attend_rows};
-use crate::calibrate::{Calibration, mean_row};
+use crate::calibrate::Calibration;
 use crate::model::{Config, Model, Rope};
+use crate::ops::mean_row;
 use crate::side::{Pair, Side};
 use crate::{Error, Profile, Result};
 

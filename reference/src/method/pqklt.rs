@@ -18,8 +18,9 @@ use super::paged::PagedMemory;
 use super::pq_code::{CODE_TILE, PqCode};
 use super::settings::{Settings, Switch, words};
 use crate::cache::{Geometry, Store};
-use crate::calibrate::{Calibration, mean_row, output_gram, single};
+use crate::calibrate::{Calibration, output_gram, single};
 use crate::model::{Config, Model, Rope};
+use crate::ops::mean_row;
 use crate::side::{Pair, Side};
 use crate::{Error, Profile, Result};
 #[cfg(feature = "cuda")]

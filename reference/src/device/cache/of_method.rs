@@ -1,3 +1,5 @@
+//! The cache that a method has on a device.
+
 use kv_gpu::Element;
 
 use super::codes::Codebooks;
