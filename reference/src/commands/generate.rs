@@ -15,7 +15,6 @@ use kv_reference::model::{Model, Rope};
 use kv_reference::{Error, Profile, Result, Sampler, Sampling, files};
 use serde::Serialize;
 
-#[cfg(feature = "cuda")]
 #[cfg(feature = "store")]
 use super::store::{KvArgs, PromptLoader};
 use super::{

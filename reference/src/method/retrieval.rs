@@ -11,12 +11,12 @@ use pq_core::{
 use svd_core::SoftmaxStats;
 
 use super::budget::Budget;
-#[cfg(feature = "cuda")]
-use super::kind::Retrieval;
 use super::kind::{Entry, Kind, SEED, Site};
 #[cfg(feature = "cuda")]
 use super::offload::Home;
 use super::offload::{OffloadSettings, offload_help};
+#[cfg(feature = "cuda")]
+use super::plan::{Plan, Retrieval};
 use super::pq_code::PqCode;
 use super::settings::words;
 use crate::cache::{Fetched, Footprint, Geometry, OffloadedRows, Store};
@@ -147,26 +147,21 @@ impl Kind for TopK {
     }
 
     #[cfg(feature = "cuda")]
-    fn device_retrieval(&self, geometry: Geometry) -> Option<Result<Retrieval>> {
-        let quantizer = self.quantizer.as_ref()?;
-        let retrieval = || -> Result<Retrieval> {
-            let trains = quantizer.codebooks == Codebooks::Prompt;
-            let training = trains.then_some(quantizer.iterations);
-            let (held, home) = (self.offload.held(), self.offload.home(Home::Host)?);
-            let quantizer = quantizer.code.shape(geometry.head_dim)?;
-            Ok(Retrieval { quantizer, budget: self.budget, training, home, held })
+    fn device_plan(&self, config: &Config, profile: Option<&Profile>) -> Result<Option<Plan>> {
+        let Some(quantizer) = &self.quantizer else { return Ok(None) };
+        let geometry = Geometry::of(config);
+        let trains = quantizer.codebooks == Codebooks::Prompt;
+        let retrieval = Retrieval {
+            quantizer: quantizer.code.shape(geometry.head_dim)?,
+            budget: self.budget,
+            training: trains.then_some(quantizer.iterations),
+            home: self.offload.home(Home::Host)?,
+            held: self.offload.held(),
         };
-        Some(retrieval())
-    }
-
-    #[cfg(feature = "cuda")]
-    fn key_codebooks(
-        &self,
-        geometry: Geometry,
-        l: usize,
-        profile: &Profile,
-    ) -> Option<Result<Vec<CodebookBuf>>> {
-        self.quantizer.as_ref().map(|quantizer| quantizer.trained(profile, geometry, l))
+        let trained =
+            |profile| (0..config.n_layers).map(|l| quantizer.trained(profile, geometry, l)).collect();
+        let codebooks = profile.filter(|_| !trains).map(trained).transpose()?;
+        Ok(Some(Plan::Retrieval(retrieval, codebooks)))
     }
 
     fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {
