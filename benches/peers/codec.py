@@ -14,7 +14,7 @@ of each channel of 256 tokens, plus tables, lengths and scales.
 
 import argparse, json, math, os, platform, subprocess, tempfile
 
-import tables
+import pages, tables
 
 LEVELS = [1, 1.3, 1.6, 2, 2.6, 3.1, 4.1, 5.1, 6.1, 7.6]
 
@@ -232,9 +232,11 @@ def budgets(out, folder, model, text, context, decode):
         )
     out += [
         "",
-        "The default has the lower KL at every row's bits."
-        if not worse
-        else "Rows with a lower KL than the default at their bits: " + "; ".join(worse) + ".",
+        (
+            "The default has the lower KL at every row's bits."
+            if not worse
+            else "Rows with a lower KL than the default at their bits: " + "; ".join(worse) + "."
+        ),
         "",
     ]
 
@@ -441,14 +443,16 @@ def pq_codes(out, folder, model, text):
         "The values of the first layer depend only on the token, so their subspaces predict one another.",
     ]
     if max(gain for gain, _ in best.values()) < 5:
-        out += ["Less than 5 % over all codes: an entropy coder for these codes does not pay, and there is none."]
+        out += [
+            "Less than 5 % over all codes: an entropy coder for these codes does not pay, and there is none."
+        ]
     out.append("")
 
 
 def replaced(path, section):
     """The lines of a page with a section in place of the one with the same heading, or appended."""
     with open(os.path.splitext(path)[0] + ".json") as file:
-        parts = "\n".join(tables.printed(json.load(file))).split("\n## ")
+        parts = "\n".join(pages.printed(json.load(file))).split("\n## ")
     text = "\n".join(section).removeprefix("## ")
     same = [i for i, part in enumerate(parts) if i > 0 and part.split("\n")[0] == text.split("\n")[0]]
     if same:
@@ -489,7 +493,10 @@ def main():
             "CacheGen as published, tiny-llama-12m",
             lambda out: published(out, args.folder, *tiny, 2, 1024),
         ),
-        "far": ("8 to 20 times smaller, tiny-llama-12m", lambda out: far_end(out, args.folder, [2048, 4096, 8192])),
+        "far": (
+            "8 to 20 times smaller, tiny-llama-12m",
+            lambda out: far_end(out, args.folder, [2048, 4096, 8192]),
+        ),
         "pq": ("Entropy of PQ codes, tiny-llama-12m", lambda out: pq_codes(out, args.folder, *tiny)),
     }
     if args.text:

@@ -23,7 +23,7 @@ A prompt is token 7919 i mod vocabulary for each i; torch runs it at once, with 
 
 import argparse, json, math, os, subprocess, sys, tempfile, time
 
-import tables
+import pages, tables
 
 # hidden, intermediate, layers, query heads, key/value heads, vocabulary, RoPE base, Llama 3's scaling
 SHAPES = {
@@ -43,7 +43,7 @@ PREFILL_CASES = [("llama-3.1-8b", 8192, 8192), ("llama-3.1-8b", 32768, 8192), ("
 METHODS = "dense:dtype=bf16,million:exact=bf16,hybrid:keys=rotated:exact=bf16:rows-on=device"
 # Prompts also fill caches that keep exact rows of all tokens on the host.
 PREFILL_METHODS = METHODS + ",hybrid:keys=rotated:exact=bf16,pqcache:tokens=2048:exact=bf16"
-PEERS = tables.PEERS
+PEERS = pages.PEERS
 # transformers is another engine's loop, not another cache, and float32 is not a competitor: one case is enough for them.
 ONE_CASE = ("transformers", "float32")
 PAGE = 64
@@ -201,7 +201,9 @@ def peer(shape, context, batch, capacity, logits_file, kind="torch"):
                 out.argmax().item()
                 times.append(1e3 * (time.perf_counter() - begin))
         out.float().cpu().numpy().tofile(logits_file)
-        return print(json.dumps({"first_token_ms": sorted(times)[len(times) // 2], "warmed": True} | versions))
+        return print(
+            json.dumps({"first_token_ms": sorted(times)[len(times) // 2], "warmed": True} | versions)
+        )
 
     if kind == "float32":
         with torch.no_grad(), sdpa_kernel([SDPBackend.MATH]):

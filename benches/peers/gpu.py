@@ -262,8 +262,12 @@ def chunk_attention(query_heads, heads, batch, tokens, dim, chunk):
     """Causal, at full rank, of the last queries of one sequence. PyTorch's mask would begin at the first key; none at all
     is less than 2 % more work."""
     query = torch.randn(batch, query_heads, chunk, dim, device=DEVICE, dtype=torch.float16)
-    keys, values = (torch.randn(batch, heads, tokens, dim, device=DEVICE, dtype=torch.float16) for _ in range(2))
-    rows, cached = query[0].transpose(0, 1).contiguous(), [x[0].transpose(0, 1).contiguous() for x in (keys, values)]
+    keys, values = (
+        torch.randn(batch, heads, tokens, dim, device=DEVICE, dtype=torch.float16) for _ in range(2)
+    )
+    rows, cached = query[0].transpose(0, 1).contiguous(), [
+        x[0].transpose(0, 1).contiguous() for x in (keys, values)
+    ]
 
     def run(backend):
         with sdpa_kernel(backend):

@@ -22,9 +22,19 @@ CASES = [
     ("131072", "0.8", [PQCACHE, HYBRID], ""),
     ("524288", "0.5", ["dense:dtype=bf16"], ""),
     ("524288", "0.5", [*with_int8(PQCACHE), *with_int8(f"{HYBRID}:rows=0.0025")], "--device-memory 24GiB"),
-    ("1000000", "0.5", [f"{PQCACHE}:offloaded=int8", f"{HYBRID}:rows=0.0025:offloaded=int8"], "--device-memory 32GiB"),
+    (
+        "1000000",
+        "0.5",
+        [f"{PQCACHE}:offloaded=int8", f"{HYBRID}:rows=0.0025:offloaded=int8"],
+        "--device-memory 32GiB",
+    ),
     ("1000000", "0.5", ["million:exact=bf16"], ""),
-    ("32768,131072", "0.5", ["dense:dtype=bf16", "pqcache:tokens=2048:exact=bf16", HYBRID], "--chunk 8192 --steps 8"),
+    (
+        "32768,131072",
+        "0.5",
+        ["dense:dtype=bf16", "pqcache:tokens=2048:exact=bf16", HYBRID],
+        "--chunk 8192 --steps 8",
+    ),
 ]
 
 
@@ -36,7 +46,10 @@ def main():
     parser.add_argument("--commit")
     args = parser.parse_args()
     device = subprocess.run(
-        ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], check=True, capture_output=True, text=True
+        ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
+        check=True,
+        capture_output=True,
+        text=True,
     ).stdout.splitlines()[0]
     made = {"device": device, "date": tables.today(), "commit": args.commit or tables.commit()}
     runs = []
@@ -46,7 +59,7 @@ def main():
         options += ["--methods", ",".join(methods)]
         with tempfile.NamedTemporaryFile() as file:
             subprocess.run([args.kv, *options, "--json", file.name], check=True)
-            runs.append({"command": f"kv {' '.join(options)}", **json.load(open(file.name))})
+            runs.append({"command": f"kv {' '.join(options)}", "hits": hits, **json.load(open(file.name))})
         # Written after every case, so that an interrupted run keeps its results.
         tables.write(os.path.join(args.results, "offload.json"), made | {"runs": runs})
 

