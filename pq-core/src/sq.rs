@@ -57,6 +57,8 @@ mod dot;
 mod exp2;
 mod field;
 #[cfg(feature = "alloc")]
+mod head_cache;
+#[cfg(feature = "alloc")]
 mod head_codes;
 #[cfg(feature = "alloc")]
 mod head_transform;
@@ -72,6 +74,8 @@ mod values;
 
 pub use allot::allot;
 pub use attend::{Block, attend_into, attend_into_with, attend_scratch_len};
+#[cfg(feature = "alloc")]
+pub use head_cache::{HeadCache, LayerCache};
 #[cfg(feature = "alloc")]
 pub use head_codes::HeadCodes;
 #[cfg(feature = "alloc")]
