@@ -25,6 +25,7 @@ mod settings;
 mod snapkv;
 mod sparq;
 mod spelling;
+mod sq;
 mod streaming;
 mod zack;
 
