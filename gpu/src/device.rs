@@ -1,3 +1,5 @@
+//! A GPU: its context and stream, and the kernels that are compiled or loaded once for it.
+
 use std::collections::HashMap;
 use std::ffi::c_void;
 use std::path::PathBuf;

@@ -1,3 +1,5 @@
+//! What can fail between a shape and a finished launch.
+
 use std::fmt;
 use std::path::PathBuf;
 

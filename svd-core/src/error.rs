@@ -1,3 +1,5 @@
+//! What can be wrong with the arguments and the saved bytes of low-rank caches, and the number of each error.
+
 use core::fmt;
 
 /// Why an argument was rejected.

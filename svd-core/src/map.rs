@@ -1,3 +1,5 @@
+//! The product of rows with a truncated basis: from the dimension of a head to a rank.
+
 // One index counts registers and the rows or columns that they hold.
 #![allow(clippy::needless_range_loop)]
 

@@ -1,3 +1,5 @@
+//! Rotations of a head: from second moments to a basis, its dual and singular values.
+
 use alloc::vec::Vec;
 
 use nalgebra::DMatrix;

@@ -1,3 +1,5 @@
+//! The models of a tile, transposed so that one load reads a symbol of all 32 lanes.
+
 use crate::Models;
 use crate::model::slots::{MAX_SYMBOLS, SLOTS, Starts};
 use crate::model::{CONTEXTS, family_model};

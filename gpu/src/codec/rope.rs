@@ -1,3 +1,5 @@
+//! The cosines and sines with which a decoder rotates keys that were stored before RoPE.
+
 use crate::pointer::DevicePtr;
 
 /// RoPE of keys that are stored before it, as [`codec_core::RopeTable::halves`]: cosines and sines of the

@@ -1,3 +1,5 @@
+//! Hybrid attention: selection of tokens by their codes, and one softmax over codes and exact rows.
+
 use cudarc::driver::sys::CUstream;
 use half::f16;
 use pq_core::{GroupRule, PqShape};

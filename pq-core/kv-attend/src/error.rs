@@ -1,3 +1,5 @@
+//! What can be wrong with rows, attention and serialized caches, and the number of each error.
+
 use core::fmt;
 
 /// An invalid argument, with the offending values.

@@ -1,3 +1,5 @@
+//! What the cache of a head has to offer so that a layer and a batch can be built of it.
+
 use alloc::sync::Arc;
 
 use super::{Reader, Writer};
