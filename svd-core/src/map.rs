@@ -163,7 +163,7 @@ impl MapBuf {
         &self.columns
     }
 
-    /// The borrowed map.
+    /// Borrows the map for the decode path.
     #[must_use]
     pub fn view(&self) -> Map<'_> {
         Map { columns: &self.columns, dim: self.dim, rank: self.rank }

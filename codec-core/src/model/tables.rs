@@ -24,7 +24,7 @@ pub(crate) struct TileTables<const C: usize> {
     pub low_bits: [u32; LANES],
     /// The escape symbol of every lane, (context, lane); [`NO_ESCAPE`] in unused lanes.
     pub escape: [Row; C],
-    /// Lanes in use.
+    /// Channels of the tile; lanes after them code one symbol without bits.
     pub lanes: usize,
     /// The largest number of symbols of a lane.
     pub symbols: usize,

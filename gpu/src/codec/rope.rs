@@ -8,7 +8,7 @@ use crate::pointer::DevicePtr;
 pub struct Rope {
     /// `f32` (tokens, head_dim / 2).
     pub cos: DevicePtr<f32>,
-    /// The same.
+    /// `f32` (tokens, head_dim / 2).
     pub sin: DevicePtr<f32>,
 }
 

@@ -184,7 +184,7 @@ pub struct ExactRows {
     pub keys: DevicePtr<AnyElement>,
     /// Elements (batch, heads, capacity, dim).
     pub values: DevicePtr<AnyElement>,
-    /// Rows of a head.
+    /// Rows that each head has room for.
     pub capacity: usize,
     /// The rows of the selected tokens.
     pub index: RowIndex,

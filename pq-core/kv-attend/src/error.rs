@@ -1,9 +1,9 @@
-//! What can be wrong with rows, attention and serialized caches, and the errors of the crates above, which share
-//! most of it.
+//! What can be wrong with rows, attention and serialized caches, and the errors of the crates above, which
+//! share most of it.
 
-/// Defines the error of a crate: an enum of its own variants, each with its number and its message, and of those
-/// that all crates of the family have. They are the same in all of them, so that `?` converts one error into
-/// another.
+/// Defines the error of a crate: an enum of its own variants, each with its number and its message, and of
+/// those that all crates of the family have. They are the same in all of them, so that `?` converts one error
+/// into another.
 ///
 /// An `enum Error from kv_attend::Error` also converts that error, and holds its other variants in one.
 #[doc(hidden)]
@@ -54,8 +54,8 @@ macro_rules! define_error {
                 /// Elements of the argument.
                 actual: usize,
             },
-            /// A size or index, or a product or sum of sizes, exceeds what the operation supports, or the range of
-            /// values that of their type.
+            /// A size or index, or a product or sum of sizes, exceeds what the operation supports, or the
+            /// range of values that of their type.
             TooLarge,
             /// This machine lacks the instructions of the requested backend.
             BackendUnavailable,
@@ -96,8 +96,8 @@ macro_rules! define_error {
         }
 
         impl Error {
-            /// A number that identifies the kind of error. It never changes; the table is in the documentation of
-            /// `kv-attend`.
+            /// A number that identifies the kind of error. It never changes; the table is in the
+            /// documentation of `kv-attend`.
             #[must_use]
             pub const fn code(&self) -> u32 {
                 match self {
