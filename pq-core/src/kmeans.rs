@@ -18,7 +18,7 @@ pub(crate) struct Points {
     squares: Vec<f64>, // (n / 64 rounded up,): sums of squares
 }
 
-/// Stopping criteria.
+/// When the iterations of [`Points::cluster`] end.
 pub(crate) struct Limits<'a> {
     pub iterations: usize,
     /// Stops when the error falls by no more than this fraction of itself.
@@ -27,7 +27,7 @@ pub(crate) struct Limits<'a> {
     pub time_is_up: Option<&'a (dyn Fn() -> bool + Sync)>,
 }
 
-/// The result of k-means.
+/// What [`Points::cluster`] returns.
 pub(crate) struct Clusters {
     pub centroids: Vec<f32>, // (k, dsub)
     pub error: f64,          // summed squared error of the last assignment
@@ -67,7 +67,10 @@ impl Points {
             (vec![0.0; n.div_ceil(BLOCK) * BLOCK * dsub], vec![0.0; n.div_ceil(BLOCK)]);
         let each = tiles.chunks_exact_mut(BLOCK * dsub).zip(&mut squares);
         for (at, (tile, squares)) in (0..n).step_by(BLOCK).zip(each) {
-            *squares = fill_tile(backend, BLOCK.min(n - at), |i| row(at + i), first, tile);
+            let mut rows = [&[][..]; BLOCK];
+            let rows = &mut rows[..BLOCK.min(n - at)];
+            (at..).zip(&mut *rows).for_each(|(i, slot)| *slot = row(i));
+            *squares = fill_tile(backend, rows, first, tile);
         }
         Self { tiles, dsub, n, squares }
     }

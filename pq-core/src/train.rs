@@ -1,3 +1,5 @@
+//! Training: k-means in every subspace of every set, and the assembly of codebooks and codes.
+
 use alloc::vec;
 use alloc::vec::Vec;
 
@@ -8,7 +10,7 @@ use crate::kmeans::{Clusters, Limits, Points};
 use crate::rng::SplitMix64;
 use crate::{Backend, Element, Error, PqShape, Rows};
 
-/// The initial centroids of k-means.
+/// What the first iteration of k-means assigns vectors to.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub enum Start<'a> {
     /// Distinct random vectors.
@@ -30,7 +32,7 @@ pub struct TrainOptions<'a> {
     /// Training ends when an iteration lowers the error by no more than this fraction of it; with 0, when the
     /// error stops falling. Finite and at least 0. Centroids without points are relocated first.
     pub tolerance: f64,
-    /// The initial centroids.
+    /// Where Lloyd's iterations start.
     pub start: Start<'a>,
     /// Trains on at most this many of the vectors, drawn at random.
     pub max_vectors: Option<usize>,
@@ -59,7 +61,7 @@ impl Default for TrainOptions<'_> {
     }
 }
 
-/// A trained codebook.
+/// The centroids that training found, how well they fit, and, if requested, the codes of the vectors.
 #[derive(Clone, Debug)]
 pub struct Trained {
     /// Centroids (m, ksub, dsub), ready for [`Codebook::new`](crate::Codebook::new).

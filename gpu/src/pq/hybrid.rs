@@ -1,3 +1,5 @@
+//! Hybrid attention: selection of tokens by their codes, and one softmax over codes and exact rows.
+
 use cudarc::driver::sys::CUstream;
 use half::f16;
 use pq_core::{GroupRule, PqShape};
@@ -185,7 +187,7 @@ pub struct ExactRows {
     pub keys: DevicePtr<AnyElement>,
     /// Elements (batch, heads, capacity, dim).
     pub values: DevicePtr<AnyElement>,
-    /// Rows of a head.
+    /// Rows that each head has room for.
     pub capacity: usize,
     /// The rows of the selected tokens.
     pub index: RowIndex,
