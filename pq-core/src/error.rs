@@ -82,12 +82,19 @@ kv_attend::define_error! {
             /// The requested tokens of a page.
             page_tokens: usize,
         } = 211, "pages of {page_tokens} tokens, expected 16, 32 or a multiple of 64";
-        /// A field of a [`RowBudget`](crate::RowBudget) is negative, infinite or NaN, a share is above 1, or a
-        /// variance of scores is negative.
+        /// A field of a [`RowBudget`](crate::RowBudget) is negative, infinite or NaN, a share is above 1, or
+        /// a variance of scores is negative.
         Budget {
             /// The field.
             what: &'static str,
         } = 212, "{what} is out of its range";
+        /// The crate has no codebook of Gaussians for these subspaces.
+        NoGaussian {
+            /// Components of a subspace.
+            dsub: usize,
+            /// Bits per code.
+            nbits: u32,
+        } = 213, "no codebook of Gaussians has subspaces of {dsub} components and {nbits} bits";
     }
 }
 

@@ -184,6 +184,11 @@ pub(crate) trait Simd: Copy {
     /// The indices of the lanes, from 0.
     fn lanes(self) -> Self::U32;
     fn add_u32(self, a: Self::U32, b: Self::U32) -> Self::U32;
+    fn and_u32(self, a: Self::U32, b: Self::U32) -> Self::U32;
+    /// Shifts every lane right by `n` bits, or left by `-n`; `n` is above -32 and below 32.
+    fn shift_right_u32(self, x: Self::U32, n: i32) -> Self::U32;
+    /// Adds to each lane of `sum` the two products of the lane's signed 16-bit halves, wrapping.
+    fn add_products(self, sum: Self::U32, a: Self::U32, b: Self::U32) -> Self::U32;
     /// Writes the chosen lanes of `x` (a mask as of [`at_least`](Self::at_least)) contiguously. The elements
     /// after them, up to `LANES` in all, are undefined.
     ///

@@ -209,6 +209,21 @@ impl Simd for Avx512 {
         op!(_mm512_add_epi32(a, b))
     }
     #[inline(always)]
+    fn and_u32(self, a: __m512i, b: __m512i) -> __m512i {
+        op!(_mm512_and_si512(a, b))
+    }
+    #[inline(always)]
+    fn shift_right_u32(self, x: __m512i, n: i32) -> __m512i {
+        op!(match n < 0 {
+            true => _mm512_sll_epi32(x, _mm_cvtsi32_si128(-n)),
+            false => _mm512_srl_epi32(x, _mm_cvtsi32_si128(n)),
+        })
+    }
+    #[inline(always)]
+    fn add_products(self, sum: __m512i, a: __m512i, b: __m512i) -> __m512i {
+        op!(_mm512_add_epi32(sum, _mm512_madd_epi16(a, b)))
+    }
+    #[inline(always)]
     unsafe fn write_chosen(self, out: *mut u32, x: __m512i, chosen: u32) {
         // Compressing into memory is microcoded on Zen 4: compress in a register, then write all of it.
         op!(_mm512_storeu_si512(out.cast(), _mm512_maskz_compress_epi32(chosen as u16, x)));

@@ -11,12 +11,7 @@ use clap::Args;
 use kv_reference::compare::OnGpu;
 #[cfg(feature = "cuda")]
 use kv_reference::device::{Gpu, unsupported};
-use kv_reference::method::Method;
-use kv_reference::model::Config;
 use kv_reference::{Error, Result};
-
-#[cfg(feature = "cuda")]
-use super::print_error;
 
 /// The options that select the device.
 #[derive(Args)]
@@ -68,26 +63,6 @@ impl fmt::Display for Choice {
             Self::Cuda(ordinal) => write!(f, "cuda:{ordinal}"),
         }
     }
-}
-
-/// Profiles the device for a method whose iterations depend on its profile, and reports it.
-#[cfg(feature = "cuda")]
-pub fn profile_clustering(gpu: &Arc<Gpu>, method: &Method, config: &Config) -> Result<()> {
-    let note = kv_reference::device::profile_clustering(gpu, method, config)?;
-    note.into_iter().for_each(|note| print_error(format_args!("kv: {note}\n")));
-    Ok(())
-}
-
-/// The same for the methods of a run.
-#[cfg(feature = "cuda")]
-pub fn profile_methods(on: Option<&OnGpu>, methods: &[Method], config: &Config) -> Result<()> {
-    let Some(on) = on else { return Ok(()) };
-    methods.iter().try_for_each(|method| profile_clustering(&on.gpu, method, config))
-}
-
-#[cfg(not(feature = "cuda"))]
-pub fn profile_methods(_: Option<&OnGpu>, _: &[Method], _: &Config) -> Result<()> {
-    Ok(())
 }
 
 impl DeviceArgs {

@@ -1,10 +1,11 @@
+//! `kv eval`: quality at several lengths, and retrieval by depth.
+
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::sync::Arc;
 
 use clap::Args;
 use comfy_table::{Table, presets};
-use indicatif::ProgressBar;
 use kv_reference::cache::FetchedPerStep;
 use kv_reference::compare::{self, Place, QUESTION_ROOM, Runner, calibrated, check_room, run_start};
 use kv_reference::eval::retrieval::{NO_WORDS, TaskMaker};
@@ -15,8 +16,8 @@ use kv_reference::{Error, Result};
 use serde::Serialize;
 
 use super::{
-    DeviceArgs, Files, JsonArgs, ModelArgs, Stdout, TextArgs, at_least_one, distinct, few_tokens,
-    load_profile, print_error, profile_methods, progress,
+    DeviceArgs, Files, JsonArgs, ModelArgs, Shown, Stdout, TextArgs, at_least_one, distinct, few_tokens,
+    load_profile, print_error, progress,
 };
 
 #[derive(Args)]
@@ -127,7 +128,6 @@ impl Eval {
         files.reads("--model", &self.model.path());
         files.reads("--text", &self.text.path());
         self.profile.iter().for_each(|path| files.reads("--profile", path));
-        files.reads_settings("--methods", &methods);
         let json = files.writes("--json", self.json.json.clone())?;
         let model = self.model.load()?;
         let (name, tokens) = self.text.tokens(&model)?;
@@ -146,7 +146,6 @@ impl Eval {
         let tasks = self.lengths.iter().map(|&length| self.tasks(&model, &tokens[start..], length));
         let tasks = tasks.collect::<Result<Vec<_>>>()?;
         let rope = Arc::new(Rope::new(&model.config, (longest + room).max(start)));
-        profile_methods(gpu.as_ref(), &methods, &model.config)?;
         let bar = progress();
         bar.set_message("calibrating");
         let profile = match given {
@@ -170,7 +169,7 @@ impl Eval {
                 let perplexity = window_perplexity(&model, &rope, &tokens, length, windows)?;
                 exact.push(Exact { length, windows, perplexity });
             }
-            rows.extend(self.rows(&mut runner, &tokens[start..], length, tasks, &bar)?);
+            rows.extend(self.rows(&mut runner, &tokens[start..], length, tasks, &Shown(&bar))?);
         }
         bar.finish_and_clear();
         if self.trials > 0 && TaskMaker::new(model.tokenizer()?, self.seed).is_none() {
@@ -219,7 +218,7 @@ impl Eval {
         tokens: &[u32],
         length: usize,
         tasks: &[[RetrievalTask; 2]],
-        bar: &ProgressBar,
+        bar: &Shown<'_>,
     ) -> Result<Vec<Row>> {
         let scored = runner.score(&tokens[..length], &tokens[length..][..self.decode + 1], bar)?;
         let row = |row: compare::Row| Row {

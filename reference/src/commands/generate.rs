@@ -15,8 +15,6 @@ use kv_reference::model::{Model, Rope};
 use kv_reference::{Error, Profile, Result, Sampler, Sampling, files};
 use serde::Serialize;
 
-#[cfg(feature = "cuda")]
-use super::profile_clustering;
 #[cfg(feature = "store")]
 use super::store::{KvArgs, PromptLoader};
 use super::{
@@ -111,7 +109,6 @@ impl Generate {
         files.reads("--model", &self.model.path());
         self.file.iter().for_each(|path| files.reads("--file", path));
         self.profile.iter().for_each(|path| files.reads("--profile", path));
-        files.reads_settings("--method", std::slice::from_ref(&self.method));
         #[cfg(feature = "store")]
         self.kv.add_to(&mut files)?;
         let json = files.writes("--json", self.json.json.clone())?;
@@ -307,7 +304,6 @@ fn on_device(
     run: impl FnOnce(&mut device::Decoder) -> Result<Prefilled>,
 ) -> Result<(Prefilled, Next)> {
     let (gpu, element) = (Arc::new(gpu), method.device_element()?);
-    profile_clustering(&gpu, method, &model.config)?;
     let cache = method_cache(&gpu, method, &model.config, element, Some(profile), 1, capacity)?;
     let weights = Arc::new(Weights::of(&gpu, &*method.device_model(model, profile)?, element)?);
     let mut decoder = device::Decoder::new(gpu, weights, cache, 1)?;
