@@ -434,9 +434,9 @@ fn scan_blocks<S: Simd, const NBITS: u32, const BLOCKS: usize, const PLANES: usi
             // SAFETY: as above.
             *table = unsafe { s.table::<NBITS>(lut.row(plane, j).as_ptr()) };
         }
-        for (block, sums) in blocks.iter().zip(&mut sums) {
+        for (b, sums) in sums.iter_mut().enumerate() {
             // SAFETY: each of the blocks has m runs.
-            let codes = unsafe { s.unpack::<NBITS>(block.as_ptr().add(j * run_len)) };
+            let codes = unsafe { s.unpack::<NBITS>(blocks[b].as_ptr().add(j * run_len)) };
             for (sums, &table) in sums.iter_mut().zip(&tables) {
                 *sums = s.add_bytes(*sums, s.look_up::<NBITS>(table, codes));
             }

@@ -5,9 +5,11 @@
 //! across lanes at any `dsub`. A block of centroids is multiplied against four registers of points at a time.
 //! Floor: `64 * ksub * dsub` fused multiply-adds, plus three operations per distance to keep the minimum.
 
+use core::ops::Range;
+
 use crate::codebook::Subspace;
 use crate::simd::{BLOCK, Kernel, Run, Simd, transpose_rows};
-use crate::{Backend, Element};
+use crate::{Backend, Element, Rows};
 
 /// The result of [`assign`] for each point of a tile.
 pub(crate) struct Nearest {
@@ -21,15 +23,41 @@ impl Nearest {
     pub const NONE: Self = Self { index: [0; BLOCK], distance: [f32::INFINITY; BLOCK] };
 }
 
-/// Fills `tile` (components, 64) with the components from `first` on of `rows`, 1 to 64; a NaN or an infinity
-/// becomes 0. The columns of missing rows keep their values or get those of the last row. Returns the sum of
-/// all squares.
-pub(crate) fn fill_tile<E: Element>(backend: Backend, rows: &[&[E]], first: usize, tile: &mut [f32]) -> f64 {
-    backend.run(FillTile { rows, first, tile })
+/// Rows in order, or those of a list.
+#[derive(Clone, Copy)]
+pub(crate) struct Vectors<'a, E> {
+    pub rows: Rows<'a, E>,
+    pub chosen: Option<&'a [usize]>,
+}
+
+impl<'a, E> Vectors<'a, E> {
+    /// Number of vectors.
+    pub fn len(&self) -> usize {
+        self.chosen.map_or(self.rows.rows(), <[usize]>::len)
+    }
+
+    #[inline(always)]
+    fn row(&self, i: usize) -> &'a [E] {
+        self.rows.row(self.chosen.map_or(i, |chosen| chosen[i]))
+    }
+}
+
+/// Fills `tile` (components, 64) with the components from `first` on of the vectors `range`, 1 to 64; a NaN
+/// or an infinity becomes 0. The columns of missing points keep their values or get those of the last one.
+/// Returns the sum of all squares.
+pub(crate) fn fill_tile<E: Element>(
+    backend: Backend,
+    vectors: Vectors<'_, E>,
+    range: Range<usize>,
+    first: usize,
+    tile: &mut [f32],
+) -> f64 {
+    backend.run(FillTile { vectors, range, first, tile })
 }
 
 struct FillTile<'a, 't, E> {
-    rows: &'a [&'a [E]],
+    vectors: Vectors<'a, E>,
+    range: Range<usize>,
     first: usize,
     tile: &'t mut [f32],
 }
@@ -58,19 +86,20 @@ impl<E: Element> FillTile<'_, '_, E> {
     /// from `BLOCK * i` on.
     #[inline(always)]
     fn fill(self, transpose: impl Fn([&[f32]; AT_ONCE], &mut [f32])) -> f64 {
-        let Self { rows, first, tile } = self;
+        let Self { vectors, range, first, tile } = self;
         let mut four = [[0.0; BLOCK]; AT_ONCE];
         for (i, tile) in tile.chunks_mut(BLOCK * BLOCK).enumerate() {
             let (first, components) = (first + i * BLOCK, tile.len() / BLOCK);
-            for point in (0..rows.len()).step_by(AT_ONCE) {
+            for point in (0..range.len()).step_by(AT_ONCE) {
                 for (i, out) in four.iter_mut().enumerate() {
-                    let row = &rows[(point + i).min(rows.len() - 1)][first..][..components];
+                    let at = (range.start + point + i).min(range.end - 1);
+                    let row = &vectors.row(at)[first..][..components];
                     row.iter().zip(out).for_each(|(&x, out)| *out = finite(x));
                 }
                 transpose(four.each_ref().map(|row| &row[..components]), &mut tile[point..]);
             }
         }
-        squares_of(tile, rows.len())
+        squares_of(tile, range.len())
     }
 }
 
@@ -159,7 +188,7 @@ pub(crate) fn assign_from(
     summed_error(subspace, tile, nearest)
 }
 
-/// The summed squared error of an assignment. Points whose distances may have overflowed are assigned again,
+/// The summed squared error of an assignment. Vectors whose distances may have overflowed are assigned again,
 /// in `f64`.
 #[inline(never)]
 pub(crate) fn summed_error(subspace: Subspace<'_>, tile: Tile<'_>, nearest: &mut Nearest) -> f64 {
@@ -245,15 +274,24 @@ impl Kernel for Assign<'_> {
 
     #[inline(always)]
     fn vector<S: Simd>(mut self, s: S) {
-        let rare = self.subspace.ksub() >= RARE;
-        if const { !S::WIDE } {
-            if rare { self.of_dsub::<S, 2, true>(s) } else { self.of_dsub::<S, 2, false>(s) }
+        if self.subspace.ksub() >= RARE {
+            // A call takes nothing here, and all kernels share the function.
+            s.call(
+                #[inline(always)]
+                || {
+                    if const { S::WIDE } {
+                        self.of_dsub::<S, 4, true>(s);
+                    } else {
+                        self.of_dsub::<S, 2, true>(s);
+                    }
+                },
+            );
+        } else if const { !S::WIDE } {
+            self.of_dsub::<S, 2, false>(s);
         } else if self.subspace.ksub() < 4 {
             for first in (0..self.tile.points).step_by(S::LANES) {
                 blocked::<S, 1, 1, 2, 0, false>(s, self.subspace, self.tile.values, first, self.nearest);
             }
-        } else if rare {
-            self.of_dsub::<S, 4, true>(s);
         } else {
             self.of_dsub::<S, 4, false>(s);
         }

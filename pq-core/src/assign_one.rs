@@ -20,12 +20,33 @@ pub(crate) fn assign_one<E: Element>(
     vector: &[E],
     set: &mut dyn FnMut(usize, &[u32]),
 ) -> f64 {
-    let (dsub, m) = (codebook.shape().dsub(), codebook.shape().m());
-    if dsub > STAGED {
-        return assign_long(codebook, vector, set);
+    match codebook.shape() {
+        shape if shape.dim() <= FEW_COMPONENTS => {
+            assign_staged::<E, FEW_COMPONENTS>(backend, codebook, vector, set)
+        }
+        shape if shape.dsub() <= STAGED => assign_staged::<E, STAGED>(backend, codebook, vector, set),
+        _ => assign_long(codebook, vector, set),
     }
-    let mut x = [0.0; STAGED];
-    let most = STAGED / dsub;
+}
+
+/// Maximum components that are staged.
+const STAGED: usize = 1024;
+
+/// Maximum components of a vector for which less is staged, since clearing the rest takes a tenth of the
+/// time.
+const FEW_COMPONENTS: usize = 256;
+
+/// [`assign_one`] with up to `N` components at a time, at least a subspace, staged as `f32` and finite, so
+/// that the loops are not compiled for every type of element.
+fn assign_staged<E: Element, const N: usize>(
+    backend: Backend,
+    codebook: &Codebook<'_>,
+    vector: &[E],
+    set: &mut dyn FnMut(usize, &[u32]),
+) -> f64 {
+    let (dsub, m) = (codebook.shape().dsub(), codebook.shape().m());
+    let mut x = [0.0; N];
+    let most = N / dsub;
     let most = if most < BLOCK { most } else { most / BLOCK * BLOCK };
     let mut error = 0.0;
     for first in (0..m).step_by(most) {
@@ -36,11 +57,7 @@ pub(crate) fn assign_one<E: Element>(
     error
 }
 
-/// Maximum components of a subspace. Those of a vector are staged as `f32` and finite, so that the loops are
-/// not compiled for every type of element.
-const STAGED: usize = 1024;
-
-/// [`assign_one`] where a subspace has more than [`STAGED`] components.
+/// [`assign_one`] where a subspace has more than [`STAGED`] components, beyond any head: the portable form.
 #[cold]
 fn assign_long<E: Element>(codebook: &Codebook<'_>, vector: &[E], set: &mut dyn FnMut(usize, &[u32])) -> f64 {
     let dsub = codebook.shape().dsub();
@@ -51,7 +68,7 @@ fn assign_long<E: Element>(codebook: &Codebook<'_>, vector: &[E], set: &mut dyn 
         error += settle(subspace, x, &mut index, &mut distance);
         set(j, &[index]);
     }
-    error
+    error.max(0.0)
 }
 
 /// Converts the leading elements; a NaN or an infinity becomes 0.

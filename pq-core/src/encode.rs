@@ -3,8 +3,8 @@
 use kv_attend::{AnyRows, for_any_rows};
 
 use crate::assign::{
-    CHAINS, Nearest, Sum, Tile, assign_fitting, fill_tile, fits_f32, nearest_of_registers, squares_of,
-    summed_error,
+    CHAINS, Nearest, Sum, Tile, Vectors, assign_fitting, fill_tile, fits_f32, nearest_of_registers,
+    squares_of, summed_error,
 };
 use crate::assign_one::assign_one;
 use crate::codebook::Subspace;
@@ -207,14 +207,12 @@ fn encode_tile<E: Element>(
     let (m, dsub) = (codebook.shape().m(), codebook.shape().dsub());
     let mut tile = [0.0; MAX_TILE_DSUB * BLOCK];
     let points = rows.rows();
-    let mut list = [&[][..]; BLOCK];
-    list.iter_mut().zip(rows.iter()).for_each(|(slot, row)| *slot = row);
     let mut error = 0.0;
     let together = MAX_TILE_DSUB / dsub;
     for j in (0..m).step_by(together) {
         let count = together.min(m - j);
         let tile = &mut tile[..count * dsub * BLOCK];
-        let squares = fill_tile(backend, &list[..points], j * dsub, tile);
+        let squares = fill_tile(backend, Vectors { rows, chosen: None }, 0..points, j * dsub, tile);
         error += backend.run(EncodeSubspaces { codebook, from: j, tile, squares, points, first, codes });
     }
     error.max(0.0)
@@ -254,7 +252,7 @@ impl Kernel for EncodeSubspaces<'_, '_> {
     }
 }
 
-/// Points of a small tile.
+/// Vectors of a small tile.
 const SMALL: usize = 16;
 
 /// The indices and distances of the nearest centroids of a small tile's points, in several subspaces.

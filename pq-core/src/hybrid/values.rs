@@ -61,33 +61,34 @@ impl<'a> Lanes<'a> {
     /// Adds the weights of a chunk to the sums of its centroids.
     #[inline(always)]
     pub fn add(&mut self, codes: &Codes<'_>) {
-        let (lanes, nbits, ksub) = (self.lanes, self.shape.nbits(), self.shape.ksub());
+        match self.lanes {
+            1 => self.add_lanes::<1>(codes),
+            2 => self.add_lanes::<2>(codes),
+            4 => self.add_lanes::<4>(codes),
+            _ => self.add_lanes::<MOST>(codes),
+        }
+    }
+
+    #[inline(always)]
+    fn add_lanes<const L: usize>(&mut self, codes: &Codes<'_>) {
+        let (weights, sums) = (self.weights.as_chunks::<L>().0, self.sums.as_chunks_mut::<L>().0);
+        let (nbits, ksub) = (self.shape.nbits(), self.shape.ksub());
         let (block, run_len) = (codes.block_vectors(), codes.run_len());
-        let weights = &self.weights[..codes.n() * lanes];
-        // In an 8-bit run, byte `i` is the code of token `i`.
+        let weights = &weights[..codes.n()];
         let together = if nbits == 8 { self.shape.m() / SUBSPACES * SUBSPACES } else { 0 };
-        let (four, rest) = self.sums.split_at_mut(together * ksub * lanes);
-        for (i, sums) in four.chunks_exact_mut(SUBSPACES * 256 * lanes).enumerate() {
-            for (b, weights) in weights.chunks(block * lanes).enumerate() {
+        let (sums, rest) = sums.split_at_mut(together * ksub);
+        let parts = sums.as_chunks_mut::<256>().0.as_chunks_mut::<SUBSPACES>().0;
+        for (i, sums) in parts.iter_mut().enumerate() {
+            for (b, weights) in weights.chunks(block).enumerate() {
                 let runs = &codes.block(b)[i * SUBSPACES * run_len..][..SUBSPACES * run_len];
-                match lanes {
-                    1 => add_runs::<1>(sums, weights, runs),
-                    2 => add_runs::<2>(sums, weights, runs),
-                    4 => add_runs::<4>(sums, weights, runs),
-                    _ => add_runs::<MOST>(sums, weights, runs),
-                }
+                // In an 8-bit run, byte `i` is the code of token `i`.
+                add_runs(sums, weights, runs);
             }
         }
-        for (j, sums) in rest.chunks_exact_mut(ksub * lanes).enumerate() {
-            for (b, weights) in weights.chunks(block * lanes).enumerate() {
+        for (j, sums) in rest.chunks_exact_mut(ksub).enumerate() {
+            for (b, weights) in weights.chunks(block).enumerate() {
                 let run = &codes.block(b)[(together + j) * run_len..][..run_len];
-                let codes = unpack_run(run, nbits, block);
-                match lanes {
-                    1 => add_run::<1>(sums, weights, &codes),
-                    2 => add_run::<2>(sums, weights, &codes),
-                    4 => add_run::<4>(sums, weights, &codes),
-                    _ => add_run::<MOST>(sums, weights, &codes),
-                }
+                add_run(sums, weights, &unpack_run(run, nbits, block));
             }
         }
     }
@@ -136,14 +137,12 @@ const PARTS: usize = 8;
 /// Subspaces at a time. For four queries their sums and the weights of a chunk take 32 KiB.
 const SUBSPACES: usize = 4;
 
-/// Adds the weights of up to 64 tokens, (tokens, L), to the sums of their centroids, (SUBSPACES, 256, L),
-/// given a run of each subspace.
+/// Adds the weights of up to 64 tokens to the sums of their centroids, given a run of each subspace.
 #[inline(always)]
-fn add_runs<const L: usize>(sums: &mut [f32], weights: &[f32], runs: &[u8]) {
-    let (sums, weights) = (sums.as_chunks_mut::<L>().0.as_chunks_mut::<256>().0, weights.as_chunks::<L>().0);
+fn add_runs<const L: usize>(sums: &mut [[[f32; L]; 256]; SUBSPACES], weights: &[[f32; L]], runs: &[u8]) {
     let (first, second) = runs.split_at(runs.len() / 2);
     let [(a, b), (c, d)] = [first, second].map(|half| half.split_at(half.len() / 2));
-    let [sums_a, sums_b, sums_c, sums_d] = sums else { return };
+    let [sums_a, sums_b, sums_c, sums_d] = sums;
     for ((((&weights, &a), &b), &c), &d) in weights.iter().zip(a).zip(b).zip(c).zip(d) {
         add(&mut sums_a[usize::from(a)], weights);
         add(&mut sums_b[usize::from(b)], weights);
@@ -152,11 +151,9 @@ fn add_runs<const L: usize>(sums: &mut [f32], weights: &[f32], runs: &[u8]) {
     }
 }
 
-/// Adds the weights of up to 64 tokens, (tokens, L), to the sums of their centroids, (ksub, L), in one
-/// subspace.
+/// Adds the weights of up to 64 tokens to the sums of their centroids in one subspace.
 #[inline(always)]
-fn add_run<const L: usize>(sums: &mut [f32], weights: &[f32], codes: &[u16]) {
-    let (sums, weights) = (sums.as_chunks_mut::<L>().0, weights.as_chunks::<L>().0);
+fn add_run<const L: usize>(sums: &mut [[f32; L]], weights: &[[f32; L]], codes: &[u16]) {
     for (&weights, &c) in weights.iter().zip(codes) {
         // A code is below ksub, a power of two: the remainder spares the bounds check.
         let at = usize::from(c) & (sums.len() - 1);
