@@ -16,7 +16,7 @@ use sha2::{Digest, Sha256};
 
 pub use config::{Config, LayerAttention, RopeScaling, Yarn};
 pub use rope::Rope;
-pub use tokenizer::Tokenizer;
+pub use tokenizer::{TextStream, Tokenizer};
 
 use crate::{Error, Result};
 use gguf::Gguf;
@@ -122,11 +122,8 @@ impl Model {
     }
 
     fn load_folder(dir: &Path) -> Result<Self> {
-        let config_path = dir.join("config.json");
-        let config = Config::from_json(&config_path)?;
-        let tokenizer_path = dir.join("tokenizer.json");
-        let tokenizer = tokenizer_path.exists().then(|| Tokenizer::from_json(&tokenizer_path)).transpose()?;
-        Self::assemble(dir, config, tokenizer, &SafetensorsFiles::open(dir)?)
+        let config = Config::from_folder(dir)?;
+        Self::assemble(dir, config, Tokenizer::from_folder(dir)?, &SafetensorsFiles::open(dir)?)
     }
 
     fn load_gguf(path: &Path) -> Result<Self> {
@@ -145,14 +142,29 @@ impl Model {
     ) -> Result<Self> {
         let tracked = Tracked::new(tensors);
         let (hidden, vocab) = (config.hidden_size, config.vocab_size);
-        let embedding = Arc::new(tracked.load("model.embed_tokens.weight", &[vocab, hidden])?);
-        // Some checkpoints claim untied embeddings but store none, or vice versa: the stored tensors decide.
-        config.tie_word_embeddings |= !tracked.contains("lm_head.weight");
-        let output = if config.tie_word_embeddings {
-            embedding.clone()
-        } else {
-            Arc::new(tracked.load("lm_head.weight", &[vocab, hidden])?)
+        let matrix = |name: &str| tracked.load(name, &[vocab, hidden]).map(Arc::new);
+        let [first, last] = ["model.embed_tokens.weight", "lm_head.weight"];
+        // Whatever the configuration says, the stored tensors decide: a stored output matrix is used, and where
+        // only one of the two is stored it is both.
+        let (embedding, output) = match (tracked.contains(first), tracked.contains(last)) {
+            (true, true) => {
+                let (embedding, output) = (matrix(first)?, matrix(last)?);
+                let output = if output == embedding { embedding.clone() } else { output };
+                (embedding, output)
+            }
+            (false, true) if config.tie_word_embeddings => {
+                let both = matrix(last)?;
+                (both.clone(), both)
+            }
+            _ => {
+                let both = matrix(first)?;
+                (both.clone(), both)
+            }
         };
+        config.tie_word_embeddings = Arc::ptr_eq(&embedding, &output);
+        config.eos_tokens.extend(tokenizer.iter().flat_map(Tokenizer::stop_tokens));
+        config.eos_tokens.sort_unstable();
+        config.eos_tokens.dedup();
         let layers = (0..config.n_layers).map(|l| load_layer(&config, &tracked, l)).collect::<Result<_>>()?;
         let norm = Arc::new(tracked.load("model.norm.weight", &[hidden])?);
         tracked.finish(path, config.family)?;

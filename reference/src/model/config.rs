@@ -3,7 +3,7 @@ use std::path::Path;
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::family::{AttentionBias, AttentionKeys, Family};
+use super::family::{AttentionBias, AttentionKeys, Family, Given};
 use crate::error::Quoted;
 use crate::{Error, Result, files};
 
@@ -179,10 +179,20 @@ impl Config {
         2 * self.n_layers * self.kv_dim()
     }
 
-    /// Reads a Hugging Face `config.json`.
-    pub(crate) fn from_json(path: &Path) -> Result<Self> {
-        let value: Value = serde_json::from_slice(&files::read(path)?).map_err(|e| Error::file(path, e))?;
-        Self::from_value(&value).and_then(Self::validated).map_err(|what| Error::file(path, what))
+    /// Reads the `config.json` of a Hugging Face folder, and the tokens that end a text from its
+    /// `generation_config.json`.
+    pub(crate) fn from_folder(dir: &Path) -> Result<Self> {
+        let path = dir.join("config.json");
+        let value: Value = serde_json::from_slice(&files::read(&path)?).map_err(|e| Error::file(&path, e))?;
+        let config = Self::from_value(&value).and_then(Self::validated);
+        let mut config = config.map_err(|what| Error::file(&path, what))?;
+        let path = dir.join("generation_config.json");
+        if path.exists() {
+            let value: Value = serde_json::from_slice(&files::read(&path)?).map_err(|e| Error::file(&path, e))?;
+            let ends = token_ids("eos_token_id", &value["eos_token_id"]);
+            config.eos_tokens.extend(ends.map_err(|what| Error::file(&path, what))?);
+        }
+        Ok(config)
     }
 
     /// The family is read first, since other families name their fields differently.
@@ -191,6 +201,10 @@ impl Config {
             return Err("has no model_type: not the configuration of a model".into());
         };
         let family = Family::of_model_type(name)?;
+        if let Some(quantized) = value.get("quantization_config").filter(|value| !value.is_null()) {
+            let method = quantized["quant_method"].as_str().unwrap_or("none");
+            return Err(format!("quant_method {}: quantized weights are not supported", Quoted(method)));
+        }
         let keys: AttentionKeys = named(value)?;
         named::<RawConfig>(value)?.check(family, &keys)
     }
@@ -203,7 +217,7 @@ impl Config {
         keys: &AttentionKeys,
         n_layers: usize,
     ) -> std::result::Result<Vec<LayerAttention>, String> {
-        (0..n_layers.min(MOST_LAYERS)).map(|l| (family.attention)(keys, l)).collect()
+        (0..n_layers.min(MOST_LAYERS)).map(|l| (family.attention)(keys, family, l)).collect()
     }
 
     /// Rejects shapes beyond any model, so that products of sizes cannot overflow later.
@@ -278,9 +292,12 @@ struct RawConfig {
     intermediate_size: usize,
     num_hidden_layers: usize,
     num_attention_heads: usize,
-    num_key_value_heads: Option<usize>,
-    head_dim: Option<usize>,
+    #[serde(default)]
+    num_key_value_heads: Given<usize>,
+    #[serde(default)]
+    head_dim: Given<usize>,
     max_position_embeddings: Option<usize>,
+    original_max_position_embeddings: Option<f64>,
     rms_norm_eps: Option<f32>,
     rope_theta: Option<f64>,
     rope_scaling: Option<Value>,
@@ -290,11 +307,12 @@ struct RawConfig {
     attention_bias: bool,
     #[serde(default)]
     mlp_bias: bool,
-    #[serde(default)]
-    tie_word_embeddings: bool,
+    tie_word_embeddings: Option<bool>,
     hidden_act: Option<String>,
-    eos_token_id: Option<Value>,
-    bos_token_id: Option<Value>, // only validated: the tokenizer's file decides
+    #[serde(default)]
+    eos_token_id: Given<Value>,
+    #[serde(default)]
+    bos_token_id: Value, // only validated: the tokenizer's file decides
 }
 
 impl RawConfig {
@@ -302,61 +320,80 @@ impl RawConfig {
         if let Some(act) = self.hidden_act.as_deref().filter(|&act| act != "silu") {
             return Err(format!("hidden_act {} is not supported, only `silu`", Quoted(act)));
         }
-        if self.partial_rotary_factor.is_some_and(|x| x != 1.0) {
-            return Err("a partial_rotary_factor is not supported".into());
-        }
-        let theta = self.rope_parameters.as_ref().and_then(|rope| rope["rope_theta"].as_f64());
-        if theta.zip(self.rope_theta).is_some_and(|(new, old)| new != old) {
-            return Err("`rope_theta` differs from that of `rope_parameters`".into());
-        }
-        token_ids("bos_token_id", self.bos_token_id.as_ref())?;
-        let head_dim = match self.head_dim {
-            Some(head_dim) => head_dim,
-            None if self.num_attention_heads > 0 => self.hidden_size / self.num_attention_heads,
-            None => 0,
-        };
+        token_ids("bos_token_id", &self.bos_token_id)?;
+        let defaults = &family.defaults;
+        let n_heads = self.num_attention_heads;
+        let head_dim = self.head_dim.or(defaults.head_dim);
         let configured = family.bias == AttentionBias::Configured && self.attention_bias;
-        let max_seq_len = self.max_position_embeddings.unwrap_or(2048);
-        let scaling = |given: &Option<Value>| -> std::result::Result<_, String> {
-            let given = given.as_ref().filter(|value| !value.is_null());
-            given.map(|value| rope_scaling(value, max_seq_len)).transpose()
-        };
-        let rope_scaling = match (scaling(&self.rope_parameters)?, scaling(&self.rope_scaling)?) {
-            (Some(new), Some(old)) if new != old => {
-                return Err("`rope_scaling` differs from `rope_parameters`".into());
-            }
-            (new, old) => new.or(old).unwrap_or(RopeScaling::None),
-        };
+        let max_seq_len = self.max_position_embeddings.unwrap_or(defaults.max_seq_len);
+        let (theta, rope_scaling) = self.rope(max_seq_len)?;
+        let eos_token = defaults.eos_token.map(Value::from);
         Ok(Config {
             family: family.name,
             vocab_size: self.vocab_size,
             hidden_size: self.hidden_size,
             intermediate_size: self.intermediate_size,
             n_layers: self.num_hidden_layers,
-            n_heads: self.num_attention_heads,
-            n_kv_heads: self.num_key_value_heads.unwrap_or(self.num_attention_heads),
-            head_dim,
+            n_heads,
+            n_kv_heads: self.num_key_value_heads.or(defaults.n_kv_heads).unwrap_or(n_heads),
+            head_dim: head_dim.or(self.hidden_size.checked_div(n_heads)).unwrap_or(0),
             max_seq_len: rope_scaling.stretched(max_seq_len),
             rms_norm_eps: self.rms_norm_eps.unwrap_or(1e-6),
-            rope_theta: theta.or(self.rope_theta).unwrap_or(10_000.0),
+            rope_theta: theta.unwrap_or(defaults.rope_theta),
             rope_scaling,
             attention_bias: configured || family.bias == AttentionBias::Qkv,
             output_bias: configured,
             mlp_bias: self.mlp_bias,
-            tie_word_embeddings: self.tie_word_embeddings,
+            tie_word_embeddings: self.tie_word_embeddings.unwrap_or(defaults.tie_word_embeddings),
             qk_norm: family.qk_norm,
             attention: Config::attention(family, keys, self.num_hidden_layers)?,
-            eos_tokens: token_ids("eos_token_id", self.eos_token_id.as_ref())?,
+            eos_tokens: token_ids("eos_token_id", &self.eos_token_id.or(eos_token).unwrap_or_default())?,
         })
+    }
+
+    /// Base and scaling of RoPE: from `rope_parameters`, where transformers 5 has them, or from `rope_theta` and
+    /// `rope_scaling`.
+    fn rope(&self, max_seq_len: usize) -> std::result::Result<(Option<f64>, RopeScaling), String> {
+        let places = [&self.rope_parameters, &self.rope_scaling];
+        let places: Vec<&Value> = places.into_iter().flatten().filter(|value| !value.is_null()).collect();
+        let partial = places.iter().map(|place| place["partial_rotary_factor"].as_f64());
+        if partial.chain([self.partial_rotary_factor]).flatten().any(|x| x != 1.0) {
+            return Err("a partial_rotary_factor is not supported".into());
+        }
+        let thetas = places.iter().map(|place| place["rope_theta"].as_f64()).chain([self.rope_theta]);
+        let thetas: Vec<f64> = thetas.flatten().collect();
+        if thetas.windows(2).any(|pair| pair[0] != pair[1]) {
+            return Err("`rope_theta` differs from that of `rope_parameters`".into());
+        }
+        let original = self.original_max_position_embeddings;
+        let scalings = places.iter().map(|place| rope_scaling(place, max_seq_len, original));
+        let scalings = scalings.collect::<std::result::Result<Vec<_>, _>>()?;
+        if scalings.windows(2).any(|pair| pair[0] != pair[1]) {
+            return Err("`rope_scaling` differs from `rope_parameters`".into());
+        }
+        Ok((thetas.first().copied(), scalings.into_iter().next().unwrap_or(RopeScaling::None)))
     }
 }
 
-fn rope_scaling(value: &Value, max_seq_len: usize) -> std::result::Result<RopeScaling, String> {
-    if !value.is_object() {
-        return Err("rope scaling is not an object".into());
+/// The scaling in `rope_parameters` or `rope_scaling`. `original` is the original context length that the
+/// configuration has outside of them, which has precedence.
+fn rope_scaling(
+    value: &Value,
+    max_seq_len: usize,
+    original: Option<f64>,
+) -> std::result::Result<RopeScaling, String> {
+    let Some(fields) = value.as_object() else { return Err("rope scaling is not an object".into()) };
+    if let Some((name, _)) = fields.iter().find(|(_, field)| field.is_object()) {
+        return Err(format!("rope scaling of its own for {} is not supported", Quoted(name)));
     }
-    let number = |key: &str| {
-        value[key].as_f64().ok_or_else(|| format!("rope scaling: `{key}` is missing or not a number"))
+    let given = |key: &str| match &value[key] {
+        Value::Null => Ok(None),
+        given => given.as_f64().map(Some).ok_or_else(|| format!("rope scaling: `{key}` is not a number")),
+    };
+    let number = |key: &str| given(key)?.ok_or_else(|| format!("rope scaling: `{key}` is missing"));
+    let original_max_seq_len = || -> std::result::Result<f64, String> {
+        let inside = given("original_max_position_embeddings")?;
+        Ok(original.or(inside).unwrap_or(max_seq_len as f64))
     };
     match value["rope_type"].as_str().or(value["type"].as_str()) {
         None | Some("default") => Ok(RopeScaling::None),
@@ -365,9 +402,13 @@ fn rope_scaling(value: &Value, max_seq_len: usize) -> std::result::Result<RopeSc
             factor: number("factor")?,
             low_freq_factor: number("low_freq_factor")?,
             high_freq_factor: number("high_freq_factor")?,
-            original_max_seq_len: number("original_max_position_embeddings")?,
+            original_max_seq_len: original_max_seq_len()?,
         }),
-        Some("yarn") => yarn(value, max_seq_len).map(RopeScaling::Yarn),
+        Some("yarn") => {
+            let original = original_max_seq_len()?;
+            let factor = given("factor")?.unwrap_or(max_seq_len as f64 / original);
+            yarn(value, given, factor, original).map(RopeScaling::Yarn)
+        }
         Some(other) => {
             let supported = "only `linear`, `llama3` and `yarn`";
             Err(format!("rope scaling {} is not supported, {supported}", Quoted(other)))
@@ -376,44 +417,47 @@ fn rope_scaling(value: &Value, max_seq_len: usize) -> std::result::Result<RopeSc
 }
 
 /// YaRN's settings with the defaults of `transformers`.
-fn yarn(value: &Value, max_seq_len: usize) -> std::result::Result<Yarn, String> {
-    let number = |key: &str| match &value[key] {
-        Value::Null => Ok(None),
-        given => given.as_f64().map(Some).ok_or_else(|| format!("rope scaling: `{key}` is not a number")),
-    };
+fn yarn(
+    value: &Value,
+    given: impl Fn(&str) -> std::result::Result<Option<f64>, String>,
+    factor: f64,
+    original_max_seq_len: f64,
+) -> std::result::Result<Yarn, String> {
     let truncate = match &value["truncate"] {
         Value::Null => true,
         given => given.as_bool().ok_or("rope scaling: `truncate` is neither true nor false")?,
     };
-    let original_max_seq_len = number("original_max_position_embeddings")?.unwrap_or(max_seq_len as f64);
-    let factor = number("factor")?.unwrap_or(max_seq_len as f64 / original_max_seq_len);
-    let mscales = number("mscale")?.zip(number("mscale_all_dim")?).filter(|&(a, b)| a != 0.0 && b != 0.0);
-    let attention_factor = match (number("attention_factor")?, mscales) {
+    let mscales = given("mscale")?.zip(given("mscale_all_dim")?).filter(|&(a, b)| a != 0.0 && b != 0.0);
+    let attention_factor = match (given("attention_factor")?, mscales) {
         (Some(given), _) => given,
         (None, Some((mscale, all))) => {
             Yarn::attention_factor_of(factor, mscale) / Yarn::attention_factor_of(factor, all)
         }
         (None, None) => Yarn::attention_factor_of(factor, 1.0),
     };
+    // Zero counts as missing.
+    let beta = |key: &str, default: f64| -> std::result::Result<f64, String> {
+        Ok(given(key)?.filter(|&beta| beta != 0.0).unwrap_or(default))
+    };
     Ok(Yarn {
         factor,
-        beta_fast: number("beta_fast")?.unwrap_or(32.0),
-        beta_slow: number("beta_slow")?.unwrap_or(1.0),
+        beta_fast: beta("beta_fast", 32.0)?,
+        beta_slow: beta("beta_slow", 1.0)?,
         original_max_seq_len,
         truncate,
         attention_factor,
     })
 }
 
-/// A token or a list of tokens; empty if the key is missing or null.
-fn token_ids(key: &str, value: Option<&Value>) -> std::result::Result<Vec<u32>, String> {
+/// A token or a list of tokens; none for null.
+fn token_ids(key: &str, value: &Value) -> std::result::Result<Vec<u32>, String> {
     let one = |value: &Value| {
         let id = value.as_u64().and_then(|id| u32::try_from(id).ok());
         id.ok_or_else(|| format!("{key}: {} is no token", Quoted(&value.to_string())))
     };
     match value {
-        None | Some(Value::Null) => Ok(vec![]),
-        Some(Value::Array(ids)) => ids.iter().map(one).collect(),
-        Some(value) => Ok(vec![one(value)?]),
+        Value::Null => Ok(vec![]),
+        Value::Array(ids) => ids.iter().map(one).collect(),
+        value => Ok(vec![one(value)?]),
     }
 }
