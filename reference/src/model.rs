@@ -3,10 +3,12 @@
 
 mod config;
 mod family;
+#[cfg_attr(not(feature = "tokenizers"), allow(dead_code))] // the parts that describe a tokenizer
 mod gguf;
 mod rope;
 mod source;
 mod tensors;
+#[cfg_attr(not(feature = "tokenizers"), path = "model/no_tokenizer.rs")]
 mod tokenizer;
 
 use std::path::Path;
@@ -123,7 +125,7 @@ impl Model {
 
     fn load_folder(dir: &Path) -> Result<Self> {
         let config = Config::from_folder(dir)?;
-        Self::assemble(dir, config, Tokenizer::from_folder(dir)?, &SafetensorsFiles::open(dir)?)
+        Self::assemble(dir, config, Tokenizer::of_folder(dir)?, &SafetensorsFiles::open(dir)?)
     }
 
     fn load_gguf(path: &Path) -> Result<Self> {
@@ -131,7 +133,7 @@ impl Model {
             return Err(Error::file(path, "give the folder that holds it with config.json"));
         }
         let gguf = Gguf::open(path)?;
-        Self::assemble(path, gguf.config()?, Some(Tokenizer::from_gguf(&gguf)?), &gguf)
+        Self::assemble(path, gguf.config()?, Tokenizer::of_gguf(&gguf)?, &gguf)
     }
 
     fn assemble(
@@ -144,23 +146,13 @@ impl Model {
         let (hidden, vocab) = (config.hidden_size, config.vocab_size);
         let matrix = |name: &str| tracked.load(name, &[vocab, hidden]).map(Arc::new);
         let [first, last] = ["model.embed_tokens.weight", "lm_head.weight"];
-        // Whatever the configuration says, the stored tensors decide: a stored output matrix is used, and where
-        // only one of the two is stored it is both.
-        let (embedding, output) = match (tracked.contains(first), tracked.contains(last)) {
-            (true, true) => {
-                let (embedding, output) = (matrix(first)?, matrix(last)?);
-                let output = if output == embedding { embedding.clone() } else { output };
-                (embedding, output)
-            }
-            (false, true) if config.tie_word_embeddings => {
-                let both = matrix(last)?;
-                (both.clone(), both)
-            }
-            _ => {
-                let both = matrix(first)?;
-                (both.clone(), both)
-            }
-        };
+        // Whatever the configuration says, the stored tensors decide: a stored output matrix is used, and tied
+        // matrices may be stored as either.
+        let has_last = tracked.contains(last);
+        let only_last = has_last && config.tie_word_embeddings && !tracked.contains(first);
+        let embedding = matrix(if only_last { last } else { first })?;
+        let output = (has_last && !only_last).then(|| matrix(last)).transpose()?;
+        let output = output.filter(|output| *output != embedding).unwrap_or_else(|| embedding.clone());
         config.tie_word_embeddings = Arc::ptr_eq(&embedding, &output);
         config.eos_tokens.extend(tokenizer.iter().flat_map(Tokenizer::stop_tokens));
         config.eos_tokens.sort_unstable();
@@ -179,11 +171,13 @@ impl Model {
     /// The tokenizer.
     ///
     /// # Errors
-    /// [`Error::Argument`] for a model without one.
+    /// [`Error::Argument`] for a model without one, [`Error::Feature`] in a build without the feature
+    /// `tokenizers`.
     pub fn tokenizer(&self) -> Result<&Tokenizer> {
-        self.tokenizer
-            .as_deref()
-            .ok_or_else(|| Error::argument(format!("model {} has no tokenizer.json", self.name)))
+        self.tokenizer.as_deref().ok_or_else(|| match cfg!(feature = "tokenizers") {
+            true => Error::argument(format!("model {} has no tokenizer.json", self.name)),
+            false => Error::Feature { what: "a text", feature: "tokenizers" },
+        })
     }
 
     /// Rejects tokens outside the vocabulary.

@@ -21,7 +21,7 @@ use super::profile_clustering;
 use super::store::{KvArgs, PromptLoader};
 use super::{
     DeviceArgs, Files, JsonArgs, MOST_TEXT, ModelArgs, Stdout, TextArgs, at_least_one, few_tokens,
-    load_profile, of_option, progress,
+    load_profile, of_option, print_error, progress,
 };
 
 #[derive(Args)]
@@ -122,7 +122,7 @@ impl Generate {
             return Err(Error::argument("the prompt is empty"));
         }
         if model.tokenizer()?.has_two_bos(&prompt)? {
-            eprintln!("the prompt begins with the BOS token twice: the tokenizer adds one, the text has another");
+            print_error("kv: the prompt begins with the BOS token twice: the tokenizer adds one\n");
         }
         let length = prompt.len().saturating_add(self.tokens);
         model.check_context(length)?;

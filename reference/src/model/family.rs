@@ -241,7 +241,11 @@ fn late_windows(keys: &AttentionKeys, family: &Family, l: usize) -> Result<Layer
 }
 
 /// SmolLM3: listed layers, by default every fourth, have no RoPE (NoPE); windows, if enabled, apply to these.
-fn some_layers_without_rope(keys: &AttentionKeys, family: &Family, l: usize) -> Result<LayerAttention, String> {
+fn some_layers_without_rope(
+    keys: &AttentionKeys,
+    family: &Family,
+    l: usize,
+) -> Result<LayerAttention, String> {
     let rope = match &keys.no_rope_layers {
         Some(layers) => {
             *layers.get(l).ok_or_else(|| format!("no_rope_layers has no entry for layer {l}"))? != 0

@@ -45,7 +45,9 @@ impl Gguf {
         if let Some(&Value::Int(count)) = header.metadata.get("split.count")
             && count > 1
         {
-            let what = format!("is one of {count} files of a split model: merge them with `llama-gguf-split --merge`");
+            let what = format!(
+                "is one of {count} files of a split model: merge them with `llama-gguf-split --merge`"
+            );
             return Err(source.error(what));
         }
         // The architecture is read first: it is the prefix of other metadata keys.
@@ -105,9 +107,22 @@ impl Gguf {
             tie_word_embeddings: !has("output.weight"),
             qk_norm: family.qk_norm,
             attention: attention.map_err(|what| self.error(what))?,
-            eos_tokens: vec![], // the tokenizer's
+            eos_tokens: self.eos_tokens()?,
         };
         config.validated().map_err(|what| self.error(what))
+    }
+
+    /// Ends of a sequence, a turn or a message, and of files in models that fill in code.
+    fn eos_tokens(&self) -> Result<Vec<u32>> {
+        let n = self.list_len("tokenizer.ggml.tokens")?;
+        let mut ends = vec![];
+        for name in ["eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep"] {
+            for suffix in ["id", "ids"] {
+                ends.extend(self.token_ids(&format!("tokenizer.ggml.{name}_token_{suffix}"))?);
+            }
+        }
+        ends.retain(|&id| (id as usize) < n);
+        Ok(ends)
     }
 
     /// Scaling of RoPE, by the keys of every age: without a type a factor is linear, and the oldest files have

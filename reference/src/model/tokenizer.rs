@@ -47,15 +47,15 @@ const SENTENCEPIECE_SPACE: char = '\u{2581}';
 impl Tokenizer {
     /// Reads the `tokenizer.json` of a Hugging Face folder, and the special tokens that other files of the
     /// folder name. `None` for a folder without one.
-    pub(crate) fn from_folder(dir: &Path) -> Result<Option<Self>> {
+    pub(crate) fn of_folder(dir: &Path) -> Result<Option<Self>> {
         let loaded = from_folder::load(dir)?;
         Ok(loaded.map(|(json, stop_tokens)| Self { vocabulary: Box::new(json), stop_tokens }))
     }
 
     /// Builds the tokenizer from a GGUF file's metadata.
-    pub(crate) fn from_gguf(gguf: &Gguf) -> Result<Self> {
+    pub(crate) fn of_gguf(gguf: &Gguf) -> Result<Option<Self>> {
         let (ggml, stop_tokens) = from_gguf::load(gguf)?;
-        Ok(Self { vocabulary: Box::new(ggml), stop_tokens })
+        Ok(Some(Self { vocabulary: Box::new(ggml), stop_tokens }))
     }
 
     /// The tokens that end a text, as the tokenizer's files name them: ends of a sequence, a turn, a message.

@@ -13,7 +13,7 @@ pub struct Gguf {
     n_metadata: u64,
     tensors: Vec<u8>,
     n_tensors: u64,
-    data: u64, // bytes of all tensors, padded
+    data: u64,                   // bytes of all tensors, padded
     filled: Vec<(u64, Vec<u8>)>, // tensors that are not zero, by their offsets
 }
 
@@ -126,4 +126,3 @@ impl Gguf {
         }
     }
 }
-

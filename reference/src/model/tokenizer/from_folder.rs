@@ -47,7 +47,9 @@ pub(super) fn load(dir: &Path) -> Result<Option<(Json, Vec<u32>)>> {
     }
     numbered.sort_by_key(|(id, _)| *id);
     let of_special = special.iter().map(|token| AddedToken::from(*token, true));
-    for (id, token) in numbered.into_iter().map(|(id, token)| (Some(id), token)).chain(of_special.map(|t| (None, t))) {
+    for (id, token) in
+        numbered.into_iter().map(|(id, token)| (Some(id), token)).chain(of_special.map(|t| (None, t)))
+    {
         let known = |token: &str| library.get_added_vocabulary().get_vocab().contains_key(token);
         if known(&token.content) {
             continue;
@@ -58,7 +60,8 @@ pub(super) fn load(dir: &Path) -> Result<Option<(Json, Vec<u32>)>> {
         // The library numbers new tokens itself.
         let got = library.token_to_id(&content).map(u64::from);
         if new && id.is_some_and(|id| got != Some(id)) {
-            let what = format!("cannot give token {} its number {}", Quoted(&content), id.unwrap_or_default());
+            let what =
+                format!("cannot give token {} its number {}", Quoted(&content), id.unwrap_or_default());
             return Err(Error::file(&path, what));
         }
     }
@@ -78,11 +81,14 @@ fn optional(path: &Path) -> Result<Value> {
     serde_json::from_slice(&files::read(path)?).map_err(|e| Error::file(path, e))
 }
 
-/// The texts of a token, which is a text or an object, or of a list of tokens.
+/// The texts of a token, which is a text or an object, or of a list or a map of tokens.
 fn contents(value: &Value) -> Vec<&str> {
     match value {
         Value::String(text) => vec![text],
-        Value::Object(token) => token.get("content").and_then(Value::as_str).into_iter().collect(),
+        Value::Object(token) => match token.get("content") {
+            Some(content) => contents(content),
+            None => token.values().flat_map(contents).collect(),
+        },
         Value::Array(tokens) => tokens.iter().flat_map(contents).collect(),
         _ => vec![],
     }

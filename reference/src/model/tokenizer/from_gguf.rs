@@ -21,7 +21,7 @@ struct Defaults {
     space_prefix: bool,
 }
 
-/// The tokenizer, and the tokens that end a text.
+/// The tokenizer, and the tokens that end a text by their names.
 pub(super) fn load(gguf: &Gguf) -> Result<(Ggml, Vec<u32>)> {
     let mut tokens = gguf.texts("tokenizer.ggml.tokens")?;
     for (id, token) in tokens.iter_mut().enumerate().filter(|(_, token)| token.is_empty()) {
@@ -37,7 +37,8 @@ pub(super) fn load(gguf: &Gguf) -> Result<(Ggml, Vec<u32>)> {
             return Err(gguf.error(what));
         }
     };
-    let mut special: Vec<u32> = (0..).zip(&kinds).filter(|(_, kind)| kind.is_special()).map(|(id, _)| id).collect();
+    let mut special: Vec<u32> =
+        (0..).zip(&kinds).filter(|(_, kind)| kind.is_special()).map(|(id, _)| id).collect();
     special.sort_by_key(|&id| Reverse(tokens[id as usize].len()));
     // A token outside the vocabulary counts as not given.
     let exists = |id: &u32| (*id as usize) < tokens.len();
@@ -48,12 +49,7 @@ pub(super) fn load(gguf: &Gguf) -> Result<(Ggml, Vec<u32>)> {
     let flag = |key: &str, default: bool| -> Result<bool> { Ok(gguf.flag(key)?.unwrap_or(default)) };
     let bos = token("tokenizer.ggml.bos_token_id", defaults.bos)?;
     let eos = token("tokenizer.ggml.eos_token_id", defaults.eos)?;
-    let mut ends = stop::ends((0..).zip(tokens.iter().map(String::as_str)));
-    for name in ["eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep"] {
-        for key in ["id", "ids"].map(|suffix| format!("tokenizer.ggml.{name}_token_{suffix}")) {
-            ends.extend(gguf.token_ids(&key)?.into_iter().filter(exists));
-        }
-    }
+    let ends = stop::ends((0..).zip(tokens.iter().map(String::as_str)));
     let ggml = Ggml {
         bos: if flag("tokenizer.ggml.add_bos_token", defaults.adds_bos)? { bos } else { None },
         eos: if flag("tokenizer.ggml.add_eos_token", false)? { eos } else { None },

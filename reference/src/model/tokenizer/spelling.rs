@@ -128,7 +128,8 @@ mod tests {
         assert_eq!(of(sequence(json!([llama]))), Spelling::Sentencepiece { bytes: true, prefixed: true });
         let gemma = sequence(json!([replace, fallback, {"type": "Fuse"}]));
         assert_eq!(of(gemma), Spelling::Sentencepiece { bytes: true, prefixed: false });
-        let metaspace = |scheme: &str| json!({"type": "Metaspace", "replacement": "\u{2581}", "prepend_scheme": scheme});
+        let metaspace =
+            |scheme: &str| json!({"type": "Metaspace", "replacement": "\u{2581}", "prepend_scheme": scheme});
         assert_eq!(of(metaspace("always")), Spelling::Sentencepiece { bytes: false, prefixed: true });
         assert_eq!(of(metaspace("never")), Spelling::Sentencepiece { bytes: false, prefixed: false });
         assert_eq!(of(sequence(json!([{"type": "ByteLevel"}]))), Spelling::ByteLevel);

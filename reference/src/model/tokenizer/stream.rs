@@ -42,7 +42,9 @@ impl<'a> TextStream<'a> {
 fn complete(held: &mut Vec<u8>) -> String {
     let incomplete = match held.utf8_chunks().last() {
         // No error length: more bytes could complete it.
-        Some(last) if str::from_utf8(last.invalid()).is_err_and(|e| e.error_len().is_none()) => last.invalid().len(),
+        Some(last) if str::from_utf8(last.invalid()).is_err_and(|e| e.error_len().is_none()) => {
+            last.invalid().len()
+        }
         _ => 0,
     };
     let rest = held.split_off(held.len() - incomplete);
