@@ -29,7 +29,7 @@ __device__ __forceinline__ u16 near_code(float score) { return (u16)__float_as_u
 __device__ __forceinline__ u16 any_code(float score) {
     if (score >= -FARTHEST) return near_code(score);
     if (!(score > -infinity())) return NO_SCORE;
-    const u32 steps = (__float_as_uint(-score) - FARTHEST_BITS) >> FAR_SHIFT;
+    const u32 half = 1u << (FAR_SHIFT - 1), steps = (__float_as_uint(-score) - FARTHEST_BITS + half) >> FAR_SHIFT;
     return FAR_CODES - 1 - min(steps, FAR_CODES - 2);
 }
 
