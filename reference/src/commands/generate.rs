@@ -21,7 +21,7 @@ use super::profile_clustering;
 use super::store::{KvArgs, PromptLoader};
 use super::{
     DeviceArgs, Files, JsonArgs, MOST_TEXT, ModelArgs, Stdout, TextArgs, at_least_one, few_tokens,
-    load_profile, of_option, progress,
+    load_profile, of_option, print_error, progress,
 };
 
 #[derive(Args)]
@@ -250,6 +250,9 @@ impl Generate {
         match &self.profile {
             Some(path) => {
                 let profile = load_profile(path, model)?;
+                if let Some(warning) = profile.beyond(rope.len()) {
+                    print_error(format_args!("kv: {warning}\n"));
+                }
                 Method::check_profile(&self.methods(model)?, model, rope, &profile)?;
                 Ok(profile)
             }
