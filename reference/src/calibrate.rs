@@ -14,8 +14,8 @@ const SINKS: usize = 4;
 /// Minimum number of tokens to calibrate on.
 const FEWEST: usize = 64;
 
-/// Positions of each key that codes of keys after RoPE are trained on. One position each gives at 16,000 tokens
-/// of another text 1.1 to 4 times the KL of four (12 M, 4.1 bits a component).
+/// Positions of each key that codes of keys after RoPE are trained on. One position each gives at 16,000
+/// tokens of another text 1 to 4 times the KL of four (12 M, 4.1 bits a component).
 const COPIES: usize = 4;
 
 /// Samples of every layer over one text.
@@ -25,8 +25,8 @@ pub struct Calibration {
 
 /// Rows are (n, n_kv_heads * head_dim).
 ///
-/// After RoPE, rows are at positions all over the context, not at their own: slowly rotating directions hardly
-/// move at the first positions, and a rotation or a codebook fitted to those alone drops them.
+/// After RoPE, rows are at positions all over the context, not at their own: slowly rotating directions
+/// hardly move at the first positions, and a rotation or a codebook fitted to those alone drops them.
 pub(crate) struct LayerSamples {
     pub keys: Vec<f32>, // before RoPE
     pub values: Vec<f32>,

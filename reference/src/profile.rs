@@ -54,8 +54,8 @@ impl Profile {
         Self { tokens: Some(Tokens::new(tokens)), positions: Some(positions), ..Self::default() }
     }
 
-    /// The number of positions that it was calibrated for, from the first one on: its codes of keys after RoPE
-    /// know no later ones. `None` for a file that is older than this information.
+    /// The number of positions that it was calibrated for, from the first one on: its codes of keys after
+    /// RoPE know no later ones. `None` for a file that is older than this information.
     #[must_use]
     pub fn positions(&self) -> Option<usize> {
         self.positions
@@ -66,8 +66,8 @@ impl Profile {
     pub fn beyond(&self, positions: usize) -> Option<String> {
         let known = self.positions.filter(|&known| known < positions)?;
         Some(format!(
-            "the profile was calibrated for {known} positions, and the run has {positions}: codes of keys after RoPE \
-             lose quality beyond them; calibrate again (kv calibrate)"
+            "the profile was calibrated for {known} positions, and the run has {positions}: codes of keys after \
+             RoPE lose quality beyond them; calibrate again (kv calibrate)"
         ))
     }
 

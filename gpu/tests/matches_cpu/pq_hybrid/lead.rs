@@ -1,9 +1,9 @@
-//! Tokens that lead all others by their codes, by far more than by their rows, or that the selection leaves to
-//! their codes: the outputs are those of the definition, in `f64`, at every lead.
+//! Tokens that lead all others by their codes, by far more than by their rows, or that the selection leaves
+//! to their codes: the outputs are those of the definition, in `f64`, at every lead.
 
 use half::f16;
-use kv_gpu::{Device, Element};
 use kv_gpu::pq::Side;
+use kv_gpu::{Device, Element};
 use pq_core::{CodebookBuf, Codes, GroupRule, PqShape, decode_into};
 
 use super::case::{Case, Index, Inputs, Outputs};
@@ -114,8 +114,8 @@ impl Lead {
     }
 }
 
-/// Nearly `lead` over `scale`, such that the table entry that it causes, a multiple of log2(e), is an f16: what
-/// is tested is not the rounding of the table.
+/// Nearly `lead` over `scale`, such that the table entry that it causes, a multiple of log2(e), is an f16:
+/// what is tested is not the rounding of the table.
 fn exact_component(lead: f64, scale: f32) -> f32 {
     let wanted = f16::from_f64(lead / f64::from(scale)).to_bits();
     let candidates = (wanted.saturating_sub(40)..=wanted).map(|bits| f16::from_bits(bits).to_f32());
@@ -126,8 +126,8 @@ fn exact_component(lead: f64, scale: f32) -> f32 {
     candidates.min_by(|a, b| rounding(a).total_cmp(&rounding(b))).unwrap()
 }
 
-/// The output and log-sum-exp of every query of a head: one softmax over the exact rows of sinks and window and
-/// of the selected tokens, and the decoded rows of the others.
+/// The output and log-sum-exp of every query of a head: one softmax over the exact rows of sinks and window
+/// and of the selected tokens, and the decoded rows of the others.
 fn defined(case: &Case, inputs: &Inputs, outputs: &Outputs, head: usize) -> Vec<(Vec<f32>, f64)> {
     let (n, dim, group) = (case.lengths[0] as usize, case.shape.keys.dim(), case.shape.group);
     let selected = &outputs.selected[head * case.selected_len..][..outputs.found[head] as usize];
@@ -148,7 +148,8 @@ fn defined(case: &Case, inputs: &Inputs, outputs: &Outputs, head: usize) -> Vec<
     }
     let attend = |query: &[f32]| {
         let dot = |key: &[f32]| -> f64 {
-            key.iter().zip(query).map(|(k, q)| f64::from(*k) * f64::from(*q)).sum::<f64>() * f64::from(case.scale())
+            key.iter().zip(query).map(|(k, q)| f64::from(*k) * f64::from(*q)).sum::<f64>()
+                * f64::from(case.scale())
         };
         let scores: Vec<f64> = rows[0].chunks_exact(dim).map(dot).collect();
         let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
@@ -237,7 +238,8 @@ fn many_selected_tokens_lead() {
 fn tokens_that_are_not_selected_lead() {
     let Some(device) = device("tokens_that_are_not_selected_lead") else { return };
     for (form, lead) in FORMS.into_iter().flat_map(|form| LEADS.map(|lead| (form, lead))) {
-        for (shape, k, leaders) in [(0, 0, vec![9]), (3, 2, vec![0, 31, 32, 700, 1499]), (5, 1, vec![64, 65])] {
+        for (shape, k, leaders) in [(0, 0, vec![9]), (3, 2, vec![0, 31, 32, 700, 1499]), (5, 1, vec![64, 65])]
+        {
             let (group, values) = SHAPES[shape];
             let mut step = Lead::new(form, group, values, lead, leaders);
             step.case.ks = vec![k];
