@@ -256,6 +256,9 @@ impl Generate {
         match &self.profile {
             Some(path) => {
                 let profile = load_profile(path, model)?;
+                if let Some(warning) = profile.beyond(rope.len()) {
+                    print_error(format_args!("kv: {warning}\n"));
+                }
                 Method::check_profile(&self.methods(model)?, model, rope, &profile)?;
                 Ok(profile)
             }
