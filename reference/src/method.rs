@@ -6,8 +6,6 @@ mod budget;
 mod cachegen;
 pub mod cut;
 mod dense;
-#[cfg(feature = "cuda")]
-mod head_maps;
 mod hybrid;
 mod kind;
 mod million;
@@ -15,6 +13,8 @@ mod offload;
 #[cfg(feature = "cuda")]
 mod on_device;
 mod paged;
+#[cfg(feature = "cuda")]
+mod plan;
 mod pq_code;
 mod pqklt;
 mod registry;
@@ -25,6 +25,7 @@ mod settings;
 mod snapkv;
 mod sparq;
 mod spelling;
+mod sq;
 mod streaming;
 mod zack;
 
@@ -38,19 +39,13 @@ use crate::model::{Config, Model, Rope};
 use crate::{Error, Profile, Result};
 #[cfg(feature = "cuda")]
 pub(crate) use budget::Budget;
-#[cfg(feature = "cuda")]
-pub(crate) use head_maps::HeadMaps;
-#[cfg(feature = "cuda")]
-pub(crate) use hybrid::HybridPlan;
-#[cfg(feature = "cuda")]
-pub(crate) use kind::{Bitstream, Retrieval};
 use kind::{Kind, Site};
-#[cfg(feature = "cuda")]
-pub(crate) use offload::RowHome;
 #[cfg(feature = "cuda")]
 pub(crate) use paged::PagedMemory;
 #[cfg(feature = "cuda")]
-pub(crate) use pqklt::{RowForm, TransformedHead};
+pub(crate) use plan::{
+    Bitstream, CodedRows, HeadMaps, Heads, HybridPlan, Plan, Retrieval, RowForm, RowHome, TransformedHead,
+};
 pub use registry::{DEFAULT_METHODS, methods_help};
 #[cfg(feature = "cuda")]
 pub(crate) use retrieval::training_step;

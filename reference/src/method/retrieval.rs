@@ -11,16 +11,16 @@ use pq_core::{
 use svd_core::SoftmaxStats;
 
 use super::budget::Budget;
-#[cfg(feature = "cuda")]
-use super::kind::Retrieval;
 use super::kind::{Entry, Kind, SEED, Site};
 #[cfg(feature = "cuda")]
 use super::offload::Home;
 use super::offload::{OffloadSettings, offload_help};
+#[cfg(feature = "cuda")]
+use super::plan::{Plan, Retrieval};
 use super::pq_code::PqCode;
 use super::settings::words;
 use crate::cache::{Fetched, Footprint, Geometry, OffloadedRows, Store};
-use crate::calibrate::Calibration;
+use crate::calibrate::{Calibration, rotated_keys};
 use crate::model::{Config, Model, Rope};
 use crate::ops::dot;
 use crate::{Error, Profile, Result};
@@ -129,44 +129,44 @@ impl Kind for TopK {
     }
 
     /// Trains key codebooks for every head of every layer, if the profile's are used.
-    fn calibrate(&self, model: &Model, _: &Rope, samples: &Calibration, profile: &mut Profile) -> Result<()> {
+    fn calibrate(
+        &self,
+        model: &Model,
+        rope: &Rope,
+        samples: &Calibration,
+        profile: &mut Profile,
+    ) -> Result<()> {
         let Some(quantizer) = self.quantizer.as_ref().filter(|_| self.needs_profile()) else { return Ok(()) };
         let geometry = Geometry::of(&model.config);
-        let (mut keys, mut sets) = (vec![], vec![]);
+        let shape = quantizer.code.shape(geometry.head_dim)?;
         for (l, layer) in samples.layers.iter().enumerate() {
-            for head in 0..geometry.n_kv_heads {
-                keys.push(quantizer.key(l, head));
-                sets.push(geometry.head_rows(head, &layer.rotated_keys));
+            let keys = |head| rotated_keys(rope.layer(l), &geometry.head_rows(head, &layer.keys));
+            let sets: Vec<Vec<f32>> = (0..geometry.n_kv_heads).map(keys).collect();
+            let sets: Vec<&[f32]> = sets.iter().map(Vec::as_slice).collect();
+            let trained = train_batch(shape, &sets, &train_options(quantizer.iterations))?;
+            for (head, trained) in trained.into_iter().enumerate() {
+                profile.put_floats(quantizer.key(l, head), trained.centroids);
             }
         }
-        let sets: Vec<&[f32]> = sets.iter().map(Vec::as_slice).collect();
-        let shape = quantizer.code.shape(geometry.head_dim)?;
-        let trained = train_batch(shape, &sets, &train_options(quantizer.iterations))?;
-        keys.into_iter().zip(trained).for_each(|(key, trained)| profile.put_floats(key, trained.centroids));
         Ok(())
     }
 
     #[cfg(feature = "cuda")]
-    fn device_retrieval(&self, geometry: Geometry) -> Option<Result<Retrieval>> {
-        let quantizer = self.quantizer.as_ref()?;
-        let retrieval = || -> Result<Retrieval> {
-            let trains = quantizer.codebooks == Codebooks::Prompt;
-            let training = trains.then_some(quantizer.iterations);
-            let (held, home) = (self.offload.held(), self.offload.home(Home::Host)?);
-            let quantizer = quantizer.code.shape(geometry.head_dim)?;
-            Ok(Retrieval { quantizer, budget: self.budget, training, home, held })
+    fn device_plan(&self, config: &Config, profile: Option<&Profile>) -> Result<Option<Plan>> {
+        let Some(quantizer) = &self.quantizer else { return Ok(None) };
+        let geometry = Geometry::of(config);
+        let trains = quantizer.codebooks == Codebooks::Prompt;
+        let retrieval = Retrieval {
+            quantizer: quantizer.code.shape(geometry.head_dim)?,
+            budget: self.budget,
+            training: trains.then_some(quantizer.iterations),
+            home: self.offload.home(Home::Host)?,
+            held: self.offload.held(),
         };
-        Some(retrieval())
-    }
-
-    #[cfg(feature = "cuda")]
-    fn key_codebooks(
-        &self,
-        geometry: Geometry,
-        l: usize,
-        profile: &Profile,
-    ) -> Option<Result<Vec<CodebookBuf>>> {
-        self.quantizer.as_ref().map(|quantizer| quantizer.trained(profile, geometry, l))
+        let trained =
+            |profile| (0..config.n_layers).map(|l| quantizer.trained(profile, geometry, l)).collect();
+        let codebooks = profile.filter(|_| !trains).map(trained).transpose()?;
+        Ok(Some(Plan::Retrieval(retrieval, codebooks)))
     }
 
     fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {
