@@ -23,6 +23,8 @@ use tokio::time::{Instant, timeout};
 const LEVELS: usize = 2;
 const GRID: Grid = Grid { chunk: 10, tail: 5 };
 const OPTIONS: Options = Options {
+    retry: Duration::from_secs(30),
+    on_outage: None,
     attempts: 4,
     timeout: Duration::from_secs(2),
     least_rate: 1 << 20,
@@ -31,7 +33,7 @@ const OPTIONS: Options = Options {
     parallel: 4,
 };
 /// Longer than all attempts of a request with their backoff.
-const REQUEST: Duration = Duration::from_secs(4 * 2 + 3);
+const REQUEST: Duration = Duration::from_secs(30 + 3);
 
 fn profile() -> Profile {
     let rows: Vec<f32> = (0..80).map(|i| (i as f32).sin()).collect();

@@ -1,3 +1,5 @@
+#[cfg(feature = "cuda")]
+use std::path::Path;
 use std::path::PathBuf;
 #[cfg(feature = "cuda")]
 use std::sync::Arc;
@@ -12,8 +14,12 @@ use kv_reference::method::cost::{ClusteringProfile, PrefillTimes};
 use kv_reference::model::Config;
 use kv_reference::{Error, Result};
 
+#[cfg(feature = "cuda")]
+use super::device::Chosen;
 use super::device::DeviceArgs;
-use super::{Files, JsonArgs, ModelArgs, Stdout, TextArgs, distinct};
+#[cfg(feature = "cuda")]
+use super::no_effect;
+use super::{Files, JsonArgs, ModelArgs, Stdout, TextArgs, distinct, print_error};
 
 #[derive(Args)]
 #[command(after_help = "Example:
@@ -56,28 +62,36 @@ impl Cost {
         distinct("--lengths", &self.lengths)?;
         let mut files = Files::default();
         files.reads("--model", &self.model.path());
-        files.reads("--text", &self.text.path());
+        self.text.add_to(&mut files);
         files.reads_settings("--method", std::slice::from_ref(&self.method));
         let json = files.writes("--json", self.json.json.clone())?;
         let model = self.model.load()?;
         #[cfg(feature = "cuda")]
-        if let Some(gpu) = self.device.gpu()? {
-            match self.on_device(&Arc::new(gpu), &model.config, out) {
-                Err(e) if self.device.falls_back(&e) => {}
-                done => return done,
-            }
-        }
+        let note = match self.device.choose()? {
+            Chosen::Gpu(gpu) => match self.on_device(&Arc::new(gpu), &model.config, out) {
+                Ok(()) => return Ok(()),
+                Err(e) => Some(self.device.fall_back(e)?),
+            },
+            Chosen::Cpu { note } => note,
+        };
         #[cfg(not(feature = "cuda"))]
-        self.device.check()?;
+        let note = self.device.cpu()?;
         let shape = self.method.prompt_quantizer(&model.config)?;
         let (_, tokens) = self.text.tokens(&model)?;
         let profile = ClusteringProfile::measure(&model, &tokens, &self.lengths, shape, &self.offload)?;
+        note.iter().for_each(|note| print_error(format_args!("kv: {note}\n")));
         out.print(format_args!("{}\n", table(&profile)));
         json.write_json(&profile)
     }
 
     #[cfg(feature = "cuda")]
     fn on_device(&self, gpu: &Arc<Gpu>, config: &Config, out: &mut Stdout) -> Result<()> {
+        if self.text.text.is_some() {
+            return Err(no_effect("--text", "on a GPU: pass --device cpu"));
+        }
+        if self.offload != Path::new(".") {
+            return Err(no_effect("--offload", "on a GPU: pass --device cpu"));
+        }
         let profile = DeviceClustering::measure(gpu, &self.method, config, &self.lengths)?;
         out.print(format_args!("{}\n", device_table(&profile)));
         let Some(json) = &self.json.json else { return Ok(()) };

@@ -91,13 +91,7 @@ impl Speed {
             let known = RANDOM_MODELS.join(", ");
             return Err(Error::Argument(format!("--random: no random model `{name}`, only {known}")));
         }
-        let Some(gpu) = self.device.gpu()? else {
-            return Err(Error::argument(match self.device.is_auto() {
-                true => "kv speed times a GPU, and none was found",
-                false => "--device cpu: kv speed times a GPU",
-            }));
-        };
-        let gpu = Arc::new(gpu);
+        let gpu = Arc::new(self.device.gpu("kv speed times a GPU")?);
         let bar = progress();
         bar.set_length((methods.len() * self.contexts.len() * self.batches.len()) as u64);
         let mut output =

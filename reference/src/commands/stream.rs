@@ -13,7 +13,7 @@ use kv_reference::stream::{Choice, MOST_SECONDS, Options};
 use kv_reference::{Error, Result};
 
 use super::output::Output;
-use super::{Files, JsonArgs, Stdout, check_number, check_seconds, count};
+use super::{Files, JsonArgs, Stdout, check_number, check_seconds, count, no_effect};
 
 #[derive(Args)]
 pub struct Stream {
@@ -149,6 +149,23 @@ impl StreamArgs {
             plans: Plans::TextFirst,
         };
         let choice = choice("--encoding", &self.encoding, levels, policy)?;
+        let is_reserved = self.reserve != RESERVE;
+        if let Choice::Given(_) = choice {
+            let given = [
+                (self.first.is_some(), "--first"),
+                (self.prior.is_some(), "--prior"),
+                (is_reserved, "--reserve"),
+            ];
+            if let Some((_, option)) = given.iter().find(|(is_given, _)| *is_given) {
+                return Err(no_effect(option, "on encodings that are given"));
+            }
+        }
+        if self.first.is_some() && self.prior.is_some() {
+            return Err(no_effect("--first", "with --prior, by which the first chunk's level is chosen"));
+        }
+        if is_reserved && self.slo == 0.0 {
+            return Err(no_effect("--reserve", "without --slo"));
+        }
         Ok(Options { choice, batch: self.batch, timeout: self.timeout, fall_back: !self.strict })
     }
 

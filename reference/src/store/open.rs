@@ -7,11 +7,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey};
-use object_store::local::LocalFileSystem;
 use object_store::path::Path;
 use object_store::{ClientConfigKey, ObjectStore, ObjectStoreScheme, RetryConfig, parse_url_opts};
 use url::Url;
 
+use super::folder::Folder;
 use super::profiles::PROFILES;
 use super::{ChunkId, Error, Orphan, Result, backend_text};
 
@@ -114,9 +114,7 @@ fn folder(path: &std::path::Path, create: bool) -> Result<(Arc<dyn ObjectStore>,
     } else if !path.is_dir() {
         return Err(bad("there is no such folder".into()));
     }
-    // Acknowledged writes are on the disk.
-    let store =
-        LocalFileSystem::new_with_prefix(path).map_err(|e| bad(backend_text::cause(&e)))?.with_fsync(true);
+    let store = Folder::open(path).map_err(|e| bad(backend_text::cause(&e)))?;
     Ok((Arc::new(store), Path::default()))
 }
 

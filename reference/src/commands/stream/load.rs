@@ -21,7 +21,11 @@ use kv_reference::stream::{Options, Trace, page};
 use kv_reference::{Error, Profile, Result};
 use serde::Serialize;
 
-use super::super::{DeviceArgs, Files, ModelArgs, Stdout, TextArgs, count, few_tokens, progress};
+#[cfg(feature = "cuda")]
+use super::super::device::Chosen;
+use super::super::{
+    DeviceArgs, Files, ModelArgs, Stdout, TextArgs, count, few_tokens, print_error, progress,
+};
 use super::{BITS, StreamArgs};
 
 /// Encode a prompt at several levels and load it over a shaped link into a cache
@@ -91,7 +95,7 @@ impl Load {
         let options = self.stream.options(&self.bits)?;
         let mut files = Files::default();
         files.reads("--model", &self.model.path());
-        files.reads("--text", &self.text.path());
+        self.text.add_to(&mut files);
         let [json, report] = self.stream.outputs(files)?;
         let model = self.model.load()?;
         let (text, tokens) = self.text.tokens(&model)?;
@@ -160,15 +164,18 @@ struct Judged {
 impl Run<'_> {
     fn judge(&self, context: &EncodedContext) -> Result<Judged> {
         #[cfg(feature = "cuda")]
-        if let Some(gpu) = self.load.device.gpu()? {
-            match self.on_device(&Arc::new(gpu), context) {
-                Err(e) if self.load.device.falls_back(&e) => {}
-                judged => return judged,
-            }
-        }
+        let note = match self.load.device.choose()? {
+            Chosen::Gpu(gpu) => match self.on_device(&Arc::new(gpu), context) {
+                Ok(judged) => return Ok(judged),
+                Err(e) => Some(self.load.device.fall_back(e)?),
+            },
+            Chosen::Cpu { note } => note,
+        };
         #[cfg(not(feature = "cuda"))]
-        self.load.device.check()?;
-        self.on_cpu(context)
+        let note = self.load.device.cpu()?;
+        let judged = self.on_cpu(context)?;
+        note.iter().for_each(|note| print_error(format_args!("kv: {note}\n")));
+        Ok(judged)
     }
 
     fn link(&self, clock: RealClock, contexts: Vec<Arc<EncodedContext>>) -> ShapedLink<RealClock, Memory> {

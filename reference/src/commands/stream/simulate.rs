@@ -1,13 +1,14 @@
 //! `kv stream simulate`.
 
 use clap::Args;
+use kv_reference::stream::link::Bandwidth;
 use kv_reference::stream::simulated::{Machine, simulate};
 use kv_reference::stream::speeds::{GPU_DECODE_RATE, PrefillTime, Speeds};
 use kv_reference::stream::{ChunkCost, MOST_SECONDS, Trace, page};
 use kv_reference::{Error, Result};
 use serde::Serialize;
 
-use super::super::{Files, Stdout, check_number, count};
+use super::super::{Files, Stdout, check_number, count, no_effect};
 use super::{BITS, StreamArgs};
 
 /// Time streams of contexts of a given shape on a simulated clock
@@ -96,6 +97,11 @@ impl Simulate {
             check_number(option, count as f64, "above 0", |x| x > 0.0)?;
         }
         let options = self.stream.options(&self.bits)?;
+        let varies = matches!(self.stream.link.bandwidth, Bandwidth::Random { .. });
+        let random = [(self.trials > 1, "--trials"), (self.seed != 0, "--seed")];
+        if let Some((_, option)) = random.iter().find(|(is_given, _)| *is_given && !varies) {
+            return Err(no_effect(option, "without --link random:LOW-HIGH"));
+        }
         let machine = Machine {
             values_per_token: self.values,
             bits: self.bits.clone(),

@@ -123,10 +123,7 @@ impl Time {
         };
         let links = self.links.iter().map(link).collect::<Result<Vec<_>>>()?;
         let json = Files::default().writes("--json", self.json.json.clone())?;
-        let Some(gpu) = self.device.gpu()? else {
-            return Err(Error::argument("times are of a GPU, and there is none here (--device)"));
-        };
-        let gpu = Arc::new(gpu);
+        let gpu = Arc::new(self.device.gpu("kv stream time times a GPU")?);
         let bar = progress();
         bar.set_message("weights");
         let dense: Method = "dense:dtype=bf16".parse()?;
