@@ -12,9 +12,9 @@ layers; the keys of the first ten layers and the values of two layers have twice
 of each channel of 256 tokens, plus tables, lengths and scales.
 """
 
-import argparse, datetime, json, math, os, platform, subprocess, tempfile
+import argparse, json, math, os, platform, subprocess, tempfile
 
-import record
+import pages, tables
 
 LEVELS = [1, 1.3, 1.6, 2, 2.6, 3.1, 4.1, 5.1, 6.1, 7.6]
 
@@ -230,26 +230,13 @@ def budgets(out, folder, model, text, context, decode):
         out.append(
             f"| {r['name']} | {setting} | {r['bits_per_value']:.2f} | {r['perplexity']:.3f} | {r['kl']:.5f} | {100 * r['top1']:.1f} % | {needle} | {here} |"
         )
-    eight = next(r for r in rows if r["name"] == "int4" and "k=8" in r["setting"])
-    levels = [
-        (eight["bits_per_value"] / r["bits_per_value"], r["perplexity"] / eight["perplexity"] - 1, r)
-        for r in rows[: len(default)]
-    ]
     out += [
         "",
-        "Against 8-bit codes (the paper: 3.5 to 4.3 times smaller at no more than 2 % loss):\n"
-        + "; ".join(
-            f"{ratio:.1f}x smaller at {100 * loss:+.1f} % perplexity"
-            for ratio, loss, _ in levels
-            if 2.5 < ratio < 5
-        )
-        + ".",
-    ]
-    out += [
-        "",
-        "The default has the lower KL at every row's bits."
-        if not worse
-        else "Rows with a lower KL than the default at their bits: " + "; ".join(worse) + ".",
+        (
+            "The default has the lower KL at every row's bits."
+            if not worse
+            else "Rows with a lower KL than the default at their bits: " + "; ".join(worse) + "."
+        ),
         "",
     ]
 
@@ -456,18 +443,18 @@ def pq_codes(out, folder, model, text):
         "The values of the first layer depend only on the token, so their subspaces predict one another.",
     ]
     if max(gain for gain, _ in best.values()) < 5:
-        out += ["Less than 5 % over all codes: an entropy coder for these codes does not pay, and there is none."]
+        out += [
+            "Less than 5 % over all codes: an entropy coder for these codes does not pay, and there is none."
+        ]
     out.append("")
 
 
 def replaced(path, section):
-    """The lines of `path` with a section in place of the one with the same heading, or appended."""
-    with open(path) as file:
-        parts = file.read().split("\n## ")
+    """The lines of a page with a section in place of the one with the same heading, or appended."""
+    with open(os.path.splitext(path)[0] + ".json") as file:
+        parts = "\n".join(pages.printed(json.load(file))).split("\n## ")
     text = "\n".join(section).removeprefix("## ")
-    same = [
-        i for i, part in enumerate(parts) if i > 0 and part.split("\n")[0] == section[0].removeprefix("## ")
-    ]
+    same = [i for i, part in enumerate(parts) if i > 0 and part.split("\n")[0] == text.split("\n")[0]]
     if same:
         parts[same[0]] = text
     else:
@@ -486,12 +473,12 @@ def main():
         help="sections to replace in the file that is there: coders, tiny, published, far, far-text, far-smollm2, pq, smollm2",
     )
     args = parser.parse_args()
-    commit = record.commit()
+    commit = tables.commit()
     cpu = next(
         (l.split(":")[1].strip() for l in open("/proc/cpuinfo") if l.startswith("model name")),
         platform.processor(),
     )
-    made = f"{datetime.date.today()}, commit {commit}, {cpu}."
+    made = f"{tables.today()}, commit {commit}, {cpu}."
     assets = os.path.join(os.path.dirname(__file__), "..", "..", "reference", "assets")
     tiny = (os.path.join(assets, "tiny-llama-12m"), os.path.join(assets, "sotu-heldout.txt"))
 
@@ -506,7 +493,10 @@ def main():
             "CacheGen as published, tiny-llama-12m",
             lambda out: published(out, args.folder, *tiny, 2, 1024),
         ),
-        "far": ("8 to 20 times smaller, tiny-llama-12m", lambda out: far_end(out, args.folder, [2048, 4096, 8192])),
+        "far": (
+            "8 to 20 times smaller, tiny-llama-12m",
+            lambda out: far_end(out, args.folder, [2048, 4096, 8192]),
+        ),
         "pq": ("Entropy of PQ codes, tiny-llama-12m", lambda out: pq_codes(out, args.folder, *tiny)),
     }
     if args.text:
@@ -532,7 +522,7 @@ def main():
         out = [f"## {title}", ""] + ([made, ""] if args.only else [])
         make(out)
         lines = replaced(args.out, out) if args.only else lines + out
-        record.write(args.out, lines, commit)
+        tables.write_printed(args.out, lines)
 
 
 main()

@@ -23,7 +23,7 @@ A prompt is token 7919 i mod vocabulary for each i; torch runs it at once, with 
 
 import argparse, json, math, os, subprocess, sys, tempfile, time
 
-import record
+import pages, tables
 
 # hidden, intermediate, layers, query heads, key/value heads, vocabulary, RoPE base, Llama 3's scaling
 SHAPES = {
@@ -43,7 +43,7 @@ PREFILL_CASES = [("llama-3.1-8b", 8192, 8192), ("llama-3.1-8b", 32768, 8192), ("
 METHODS = "dense:dtype=bf16,million:exact=bf16,hybrid:keys=rotated:exact=bf16:rows-on=device"
 # Prompts also fill caches that keep exact rows of all tokens on the host.
 PREFILL_METHODS = METHODS + ",hybrid:keys=rotated:exact=bf16,pqcache:tokens=2048:exact=bf16"
-PEERS = ("torch", "flashinfer", "transformers")
+PEERS = pages.PEERS
 # transformers is another engine's loop, not another cache, and float32 is not a competitor: one case is enough for them.
 ONE_CASE = ("transformers", "float32")
 PAGE = 64
@@ -191,17 +191,19 @@ def peer(shape, context, batch, capacity, logits_file, kind="torch"):
         tokens = torch.arange(context, device=device) * 7919 % vocab
         with torch.no_grad(), sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
             # The second length makes torch compile for all lengths; the last one makes cuDNN plan.
-            for n in [1024, 2048] + [context] * (context < 100_000):
+            for n in (1024, 2048, context):
                 prompt(tokens[:n])
             times = []
-            for _ in range(3 if context < 100_000 else 1):
+            for _ in range(3):
                 torch.cuda.synchronize()
                 begin = time.perf_counter()
                 out = prompt(tokens)
                 out.argmax().item()
                 times.append(1e3 * (time.perf_counter() - begin))
         out.float().cpu().numpy().tofile(logits_file)
-        return print(json.dumps({"first_token_ms": sorted(times)[len(times) // 2]} | versions))
+        return print(
+            json.dumps({"first_token_ms": sorted(times)[len(times) // 2], "warmed": True} | versions)
+        )
 
     if kind == "float32":
         with torch.no_grad(), sdpa_kernel([SDPBackend.MATH]):
@@ -418,111 +420,6 @@ def prefill_case(kv, shape, context, chunk):
     return {"shape": shape, "context": context, "torch": torch, "dense_beside_torch": check, "rows": rows}
 
 
-def cache_name(row):
-    """A method's name, and whose memory has its exact rows."""
-    name = row["method"].split(":")[0]
-    if row["host_bytes"]:
-        return f"{name}, rows on the host"
-    return f"{name}, rows on the device" if "rows-on=device" in row["method"] else name
-
-
-def prefill_table(results, commit):
-    lines = [
-        "# Prompts on a GPU",
-        "",
-        f"{results[0]['torch']['gpu']}; {time.strftime('%Y-%m-%d')}, commit {commit}; PyTorch {results[0]['torch']['torch']}. Made by",
-        "`python benches/peers/decode.py target/release/kv benches/results --prefill`, which describes the method.",
-        "Time from the prompt to its first and second token on the host, ms; one sequence.",
-        "",
-        "| shape | tokens | chunk | cache | first token | second | torch, bf16 | this / torch | cosine of the logits |",
-        "| --- " * 9 + "|",
-    ]
-    for result in results:
-        for row in result["rows"]:
-            prompt, torch = row["prompt"], result["torch"]["first_token_ms"]
-            dense = row["method"].startswith("dense")
-            cells = [
-                result["shape"],
-                f"{row['context']:,}",
-                f"{prompt['chunk']:,}",
-                cache_name(row),
-                f"{prompt['first_token_ms']:.0f}",
-                f"{prompt['second_token_ms']:.0f}",
-                f"{torch:.0f}",
-                f"{prompt['first_token_ms'] / torch:.2f}",
-                f"{result['dense_beside_torch']['cosine']:.5f}" if dense else "",
-            ]
-            lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return lines
-
-
-def table(results, commit):
-    copy = max(result["copy_bytes_per_second"] for result in results) / 1e12
-    versions = {}
-    for result in results:
-        for said in result["peers"].values():
-            versions |= {
-                name: version for name, version in said.items() if name not in ("step_ms", "missing")
-            }
-    gpu = versions.pop("gpu", "unknown GPU")
-    lines = [
-        "# Decode steps on a GPU",
-        "",
-        f"{gpu}, copy {copy:.2f} TB/s; {time.strftime('%Y-%m-%d')}, commit {commit}; {', '.join(f'{name} {v}' for name, v in versions.items())}.",
-        "Made by `python benches/peers/decode.py target/release/kv benches/results`, which describes the method. Times are ms per step of the whole",
-        "batch; parts are timed alone, without their overlap. The floor is the time that the device takes to copy the bytes that a step reads; a",
-        "kernel that only reads can take a little less.",
-        "",
-        "| shape | context | batch | cache | step | mean | floor | over floor | products | attention | rest | tokens/s | "
-        + " | ".join(f"{name} | {name} / this" for name in PEERS)
-        + " |",
-        "| --- " * (12 + 2 * len(PEERS)) + "|",
-    ]
-    missing = []
-    for result in results:
-        for row in result["rows"]:
-            cells = [
-                result["shape"],
-                f"{row['context']:,}",
-                row["batch"],
-                cache_name(row),
-                f"{row['step_ms']:.2f}",
-                f"{row['mean_ms']:.2f}",
-                f"{row['floor_ms']:.2f}",
-                f"{row['step_ms'] / row['floor_ms']:.2f}",
-                f"{row['products_ms']:.2f}",
-                f"{row['attention_ms']:.2f}",
-                f"{row['rest_ms']:.2f}",
-                f"{row['tokens_per_second']:.0f}",
-            ]
-            for name in PEERS:
-                step = result["peers"].get(name, {}).get("step_ms")
-                cells += [f"{step:.2f}", f"{step / row['mean_ms']:.2f}"] if step else ["", ""]
-            lines.append("| " + " | ".join(map(str, cells)) + " |")
-        why = {
-            name: said["missing"].splitlines()[-1]
-            for name, said in result["peers"].items()
-            if "missing" in said
-        }
-        missing += [
-            f"{name} is missing at {result['shape']}, {result['context']:,} x {result['batch']}: {what}"
-            for name, what in why.items()
-        ]
-    for name in PEERS + ("float32",):
-        checks = [result["dense_beside"][name] for result in results if name in result["dense_beside"]]
-        if checks:
-            lines += [
-                "",
-                f"Logits of dense against those of {name}, same weights, cache and token: cosine at least {min(c['cosine'] for c in checks):.5f}, "
-                f"the same most likely token in {100 * min(c['top1'] for c in checks):.0f} % of the sequences or more.",
-            ]
-    checks = [result["dense_beside"] for result in results]
-    bf16 = [check["torch beside float32"] for check in checks if "torch beside float32" in check]
-    if bf16:
-        lines += ["", f"Those of torch in bf16 against float32: cosine {min(c['cosine'] for c in bf16):.5f}."]
-    return lines + [line for what in missing for line in ("", what)]
-
-
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -533,23 +430,18 @@ def main():
     parser.add_argument("--prefill", action="store_true", help="time prompts instead of steps")
     parser.add_argument("--commit", default=None)
     arguments = parser.parse_args()
-    commit = arguments.commit or record.commit()
-    name, cases, run_case, make_table = ("decode", CASES, case, table)
+    commit = arguments.commit or tables.commit()
+    name, cases, run_case = ("decode", CASES, case)
     if arguments.prefill:
-        name, cases, run_case, make_table = ("prefill", PREFILL_CASES, prefill_case, prefill_table)
+        name, cases, run_case = ("prefill", PREFILL_CASES, prefill_case)
     chosen = [int(i) for i in arguments.cases.split(",") if i] or range(len(cases))
     results = []
     for i in chosen:
         results.append(run_case(os.path.abspath(arguments.kv), *cases[i]))
-        lines = make_table(results, commit)
         # Written after every case, so that an interrupted run keeps its results.
-        record.write(os.path.join(arguments.results, f"{name}.md"), lines, commit)
-        record.write(
-            os.path.join(arguments.results, f"{name}.json"),
-            [json.dumps({"commit": commit, "cases": results}, indent=1)],
-            commit,
-        )
-        print("\n".join(lines), flush=True)
+        result = {"date": tables.today(), "commit": commit, "cases": results}
+        tables.write(os.path.join(arguments.results, f"{name}.json"), result)
+        print(tables.page(name, result), flush=True)
 
 
 if __name__ == "__main__":

@@ -16,9 +16,9 @@ bus does; of `encode` and `train`, their operations at one per lane and clock; o
 tensor cores; of frames that are decoded while they are copied, the copy.
 """
 
-import argparse, datetime, functools, json, math, os, re, subprocess, sys, time
+import argparse, functools, json, math, os, re, subprocess, sys, time
 
-import record
+import tables
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -262,8 +262,12 @@ def chunk_attention(query_heads, heads, batch, tokens, dim, chunk):
     """Causal, at full rank, of the last queries of one sequence. PyTorch's mask would begin at the first key; none at all
     is less than 2 % more work."""
     query = torch.randn(batch, query_heads, chunk, dim, device=DEVICE, dtype=torch.float16)
-    keys, values = (torch.randn(batch, heads, tokens, dim, device=DEVICE, dtype=torch.float16) for _ in range(2))
-    rows, cached = query[0].transpose(0, 1).contiguous(), [x[0].transpose(0, 1).contiguous() for x in (keys, values)]
+    keys, values = (
+        torch.randn(batch, heads, tokens, dim, device=DEVICE, dtype=torch.float16) for _ in range(2)
+    )
+    rows, cached = query[0].transpose(0, 1).contiguous(), [
+        x[0].transpose(0, 1).contiguous() for x in (keys, values)
+    ]
 
     def run(backend):
         with sdpa_kernel(backend):
@@ -334,40 +338,6 @@ def peers_of(row, known):
     return known[key]
 
 
-def report(result):
-    """The lines of gpu.md."""
-    fp8 = f"FlashInfer {result['flashinfer']}" if flashinfer else "FlashInfer is not installed"
-    out = [
-        "# kv-gpu",
-        "",
-        f"{result['device']}, copy {result['copy_tb_s']:.2f} TB/s; {result['date']}, commit {result['commit']}; "
-        f"PyTorch {result['torch']}, {fp8}. "
-        "By `python benches/peers/gpu.py target/release/gpu_speed benches/results`, which says how. "
-        "`fp8` is FlashInfer's attention with keys and values in 8 bits; `sm_80` are the kernels of an A100 on this device; "
-        "`overlapped` are launches with PDL.",
-        "",
-        "| kernel | shape | MB | floor, us | median, us | over floor | G elements/s | peer | its us | peer / this | fp8, us | fp8 / this | sm_80, us |",
-        "|" + " --- |" * 13,
-    ]
-    for row in result["rows"]:
-        us, its_us, fp8_us = row["us"], row["peer_us"], row["fp8_us"]
-        cells = [
-            row["kernel"],
-            row["shape"],
-            f"{row['bytes'] / 1e6:.1f}",
-            f"{row['floor_us']:.1f}",
-            f"{us:.1f}",
-            f"{row['to_floor']:.2f}",
-            f"{row['elements'] / us / 1e3:.0f}" if "elements" in row else "",
-            row["peer"],
-            *((f"{its_us:.1f}", f"{its_us / us:.2f}") if its_us else ("", "")),
-            *((f"{fp8_us:.1f}", f"{fp8_us / us:.2f}") if fp8_us else (row["fp8"] or "", "")),
-            f"{row['sm_80_us']:.1f}" if "sm_80_us" in row else "",
-        ]
-        out.append("| " + " | ".join(cells) + " |")
-    return out
-
-
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -379,13 +349,13 @@ def main():
         "--commit", help="what the binary was built from, where it is not the commit that is checked out"
     )
     arguments = parser.parse_args()
-    arguments.commit = arguments.commit or record.commit()
+    arguments.commit = arguments.commit or tables.commit()
     lines = measured(arguments.binary, arguments.only)
     copy = next(lines)
     result = {
         "device": copy["device"],
         "copy_tb_s": copy["tb_s"],
-        "date": datetime.date.today().isoformat(),
+        "date": tables.today(),
         "commit": arguments.commit,
         "torch": torch.__version__,
         "flashinfer": flashinfer and flashinfer.__version__,
@@ -413,10 +383,9 @@ def main():
     for row in measure("peers", result["rows"]):
         for column, peer in zip(("peer", "fp8"), peers_of(row, known)):
             row[column], row[f"{column}_us"] = peer
-    for name, lines in (("gpu.json", [json.dumps(result, indent=1)]), ("gpu.md", report(result))):
-        record.write(os.path.join(arguments.results, name), lines, arguments.commit)
+    tables.write(os.path.join(arguments.results, "gpu.json"), result)
     os.remove(partial)
-    print("\n".join(report(result)))
+    print(tables.page("gpu", result))
 
 
 def progress(what, rows):

@@ -8,13 +8,14 @@
 `rows` is the share of the tokens between sinks and window whose exact keys and values a step reads; methods that count sinks and
 window towards their share get as many rows. Bits are those that a sequence keeps on the device (codes, norms, exact sinks and
 window); top-k methods, retroinfer and hybrid hold all exact rows elsewhere, except oracle and sparq, which score by them. retroinfer
-reads whole clusters, so some rows more than its share; `estimate=1` estimates every cluster that it does not read. KL is to the dense
-cache, teacher-forced.
+reads whole clusters, so some rows more than its share; `estimate=1` estimates every cluster that it does not read. KiB are of those
+rows: what a method reads to choose them (codes; of sparq r components of every key) is not counted. KL is to the dense cache,
+teacher-forced.
 """
 
-import argparse, datetime, json, math, os, subprocess, tempfile
+import argparse, json, math, subprocess, tempfile
 
-import record
+import tables
 
 SHARES = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
 EXACT = 68  # sinks and window
@@ -98,7 +99,7 @@ def line(row):
 
 
 HEAD = [
-    "| method | setting | bits a value | rows a step and head | KiB a step | perplexity | KL | top-1 | needle |",
+    "| method | setting | bits a value | rows a step and head | KiB of rows a step | perplexity | KL | top-1 | needle |",
     "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
 ]
 
@@ -193,10 +194,10 @@ def main():
     parser.add_argument("--text")
     parser.add_argument("--lengths", default="2048,4096,8192", help="of the shipped model's prompts")
     args = parser.parse_args()
-    commit = record.commit()
+    commit = tables.commit()
     doc = __doc__.strip().splitlines()
     out = (
-        ["# Exact rows over coarse codes", "", f"{datetime.date.today()}, commit {commit}. Made by", ""]
+        ["# Exact rows over coarse codes", "", f"{tables.today()}, commit {commit}. Made by", ""]
         + doc[2:6]
         + doc[6:]
         + [""]
@@ -205,12 +206,12 @@ def main():
         rows = section(
             out, args.kv, "tiny-llama-12m, State of the Union addresses", None, None, 128, length, 192
         )
-        record.write(args.out, out, commit)
+        tables.write_printed(args.out, out)
         if args.picture and length == 4096:
             picture(args.picture, f"tiny-llama-12m, {length} tokens", rows, 128)
     if args.smollm2:
         section(out, args.kv, "SmolLM2-135M-Instruct, WikiText-2", args.smollm2, args.text, 64, 3072, 128)
-        record.write(args.out, out, commit)
+        tables.write_printed(args.out, out)
 
 
 if __name__ == "__main__":

@@ -12,13 +12,13 @@ default before was 20). Recall is that of the scores' top n/10 against the exact
 to the variance; both are computed here, from decoded vectors, for both sides.
 """
 
-import argparse, json, os, statistics, subprocess, sys, tempfile, time, datetime, platform
+import argparse, json, os, statistics, subprocess, sys, tempfile, time, platform
 
 for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"):
     os.environ[variable] = "1"
 import faiss
 import numpy as np
-import record
+import tables
 import torch
 
 faiss.omp_set_num_threads(1)
@@ -170,11 +170,11 @@ def duration(seconds):
 
 
 def write(args, shapes, peer, ours, quality_of):
-    commit = record.commit()
+    commit = tables.commit()
     out = [
         "# pq-core against its peers",
         "",
-        f"{datetime.date.today()}, commit {commit}, {cpu()}, one thread, {args.n:,} keys of {DIM} components, medians of"
+        f"{tables.today()}, commit {commit}, {cpu()}, one thread, {args.n:,} keys of {DIM} components, medians of"
         f" {args.rounds} rounds. faiss-cpu {faiss.__version__} (tuned, see the script), numpy {np.__version__}, torch"
         f" {torch.__version__}. Made by",
         "",
@@ -242,7 +242,7 @@ def write(args, shapes, peer, ours, quality_of):
     if names:
         out += quality_table(names, quality_of)
     os.makedirs(os.path.dirname(args.out) or ".", exist_ok=True)
-    record.write(args.out, out, commit)
+    tables.write_printed(args.out, out)
 
 
 def quality_table(names, quality_of):

@@ -11,9 +11,9 @@ though offline ones serve all sequences, spread over this one context in 16 bits
 (`pqklt`), which belong to the model as its weights do.
 """
 
-import argparse, datetime, json, re, subprocess, tempfile
+import argparse, json, re, subprocess, tempfile
 
-import record
+import tables
 
 SCALAR = [f"{name}:k={b}:v={b}" for b in (2, 3, 4) for name in ("int4", "rotated", "lloydmax")]
 
@@ -162,10 +162,10 @@ def main():
     parser.add_argument("--smollm2")
     parser.add_argument("--text")
     args = parser.parse_args()
-    commit = record.commit()
+    commit = tables.commit()
     doc = __doc__.strip().splitlines()
     out = (
-        ["# Quality per byte", "", f"{datetime.date.today()}, commit {commit}. Made by", ""]
+        ["# Quality per byte", "", f"{tables.today()}, commit {commit}. Made by", ""]
         + doc[2:5]
         + [""]
         + doc[5:]
@@ -173,11 +173,11 @@ def main():
     )
     section(out, args.kv, "tiny-llama-12m, State of the Union addresses", None, None, 128, 2048, 192)
     retrieval(out, args.kv, None, None, 128, [512, 2048])
-    record.write(args.out, out, commit)
+    tables.write_printed(args.out, out)
     if args.smollm2:
         section(out, args.kv, "SmolLM2-135M-Instruct, WikiText-2", args.smollm2, args.text, 64, 1900, 128)
         retrieval(out, args.kv, args.smollm2, args.text, 64, [1024])
-        record.write(args.out, out, commit)
+        tables.write_printed(args.out, out)
 
 
 main()

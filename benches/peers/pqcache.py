@@ -15,9 +15,9 @@ Quality: pqcache and the oracle with the same number of rows, at 8,192 tokens an
 Shares of the tokens include sinks and window.
 """
 
-import argparse, datetime, json, os, subprocess, tempfile
+import argparse, json, os, subprocess, tempfile
 
-import record
+import pages, tables
 
 EXACT = 68  # sinks and window
 ITERATIONS = (1, 2, 4, 8, 16, 25)
@@ -64,38 +64,16 @@ def prefill(bench, lengths, code, folder):
     )
 
 
-def prefill_lines(profile):
-    c, layer = profile["iteration"], profile["layer"]
-    lines = [
-        "| tokens | layer ms | offload ms | iteration ms | iterations | in turn ms | overlapped ms |",
-        "|" + " --- |" * 7,
-    ]
-    for at in profile["times"]:
-        n = at["tokens"]
-        fits = (layer[0] + layer[1] * n + layer[2] * n * n) / (c[0] + c[1] * n)
-        cells = [f"{1000 * at[key]:.2f}" for key in ("layer", "offload", "iteration")] + [
-            f"{min(max(int(fits), 1), 25)}"
-        ]
-        cells += [f"{1000 * at[key]:.2f}" for key in ("in_turn", "overlapped")]
-        lines.append("| " + " | ".join([str(n)] + cells) + " |")
-    return lines
-
-
 def iterations(bench, code, profile_path, profile):
     """KL by iterations, and with the number of iterations that the profile gives."""
     methods = [f"pqcache:ratio=0.1:code={code}:iterations={n}" for n in ITERATIONS + (profile_path,)]
     out = []
     for n, row in zip(ITERATIONS + ("adaptive",), bench.compare(methods)):
         row["setting"] = row["setting"].replace(profile_path, "adaptive")
-        row["iterations"] = n if n != "adaptive" else follow(profile, bench.context - EXACT)
+        row["iterations"] = n if n != "adaptive" else pages.fitted_iterations(profile, bench.context - EXACT)
         row["label"] = str(n) if n != "adaptive" else f"adaptive: {row['iterations']}"
         out.append(row)
     return out
-
-
-def follow(profile, n):
-    c, layer = profile["iteration"], profile["layer"]
-    return min(max(int((layer[0] + layer[1] * n + layer[2] * n * n) / (c[0] + c[1] * n) * (1 + 5e-7)), 1), 25)
 
 
 def hits(bench, code, settings, folder):
@@ -126,27 +104,6 @@ def grid(context):
     return [(evict, *point) for point in points for evict in ("lru", "lfu")]
 
 
-def hit_lines(rows):
-    lines = [
-        "| cache | block | k-cache | LRU hits | LFU hits | LFU: KiB of misses per step | of blocks |",
-        "|" + " --- |" * 7,
-    ]
-    for lru, lfu in zip(rows[::2], rows[1::2]):
-        kib = lambda key: f"{lfu[key] / 1024:.0f}"
-        cells = [
-            lru["cache"],
-            lru["block"],
-            lru["k_cache"],
-            *(f"{100 * row['block_hit_rate']:.0f} %" for row in (lru, lfu)),
-        ]
-        lines.append(
-            "| "
-            + " | ".join(map(str, cells + [kib("fetched_bytes_per_step"), kib("loaded_bytes_per_step")]))
-            + " |"
-        )
-    return lines
-
-
 def quality(bench, codes):
     """Rows of exact top-k, then of each code, at a fifth, a tenth, and 256 rows."""
     n = bench.context
@@ -163,71 +120,30 @@ def quality(bench, codes):
     return rows
 
 
-def quality_lines(rows):
-    lines = [
-        "| tokens | method | rows per step and head | bits per value | KL | KL over oracle's | top-1 |",
-        "|" + " --- |" * 7,
-    ]
-    for row in rows:
-        code = next((part[5:] for part in row["setting"].split(":") if part.startswith("code=")), "")
-        cells = [
-            row["share"],
-            f"{row['name']} {code}".strip(),
-            f"{row['fetched_rows_per_step']:.1f}",
-            f"{row['bits_per_value']:.2f}",
-            f"{row['kl']:.5f}",
-            f"{row['over_oracle']:.2f}",
-            f"{100 * row['top1']:.1f} %",
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return lines
-
-
-def summary(texts, codes):
-    """The smallest and the largest ratio of each code."""
-    step = 1 + len(codes)
-    ratios = [
-        [row["over_oracle"] for text in texts for row in text["rows"][1 + i :: step]]
-        for i in range(len(codes))
-    ]
-    parts = [f"{min(found):.2f} to {max(found):.2f} with {code}" for code, found in zip(codes, ratios)]
-    return f"Range of KL over oracle's at equal rows: {', '.join(parts)}."
-
-
-def study(bench, code, codes, lengths, texts, settings, out, write):
-    """Adds sections to `out` and their data to the result; both are written after each section."""
-    result = {"name": bench.name}
-    out += [f"## {bench.name}", ""]
-
-    def section(title, key, found, lines):
-        result[key] = found
-        out.extend([title, "", *lines, ""])
-        write(result)
-
+def study(bench, code, codes, lengths, texts, settings, write):
+    """The results on one model, which are written after each part."""
+    result = {
+        "name": bench.name,
+        "code": code,
+        "context": bench.context,
+        "layers": bench.layers,
+        "exact": EXACT,
+    }
+    result |= {"quality": [], "iterations": [], "hits": []}
     with tempfile.TemporaryDirectory() as folder:
-        profile = prefill(bench, lengths, code, folder)
+        profile = result["prefill"] = prefill(bench, lengths, code, folder)
         path = os.path.join(folder, "cost.json")
         with open(path, "w") as file:
             json.dump(profile, file)
-        section(f"Prefill, {code}, {profile['threads']} threads:", "prefill", profile, prefill_lines(profile))
-        result["quality"] = []
         for text in texts:
-            rows = quality(text, codes)
-            result["quality"].append({"name": text.name, "context": text.context, "rows": rows})
-            out.extend([f"Quality, {text.name}, {text.context} tokens, {text.decode} decoded:", ""])
-            out.extend([*quality_lines(rows), ""])
+            result["quality"].append(
+                {"name": text.name, "context": text.context, "rows": quality(text, codes)}
+            )
             write(result)
-        out.extend([summary(result["quality"], codes), ""])
-        sizes = f"{bench.context} tokens, {bench.decode} decoded"
-        rows = iterations(bench, code, path, profile)
-        c, n = profile["iteration"], bench.context - EXACT
-        lines = ["| iterations | seconds | KL | top-1 |", "|" + " --- |" * 4]
-        for row in rows:
-            seconds = bench.layers * row["iterations"] * (c[0] + c[1] * n)
-            lines.append(f"| {row['label']} | {seconds:.2f} | {row['kl']:.5f} | {100 * row['top1']:.1f} % |")
-        section(f"Iterations, {code}, {sizes}:", "iterations", rows, lines)
-        rows = hits(bench, code, settings, folder)
-        section(f"Hits, {code}, {sizes}:", "hits", rows, hit_lines(rows))
+        result["iterations"] = iterations(bench, code, path, profile)
+        write(result)
+        result["hits"] = hits(bench, code, settings, folder)
+        write(result)
     return result
 
 
@@ -239,19 +155,10 @@ def main():
     parser.add_argument("--text")
     parser.add_argument("--context", type=int, default=4096)
     args = parser.parse_args()
-    commit = record.commit()
-    doc = __doc__.strip().splitlines()
-    out, studies = (
-        ["# PQCache on the CPU", "", f"{datetime.date.today()}, commit {commit}. Made by", ""]
-        + doc[2:]
-        + [""],
-        [],
-    )
+    made, studies = {"date": tables.today(), "commit": tables.commit()}, []
 
     def write(unfinished):
-        record.write(os.path.join(args.results, "pqcache.md"), out, commit)
-        text = json.dumps({"commit": commit, "studies": studies + [unfinished]}, indent=1)
-        record.write(os.path.join(args.results, "pqcache.json"), [text], commit)
+        tables.write(os.path.join(args.results, "pqcache.json"), made | {"studies": studies + [unfinished]})
 
     n = args.context
     lengths = (n // 8, n // 4, n // 2, n)
@@ -260,12 +167,12 @@ def main():
     bench, texts = Bench(args.kv, name, 6, n, 64), [Bench(args.kv, name, 6, 8192, 64)]
     if args.text:
         texts.append(Bench(args.kv, "tiny-llama-12m, WikiText-2", 6, 16_000, 64, text=args.text))
-    studies.append(study(bench, "2x6", codes, lengths, texts, grid(n), out, write))
+    studies.append(study(bench, "2x6", codes, lengths, texts, grid(n), write))
     if args.smollm2:
         name, model = "SmolLM2-135M-Instruct, WikiText-2", (args.smollm2, args.text)
         bench, texts = Bench(args.kv, name, 30, n, 48, *model), [Bench(args.kv, name, 30, 8000, 48, *model)]
         few = [(evict, k, n // 8, n // 256) for k in (2, 8, 32) for evict in ("lru", "lfu")]
-        study(bench, "2x6", codes, lengths, texts, few, out, write)
+        study(bench, "2x6", codes, lengths, texts, few, write)
 
 
 if __name__ == "__main__":

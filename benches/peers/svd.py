@@ -12,13 +12,13 @@ the prompt's tokens between 4 sinks and a window of 64 are compressed, perplexit
 bits are all that is kept, exact tokens included, over the numbers cached.
 """
 
-import argparse, datetime, json, math, os, platform, statistics, subprocess, tempfile, time
+import argparse, json, math, os, platform, statistics, subprocess, tempfile, time
 
 for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[variable] = "1"
 import faiss
 import numpy as np
-import record
+import tables
 import torch
 import torch.nn.functional as F
 
@@ -511,7 +511,7 @@ def head(title, notes, commit):
         [
             f"# {title}",
             "",
-            f"{datetime.date.today()}, commit {commit}, {cpu}, {os.cpu_count()} cores; {versions}. Made by",
+            f"{tables.today()}, commit {commit}, {cpu}, {os.cpu_count()} cores; {versions}. Made by",
             "",
         ]
         + doc[2:5]
@@ -530,11 +530,11 @@ def main():
     parser.add_argument("--text")
     parser.add_argument("--other")
     args = parser.parse_args()
-    commit = record.commit()
+    commit = tables.commit()
     if args.only != "quality":
         out = head("svd-core", slice(6, 7), commit)
         speeds(out, args.folder)
-        record.write(f"{args.out}/svd.md", out, commit)
+        tables.write_printed(f"{args.out}/svd.md", out)
     if args.only != "speed":
         out = head("Quality by rank", slice(8, 11), commit)
         section(
@@ -551,7 +551,7 @@ def main():
             ("64x4", "64x6"),
             [512, 2048],
         )
-        record.write(f"{args.out}/svd-quality.md", out, commit)
+        tables.write_printed(f"{args.out}/svd-quality.md", out)
         if args.smollm2:
             section(
                 out,
@@ -567,7 +567,7 @@ def main():
                 ("32x4", "32x6"),
                 [1024],
             )
-            record.write(f"{args.out}/svd-quality.md", out, commit)
+            tables.write_printed(f"{args.out}/svd-quality.md", out)
 
 
 main()

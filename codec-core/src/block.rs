@@ -6,6 +6,7 @@ pub(crate) mod encode;
 use crate::error::check_len;
 use crate::model::tables::LANES;
 use crate::plane::{Plane, Predictor, Scaling};
+use crate::quant::clamp_finite;
 use crate::simd::Kernel;
 use crate::tile::{Bins, Scale, Tile};
 use crate::transform::RopeTable;
@@ -67,12 +68,6 @@ pub(crate) fn centre(bin: i32, [one, two]: [f32; 2]) -> f32 {
         _ => 0.0,
     };
     bin as f32 + if bin < 0 { -shift } else { shift }
-}
-
-/// The nearest finite value. NaN stays NaN.
-#[inline(always)]
-pub(crate) const fn clamp_finite(x: f32) -> f32 {
-    x.clamp(-f32::MAX, f32::MAX)
 }
 
 /// The step of a token whose largest magnitude is stored as `bf16`.

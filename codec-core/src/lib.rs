@@ -52,8 +52,9 @@ pub use frame::{
 pub use lossless::LosslessPlane;
 #[cfg(feature = "alloc")]
 pub use lossless::owned::LosslessPlaneBuf;
+pub use model::slots::{MAX_SYMBOLS, PRECISION};
 pub use model::tables::{ESCAPE, LANES, Row};
-pub use model::{MAX_SYMBOLS, Models, PRECISION, TABLE_LEN, family_table};
+pub use model::{Models, TABLE_LEN, family_table};
 pub use place::{Place, TokenPages};
 #[cfg(feature = "alloc")]
 pub use plane::fit::{FitOptions, ModelKind, PredictorKind, Steps};

@@ -3,16 +3,12 @@
 #[cfg(feature = "alloc")]
 pub(crate) mod cost;
 pub(crate) mod family;
+pub(crate) mod slots;
 pub(crate) mod tables;
 
 use crate::Error;
 use crate::error::check_len;
-
-/// Bits of a probability. Every cumulative table ends at `1 << PRECISION`.
-pub const PRECISION: u32 = 12;
-
-/// The largest number of symbols of a model, including the escape.
-pub const MAX_SYMBOLS: usize = 64;
+use slots::{MAX_SYMBOLS, SLOTS, Starts};
 
 /// Length of a table in [`Models::tables`]: the number of low bits, then the first slot of every symbol.
 pub const TABLE_LEN: usize = 1 + MAX_SYMBOLS;
@@ -22,9 +18,6 @@ pub(crate) const CONTEXTS: usize = 3;
 
 /// The largest number of low bits. A code, which is symbol and low bits, is below 2^16 - 1.
 const MAX_LOW_BITS: u16 = 11;
-
-/// Slots of all symbols.
-pub(crate) const SLOTS: u16 = 1 << PRECISION;
 
 /// The static probability models of a plane's channels, borrowed and checked.
 ///
@@ -188,60 +181,9 @@ pub(crate) fn family_model(family: u8) -> (u32, Starts<'static>) {
     (family::shift(family), Starts(&family::distribution(family).0))
 }
 
-/// First slots of the symbols of one model, [`MAX_SYMBOLS`] entries.
-#[derive(Clone, Copy)]
-pub(crate) struct Starts<'a>(pub &'a [u16]);
-
-impl Starts<'_> {
-    pub fn symbols(self) -> usize {
-        self.0.partition_point(|&start| start < SLOTS)
-    }
-}
-
-/// An owned table of first slots.
-#[derive(Clone, Copy)]
-pub(crate) struct Distribution(pub [u16; MAX_SYMBOLS]);
-
-impl Distribution {
-    pub const EMPTY: Self = Self([SLOTS; MAX_SYMBOLS]);
-
-    /// Turns the first `n` counts into slots. Every symbol gets at least one; symbol 0 also gets the
-    /// remainder of rounding. Integer arithmetic gives the same table on every machine.
-    pub const fn from_counts(counts: &[u64; MAX_SYMBOLS], n: usize) -> Self {
-        let free = SLOTS as u64 - n as u64;
-        let mut total = 0;
-        let mut s = 0;
-        while s < n {
-            total += counts[s] as u128;
-            s += 1;
-        }
-        if total == 0 {
-            total = 1;
-        }
-        let mut starts = Self::EMPTY.0;
-        let mut end = SLOTS;
-        while s > 0 {
-            s -= 1;
-            end -= 1 + (free as u128 * counts[s] as u128 / total) as u16;
-            starts[s] = end;
-        }
-        starts[0] = 0;
-        Self(starts)
-    }
-
-    #[cfg(test)]
-    pub fn symbols(&self) -> usize {
-        Starts(&self.0).symbols()
-    }
-
-    #[cfg(test)]
-    pub fn width(&self, symbol: usize) -> u16 {
-        self.0.get(symbol + 1).unwrap_or(&SLOTS) - self.0[symbol]
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use super::slots::Distribution;
     use super::*;
 
     fn as_table(low_bits: u32, distribution: &Distribution) -> [u16; TABLE_LEN] {

@@ -16,6 +16,12 @@ pub(crate) fn bin(x: f32) -> i32 {
     ((x.clamp(-LIMIT, LIMIT) + ROUND) - ROUND) as i32
 }
 
+/// The nearest finite value. NaN stays NaN.
+#[inline(always)]
+pub(crate) const fn clamp_finite(x: f32) -> f32 {
+    x.clamp(-f32::MAX, f32::MAX)
+}
+
 /// 0, -1, 1, -2, 2, ... to 0, 1, 2, 3, 4, ...
 #[inline(always)]
 pub(crate) const fn zigzag(x: i32) -> u32 {

@@ -16,8 +16,8 @@
 #[cfg(feature = "alloc")]
 mod encode;
 
+use crate::model::slots::{MAX_SYMBOLS, PRECISION, SLOTS};
 use crate::model::tables::{ESCAPE, LANES, Row, TileTables};
-use crate::model::{MAX_SYMBOLS, PRECISION, SLOTS};
 use crate::simd::{Kernel, REFILL_BYTES, Simd};
 use crate::{Backend, Error};
 

@@ -3,7 +3,7 @@
 #[cfg(feature = "alloc")]
 pub(crate) mod encode;
 
-use crate::model::PRECISION;
+use crate::model::slots::PRECISION;
 use crate::model::tables::{ESCAPE, LANES, Row, TileTables};
 use crate::quant::{bin_of_code, unzigzag};
 use crate::simd::Kernel;

@@ -1,6 +1,6 @@
 use crate::Error;
-use crate::block::clamp_finite;
 use crate::error::check_len;
+use crate::quant::clamp_finite;
 use crate::simd::Kernel;
 
 /// The largest `head_dim` of a [`Transform`]: one head is kept on the stack.

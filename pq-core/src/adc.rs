@@ -11,11 +11,10 @@
 
 use core::ops::Range;
 
-use crate::blocks::{Blocks, Room, SMALL_PAGES};
+use crate::blocks::{Blocks, QUERIES, Room, SMALL_PAGES};
 use crate::error::check_len;
-use crate::pack::{BLOCK, unpack_run};
-use crate::scan_group::QUERIES;
-use crate::simd::{Kernel, Run, Simd, for_nbits, row_len};
+use crate::pack::unpack_run;
+use crate::simd::{BLOCK, Kernel, Run, Simd, for_nbits, row_len};
 use crate::{Backend, Codes, Error, Lut, LutPrecision, QuantizedLut};
 
 /// Scores every code against a query's lookup table (asymmetric distance computation).
@@ -153,14 +152,14 @@ impl Kernel for Scan<'_, '_> {
             return self.scalar(); // registers hold tables of at most 256 entries
         }
         match self.codes.parts() {
-            1 => self.scan_chunks::<S, CHUNK>(s),
+            1 => self.scan_chunks::<S, TOGETHER>(s),
             _ => self.scan_chunks::<S, SMALL_PAGES>(s),
         }
     }
 }
 
 /// Blocks scanned together, few enough for their scores to stay in L1 across subspaces.
-const CHUNK: usize = 64;
+const TOGETHER: usize = 64;
 
 impl Scan<'_, '_> {
     /// Scans with a list of `PARTS` blocks or small pages.

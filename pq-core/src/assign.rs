@@ -6,8 +6,7 @@
 //! Floor: `64 * ksub * dsub` fused multiply-adds, plus three operations per distance to keep the minimum.
 
 use crate::codebook::Subspace;
-use crate::pack::BLOCK;
-use crate::simd::{Kernel, Run, Simd, transpose_rows};
+use crate::simd::{BLOCK, Kernel, Run, Simd, transpose_rows};
 use crate::{Backend, Element};
 
 /// The result of [`assign`] for each point of a tile.

@@ -9,8 +9,7 @@
 
 use crate::assign::{Sum, finite, fits_f32, nearest_wide};
 use crate::codebook::Subspace;
-use crate::pack::BLOCK;
-use crate::simd::{Kernel, Run, Simd};
+use crate::simd::{BLOCK, Kernel, Run, Simd};
 use crate::{Backend, Codebook, Element};
 
 /// As [`assign`](crate::assign::assign), for all subspaces of one vector: calls `set` with the first of up to

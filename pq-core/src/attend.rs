@@ -10,17 +10,14 @@
 use core::ops::Range;
 
 use crate::adc::{scan_chunk, scan_scalar, split_planes};
-use crate::blocks::{Blocks, Room};
+use crate::blocks::{Blocks, CHUNK, QUERIES, Room};
 use crate::centroid_sums::{flush, flush_interval};
 use crate::error::{check_at_least, check_len};
-use crate::pack::{BLOCK, unpack_run};
-use crate::scan_group::{QUERIES, scan_group};
-use crate::simd::{Kernel, Run, Simd, for_nbits, row_len};
+use crate::pack::unpack_run;
+use crate::scan_group::score_together;
+use crate::simd::{BLOCK, Kernel, Run, Simd, for_nbits, row_len};
 use crate::softmax::{exponentiate, max};
 use crate::{Backend, Codebook, CodedTokens, Codes, Error, Luts, PqShape, SoftmaxStats};
-
-/// Tokens per chunk.
-pub(crate) const CHUNK: usize = 16 * BLOCK;
 
 /// Elements of the scratch of [`attend_into`], given the shape of the values.
 #[must_use]
@@ -205,34 +202,6 @@ impl Kernel for Attend<'_, '_> {
             }
         }
     }
-}
-
-/// Computes the table scores of up to four queries from `first` on, `scores` (queries, CHUNK), if that is
-/// faster together: for three or more, if the tables do not fit in registers. Returns whether it did.
-#[inline(always)]
-pub(crate) fn score_together<S: Simd>(
-    s: S,
-    luts: &Luts<'_>,
-    first: usize,
-    keys: Blocks<'_>,
-    scores: &mut [f32],
-    room: &mut Room,
-) -> bool {
-    if const { S::FLOAT_TABLE_BITS >= 8 } {
-        return false; // all tables fit: the rest is not compiled
-    }
-    let nbits = luts.shape().nbits();
-    let together = scores.len() >= 3 * CHUNK && nbits > S::FLOAT_TABLE_BITS && nbits <= 8;
-    if together {
-        s.call(
-            #[inline(always)]
-            || match nbits {
-                7 => scan_group::<S, 7>(s, luts, first, keys, scores, room),
-                _ => scan_group::<S, 8>(s, luts, first, keys, scores, room),
-            },
-        );
-    }
-    together
 }
 
 /// Turns the table scores of tokens `start` and on into softmax weights, in place. Adds the tokens to `stats`

@@ -14,8 +14,7 @@
 //! Units of 2 to 16 bytes copied one by one, without [`Simd::interleave`], took 1.5 times as long at 6 bits
 //! and 1.3 times at 4.
 
-use crate::pack::BLOCK;
-use crate::simd::{Simd, for_nbits};
+use crate::simd::{BLOCK, Simd, for_nbits};
 
 /// Consecutive blocks of 64 vectors.
 #[derive(Clone, Copy)]
@@ -32,6 +31,12 @@ pub(crate) struct Runs<'r> {
     /// The subspace after the last.
     pub end: usize,
 }
+
+/// Tokens of a chunk of attention.
+pub(crate) const CHUNK: usize = 16 * BLOCK;
+
+/// Queries that share a chunk's codes: floats of a 128-bit register.
+pub(crate) const QUERIES: usize = 4;
 
 /// Maximum bytes gathered at a time: with 32 blocks of pages of 16 tokens, two cache lines of each page. With
 /// half as many, attention takes 1 to 2 % longer.

@@ -5,7 +5,7 @@
 //! million 4e-2. So the weights of [`flush_interval`] tokens at a time are summed, and these sums are added to
 //! totals.
 
-use crate::attend::CHUNK;
+use crate::blocks::CHUNK;
 
 /// Tokens whose weights are summed before the sums are added to the totals, a multiple of [`CHUNK`]. They are
 /// at least eight for each centroid, so that the additions to the totals hardly count.

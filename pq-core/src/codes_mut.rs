@@ -1,11 +1,9 @@
-//! Mutable packed codes.
+//! Packed codes that are written in place: of one vector in all subspaces, or of many in one subspace.
 
-use crate::encode::encode;
-use crate::error::{check_at_least, check_len};
 use crate::layout::Layout;
-use crate::pack::{BLOCK, ReplaceInRun, pack_words, set_in_runs};
-use crate::simd::Run;
-use crate::{Backend, Codebook, Element, Error, PqShape, Rows};
+use crate::pack::{pack_words, replace, set_in_runs};
+use crate::simd::{BLOCK, Kernel, Run};
+use crate::{Error, PqShape};
 
 /// Mutable codes of a sequence in the pages of a pool. [`Codes::paged`](crate::Codes::paged) reads them.
 ///
@@ -25,8 +23,8 @@ use crate::{Backend, Codebook, Element, Error, PqShape, Rows};
 /// ```
 #[derive(Debug)]
 pub struct CodesMut<'a> {
-    shape: PqShape,
-    n: usize, // capacity in vectors
+    pub(crate) shape: PqShape,
+    pub(crate) n: usize, // capacity in vectors
     bytes: &'a mut [u8],
     layout: Layout<'a>,
 }
@@ -54,41 +52,6 @@ impl<'a> CodesMut<'a> {
     /// Contiguous whole blocks.
     pub(crate) const fn new(shape: PqShape, bytes: &'a mut [u8]) -> Self {
         Self { shape, n: bytes.len() / shape.block_size() * BLOCK, bytes, layout: Layout::whole(shape) }
-    }
-
-    /// Encodes rows as vectors `first`, `first + 1`, and so on, as
-    /// [`encode_rows_into`](crate::encode_rows_into) does. Other codes keep their values.
-    ///
-    /// # Errors
-    /// [`Error::ShapeMismatch`]; [`Error::Length`] for rows of another length; [`Error::TooShort`] when the
-    /// pages have too little room. Nothing is then written.
-    pub fn encode<E: Element>(
-        &mut self,
-        codebook: &Codebook<'_>,
-        vectors: Rows<'_, E>,
-        first: usize,
-    ) -> Result<f64, Error> {
-        self.encode_with(Backend::detect(), codebook, vectors, first)
-    }
-
-    /// [`encode`](Self::encode) on a given backend.
-    ///
-    /// # Errors
-    /// As [`encode`](Self::encode), and [`Error::BackendUnavailable`].
-    pub fn encode_with<E: Element>(
-        &mut self,
-        backend: Backend,
-        codebook: &Codebook<'_>,
-        vectors: Rows<'_, E>,
-        first: usize,
-    ) -> Result<f64, Error> {
-        backend.check()?;
-        if codebook.shape() != self.shape {
-            return Err(Error::ShapeMismatch);
-        }
-        check_len("row", vectors.components(), self.shape.dim())?;
-        check_at_least("pages", self.n, first.saturating_add(vectors.rows()))?;
-        encode(backend, codebook, vectors.into(), first, self)
     }
 
     /// The run of subspace `j` in block `b`.
@@ -152,6 +115,31 @@ impl<'a> CodesMut<'a> {
             let run = self.run(first / len, j);
             on.run(ReplaceInRun { run, nbits, len, first: first % len, codes });
             (first, rest) = (first + codes.len(), later);
+        }
+    }
+}
+
+/// Writes the codes of a run from token `first` on and leaves the others unchanged.
+struct ReplaceInRun<'a> {
+    run: &'a mut [u8],
+    nbits: u32,
+    len: usize, // of the run: 64, 32 or 16 codes
+    first: usize,
+    codes: &'a [u32], // each below `1 << nbits`; first + their number <= len
+}
+
+impl Kernel for ReplaceInRun<'_> {
+    type Output = ();
+
+    /// Portable code that the compiler vectorizes for each instruction set.
+    #[inline(always)]
+    fn scalar(self) {
+        let Self { run, nbits, len, first, codes } = self;
+        // Compile-time lengths are worth their own instantiation.
+        match (len, <&[u32; BLOCK]>::try_from(codes)) {
+            (BLOCK, Ok(codes)) => replace(run, nbits, BLOCK, 0, codes),
+            (BLOCK, Err(_)) => replace(run, nbits, BLOCK, first, codes),
+            _ => replace(run, nbits, len, first, codes),
         }
     }
 }

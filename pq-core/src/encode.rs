@@ -7,8 +7,8 @@ use crate::assign::{
 use crate::assign_one::assign_one;
 use crate::codes_mut::{CodesMut, Place};
 use crate::error::{check_at_least, check_len, count_rows};
-use crate::pack::{BLOCK, unpack_run};
-use crate::simd::{Kernel, Run, Simd};
+use crate::pack::unpack_run;
+use crate::simd::{BLOCK, Kernel, Run, Simd};
 use crate::{Backend, Codebook, Codes, Element, Error, Rows};
 
 /// The largest dsub for which 64 vectors are encoded at a time, bounded by the size of the tile on the stack.
@@ -121,8 +121,45 @@ pub fn encode_rows_into_with<E: Element>(
     encode(backend, codebook, vectors.into(), first, &mut CodesMut::new(shape, codes))
 }
 
+impl CodesMut<'_> {
+    /// Encodes rows as vectors `first`, `first + 1`, and so on, as
+    /// [`encode_rows_into`](crate::encode_rows_into) does. Other codes keep their values.
+    ///
+    /// # Errors
+    /// [`Error::ShapeMismatch`]; [`Error::Length`] for rows of another length; [`Error::TooShort`] when the
+    /// pages have too little room. Nothing is then written.
+    pub fn encode<E: Element>(
+        &mut self,
+        codebook: &Codebook<'_>,
+        vectors: Rows<'_, E>,
+        first: usize,
+    ) -> Result<f64, Error> {
+        self.encode_with(Backend::detect(), codebook, vectors, first)
+    }
+
+    /// [`encode`](Self::encode) on a given backend.
+    ///
+    /// # Errors
+    /// As [`encode`](Self::encode), and [`Error::BackendUnavailable`].
+    pub fn encode_with<E: Element>(
+        &mut self,
+        backend: Backend,
+        codebook: &Codebook<'_>,
+        vectors: Rows<'_, E>,
+        first: usize,
+    ) -> Result<f64, Error> {
+        backend.check()?;
+        if codebook.shape() != self.shape {
+            return Err(Error::ShapeMismatch);
+        }
+        check_len("row", vectors.components(), self.shape.dim())?;
+        check_at_least("pages", self.n, first.saturating_add(vectors.rows()))?;
+        encode(backend, codebook, vectors.into(), first, self)
+    }
+}
+
 /// [`encode_rows_into`] with checked arguments.
-pub(crate) fn encode(
+fn encode(
     backend: Backend,
     codebook: &Codebook<'_>,
     vectors: AnyRows<'_>,

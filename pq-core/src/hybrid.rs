@@ -17,7 +17,7 @@ mod budget;
 mod scores;
 mod values;
 
-use crate::attend::CHUNK;
+use crate::blocks::CHUNK;
 use crate::centroid_sums::flush_interval;
 use crate::error::{check_at_least, check_finite, check_len};
 use crate::simd::{Kernel, Run};
@@ -228,7 +228,7 @@ pub fn hybrid_select_into_with(
         backend.run(FinishScores { tokens, g, rise, scores });
     }
     combine_group_into_with(backend, all_scores, hybrid.rule, stats, combined)?;
-    let k = budget::rows(hybrid, combined, stats);
+    let k = hybrid.rows.to_read(hybrid.score_variances, hybrid.others, combined, stats);
     let found = top_k_into_with(backend, combined, k, selected)?;
     let mut kept = 0;
     for i in 0..found {

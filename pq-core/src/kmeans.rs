@@ -5,8 +5,9 @@ use alloc::vec::Vec;
 
 use crate::assign::{Nearest, Tile, assign, assign_from, fill_tile};
 use crate::codebook::{Subspace, arrange, largest};
-use crate::pack::{BLOCK, pack_run};
+use crate::pack::pack_run;
 use crate::rng::SplitMix64;
+use crate::simd::BLOCK;
 use crate::{Backend, Element};
 
 /// The points of one subspace in the tiles of 64 that [`assign`] reads.

@@ -1,7 +1,7 @@
 //! Addresses of the blocks of a sequence's codes: contiguous, or in the pages of a pool.
 
 use crate::error::check_at_least;
-use crate::pack::BLOCK;
+use crate::simd::BLOCK;
 use crate::{Error, PqShape};
 
 /// Maps the blocks of a sequence to byte offsets.

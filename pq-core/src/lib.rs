@@ -24,7 +24,10 @@ mod clustering_cost;
 mod codebook;
 mod coded_tokens;
 mod codes;
+#[cfg(feature = "alloc")]
+mod codes_buf;
 mod codes_mut;
+mod dispatch;
 mod drift;
 #[allow(unsafe_code)]
 mod encode;
@@ -56,6 +59,7 @@ mod shape;
 #[allow(unsafe_code)]
 mod simd;
 mod softmax;
+pub mod sq;
 #[allow(unsafe_code)]
 mod topk;
 #[cfg(feature = "alloc")]
@@ -70,9 +74,9 @@ pub use codebook::Codebook;
 #[cfg(feature = "alloc")]
 pub use codebook::CodebookBuf;
 pub use coded_tokens::CodedTokens;
-#[cfg(feature = "alloc")]
-pub use codes::CodesBuf;
 pub use codes::{Codes, pack_codes_into};
+#[cfg(feature = "alloc")]
+pub use codes_buf::CodesBuf;
 pub use codes_mut::CodesMut;
 pub use drift::Drift;
 pub use encode::{decode_into, encode_into, encode_into_with, encode_rows_into, encode_rows_into_with};
@@ -101,11 +105,11 @@ pub use lut::{Lut, LutPrecision, Luts, QuantizedLut, lut_into, lut_into_with};
 pub use mips::{Rerank, Search, SearchScratch, rerank_into, rerank_into_with, search_into, search_into_with};
 pub use norm::{decode_norm, divide_by_norms, encode_norm};
 pub use outliers::{Outlier, extract_outliers, extract_outliers_with, restore_outliers};
-pub use pack::BLOCK;
 pub use rope_mean::RopeMean;
 #[cfg(feature = "alloc")]
 pub use rope_mean::RopeMeanBuf;
 pub use shape::PqShape;
+pub use simd::BLOCK;
 pub use topk::{top_k_into, top_k_into_with};
 #[cfg(feature = "alloc")]
 pub use train::{Start, TrainOptions, Trained, train, train_batch, train_batch_with, train_with};

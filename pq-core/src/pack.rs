@@ -9,10 +9,7 @@
 //! A run is thus packed without gaps at every width, a token's bits are found from its index, and vector code
 //! unpacks a plane with one shift and one mask, without moving bytes across lanes.
 
-use crate::simd::Kernel;
-
-/// Codes in a run, and vectors in a block of codes.
-pub const BLOCK: usize = 64;
+use crate::simd::BLOCK;
 
 /// Calls `f` with the bits and the shift of each plane of a code, the widest first. It is inlined for each
 /// width, so that loops over planes have constant lengths.
@@ -41,7 +38,13 @@ pub(crate) fn pack_run(codes: &[u16], nbits: u32, run: &mut [u8]) {
 
 /// Writes the codes of a run of `len` codes from token `first` on and leaves the others unchanged.
 #[inline(always)]
-fn replace<C: Copy + Into<u32>>(run: &mut [u8], nbits: u32, len: usize, first: usize, codes: &[C]) {
+pub(crate) fn replace<C: Copy + Into<u32>>(
+    run: &mut [u8],
+    nbits: u32,
+    len: usize,
+    first: usize,
+    codes: &[C],
+) {
     let mut start = 0;
     each_plane(
         nbits,
@@ -138,31 +141,6 @@ pub(crate) fn set_in_runs(runs: &mut [u8], nbits: u32, len: usize, i: usize, cod
     );
 }
 
-/// Writes the codes of a run from token `first` on and leaves the others unchanged.
-pub(crate) struct ReplaceInRun<'a> {
-    pub run: &'a mut [u8],
-    pub nbits: u32,
-    pub len: usize, // of the run: 64, 32 or 16 codes
-    pub first: usize,
-    pub codes: &'a [u32], // each below `1 << nbits`; first + their number <= len
-}
-
-impl Kernel for ReplaceInRun<'_> {
-    type Output = ();
-
-    /// Portable code that the compiler vectorizes for each instruction set.
-    #[inline(always)]
-    fn scalar(self) {
-        let Self { run, nbits, len, first, codes } = self;
-        // Compile-time lengths are worth their own instantiation.
-        match (len, <&[u32; BLOCK]>::try_from(codes)) {
-            (BLOCK, Ok(codes)) => replace(run, nbits, BLOCK, 0, codes),
-            (BLOCK, Err(_)) => replace(run, nbits, BLOCK, first, codes),
-            _ => replace(run, nbits, len, first, codes),
-        }
-    }
-}
-
 /// Reads the code of token `i` of a run of `len` codes.
 pub(crate) fn get_in_run(run: &[u8], nbits: u32, len: usize, i: usize) -> u16 {
     let mut start = 0;
@@ -201,7 +179,7 @@ mod tests {
                 let mut expected = unpack_run(&replaced, nbits, len);
                 expected[first..][..count].copy_from_slice(&codes[first..][..count]);
                 let codes: Vec<u32> = codes[first..][..count].iter().map(|&code| code.into()).collect();
-                ReplaceInRun { run: &mut replaced, nbits, len, first, codes: &codes }.scalar();
+                replace(&mut replaced, nbits, len, first, &codes);
                 assert_eq!(unpack_run(&replaced, nbits, len), expected, "{nbits}, {first}, {count}");
             }
             if let (..=8, 64) = (nbits, len) {

@@ -6,8 +6,7 @@
 //! position alone: `<q, R(j) mu> = sum over pairs of a cos(j f) + b sin(j f)`.
 
 use crate::error::{check_len, count_rows};
-use crate::pack::BLOCK;
-use crate::simd::{Kernel, Run};
+use crate::simd::{BLOCK, Kernel, Run};
 use crate::{Backend, Error};
 
 /// The mean key of a head before RoPE, with the cosines and sines of a block of positions, borrowed from the

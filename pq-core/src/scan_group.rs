@@ -6,13 +6,8 @@
 //! same order.
 
 use crate::Luts;
-use crate::attend::CHUNK;
-use crate::blocks::{Blocks, Room};
-use crate::pack::BLOCK;
-use crate::simd::Simd;
-
-/// Queries at a time: floats of a 128-bit register.
-pub(crate) const QUERIES: usize = 4;
+use crate::blocks::{Blocks, CHUNK, QUERIES, Room};
+use crate::simd::{BLOCK, Simd};
 
 /// Subspaces at a time, whose tables fill half of L1.
 const SUBSPACES: usize = 4;
@@ -21,10 +16,38 @@ const SUBSPACES: usize = 4;
 #[repr(align(64))]
 struct Aligned<T>(T);
 
+/// Computes the table scores of up to four queries from `first` on, `scores` (queries, CHUNK), if that is
+/// faster together: for three or more, if the tables do not fit in registers. Returns whether it did.
+#[inline(always)]
+pub(crate) fn score_together<S: Simd>(
+    s: S,
+    luts: &Luts<'_>,
+    first: usize,
+    keys: Blocks<'_>,
+    scores: &mut [f32],
+    room: &mut Room,
+) -> bool {
+    if const { S::FLOAT_TABLE_BITS >= 8 } {
+        return false; // all tables fit: the rest is not compiled
+    }
+    let nbits = luts.shape().nbits();
+    let together = scores.len() >= 3 * CHUNK && nbits > S::FLOAT_TABLE_BITS && nbits <= 8;
+    if together {
+        s.call(
+            #[inline(always)]
+            || match nbits {
+                7 => scan_group::<S, 7>(s, luts, first, keys, scores, room),
+                _ => scan_group::<S, 8>(s, luts, first, keys, scores, room),
+            },
+        );
+    }
+    together
+}
+
 /// Scores the tokens of up to `CHUNK / 64` blocks of codes for the queries from `first` on, as many as
 /// `scores` (queries, `CHUNK`) has rows, at most four.
 #[inline(always)]
-pub(crate) fn scan_group<S: Simd, const NBITS: u32>(
+fn scan_group<S: Simd, const NBITS: u32>(
     s: S,
     luts: &Luts<'_>,
     first: usize,

@@ -1,5 +1,5 @@
 use crate::Error;
-use crate::pack::BLOCK;
+use crate::simd::BLOCK;
 
 /// A validated product quantizer shape: `m` subspaces of `dsub = dim / m` components, `nbits` bits per code.
 ///

@@ -1,16 +1,11 @@
 //! The operations of an instruction set that the vector kernels use.
 //!
-//! A kernel is written once, over [`Simd`], next to its scalar definition;
-//! [`Run::run`] compiles it for each instruction set by inlining it into one
-//! function with the target features of that set. The file of each set implements the operations.
+//! A kernel is written once, over [`Simd`], next to its scalar definition; `dispatch` compiles it for each
+//! instruction set. The file of each set implements the operations.
 //!
-//! Codes come in runs of 64 (see `pack`), so the types here hold 64 elements: [`Simd::Bytes`] holds 64 bytes
+//! Codes come in runs of [`BLOCK`] (see `pack`), so the types here hold 64 elements: [`Simd::Bytes`] holds 64 bytes
 //! in token order, [`Simd::Block`] 64 floats in *block order*, an order specific to the set in which bytes
 //! are widened to floats without crossing 128-bit lanes.
-
-use kv_attend::Backend;
-
-use crate::pack::BLOCK;
 
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod avx2;
@@ -18,6 +13,9 @@ pub(crate) mod avx2;
 pub(crate) mod avx512;
 #[cfg(target_arch = "aarch64")]
 pub(crate) mod neon;
+
+/// Codes in a run, and vectors in a block of codes.
+pub const BLOCK: usize = 64;
 
 /// An operation in its scalar and its vector form. `vector` must be `#[inline(always)]`, so that it is
 /// compiled with the features of the function that it is inlined into.
@@ -49,20 +47,6 @@ impl<S: Simd> Run for S {
     #[inline(always)]
     fn run<K: Kernel>(self, kernel: K) -> K::Output {
         kernel.vector(self)
-    }
-}
-
-impl Run for Backend {
-    fn run<K: Kernel>(self, kernel: K) -> K::Output {
-        match self {
-            #[cfg(target_arch = "x86_64")]
-            Self::Avx512 if self.is_available() => avx512::run(kernel),
-            #[cfg(target_arch = "x86_64")]
-            Self::Avx2 if self.is_available() => avx2::run(kernel),
-            #[cfg(target_arch = "aarch64")]
-            Self::Neon if self.is_available() => neon::run(kernel),
-            _ => kernel.scalar(),
-        }
     }
 }
 
@@ -200,6 +184,11 @@ pub(crate) trait Simd: Copy {
     /// The indices of the lanes, from 0.
     fn lanes(self) -> Self::U32;
     fn add_u32(self, a: Self::U32, b: Self::U32) -> Self::U32;
+    fn and_u32(self, a: Self::U32, b: Self::U32) -> Self::U32;
+    /// Shifts every lane right by `n` bits, or left by `-n`; `n` is above -32 and below 32.
+    fn shift_right_u32(self, x: Self::U32, n: i32) -> Self::U32;
+    /// Adds to each lane of `sum` the two products of the lane's signed 16-bit halves, wrapping.
+    fn add_products(self, sum: Self::U32, a: Self::U32, b: Self::U32) -> Self::U32;
     /// Writes the chosen lanes of `x` (a mask as of [`at_least`](Self::at_least)) contiguously. The elements
     /// after them, up to `LANES` in all, are undefined.
     ///

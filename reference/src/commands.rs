@@ -64,7 +64,7 @@ enum Command {
         after_help = "Example:\n  kv stream load --context 4096 --chunk 512 --link random:0.01-0.1 --slo 0.5"
     )]
     Stream(stream::Stream),
-    /// Get a real model
+    /// Get a model of the Hugging Face Hub
     Fetch(fetch::Fetch),
     /// List the methods with their settings
     #[command(
@@ -146,7 +146,7 @@ impl ModelArgs {
             // A path of this form may be meant as a Hub name.
             if path.is_relative() && path.components().count() == 2 {
                 what.push_str(&format!(
-                    "; `kv fetch hf {}` gets a model of the Hugging Face hub",
+                    "; `kv fetch {}` gets a model of the Hugging Face hub",
                     path.display()
                 ));
             }

@@ -24,6 +24,14 @@ pub enum Error {
     /// An argument is wrong.
     #[error("{0}")]
     Argument(String),
+    /// This build lacks an optional feature.
+    #[error("{what} needs a build with `--features {feature}`")]
+    Feature {
+        /// What needs it.
+        what: &'static str,
+        /// The feature of this crate.
+        feature: &'static str,
+    },
     /// A text has too few tokens to calibrate on.
     #[error("too few tokens to calibrate on: {tokens} of at least {least}")]
     FewTokens {

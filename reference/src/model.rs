@@ -3,10 +3,12 @@
 
 mod config;
 mod family;
+#[cfg_attr(not(feature = "tokenizers"), allow(dead_code))] // the parts that describe a tokenizer
 mod gguf;
 mod rope;
 mod source;
 mod tensors;
+#[cfg_attr(not(feature = "tokenizers"), path = "model/no_tokenizer.rs")]
 mod tokenizer;
 
 use std::path::Path;
@@ -124,9 +126,7 @@ impl Model {
     fn load_folder(dir: &Path) -> Result<Self> {
         let config_path = dir.join("config.json");
         let config = Config::from_json(&config_path)?;
-        let tokenizer_path = dir.join("tokenizer.json");
-        let tokenizer = tokenizer_path.exists().then(|| Tokenizer::from_json(&tokenizer_path)).transpose()?;
-        Self::assemble(dir, config, tokenizer, &SafetensorsFiles::open(dir)?)
+        Self::assemble(dir, config, Tokenizer::of_folder(dir)?, &SafetensorsFiles::open(dir)?)
     }
 
     fn load_gguf(path: &Path) -> Result<Self> {
@@ -134,7 +134,7 @@ impl Model {
             return Err(Error::file(path, "give the folder that holds it with config.json"));
         }
         let gguf = Gguf::open(path)?;
-        Self::assemble(path, gguf.config()?, Some(Tokenizer::from_gguf(&gguf)?), &gguf)
+        Self::assemble(path, gguf.config()?, Tokenizer::of_gguf(&gguf)?, &gguf)
     }
 
     fn assemble(
@@ -167,11 +167,13 @@ impl Model {
     /// The tokenizer.
     ///
     /// # Errors
-    /// [`Error::Argument`] for a model without one.
+    /// [`Error::Argument`] for a model without one, [`Error::Feature`] in a build without the feature
+    /// `tokenizers`.
     pub fn tokenizer(&self) -> Result<&Tokenizer> {
-        self.tokenizer
-            .as_deref()
-            .ok_or_else(|| Error::argument(format!("model {} has no tokenizer.json", self.name)))
+        self.tokenizer.as_deref().ok_or_else(|| match cfg!(feature = "tokenizers") {
+            true => Error::argument(format!("model {} has no tokenizer.json", self.name)),
+            false => Error::Feature { what: "a text", feature: "tokenizers" },
+        })
     }
 
     /// Rejects tokens outside the vocabulary.

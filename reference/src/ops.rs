@@ -1,6 +1,7 @@
 //! The arithmetic of a forward pass on plain slices.
 
-use gemm::Parallelism;
+use gemm_common::Parallelism;
+use gemm_f32::gemm::f32::get_gemm_fn;
 use rayon::prelude::*;
 use svd_core::SoftmaxStats;
 
@@ -256,22 +257,23 @@ unsafe fn product(
     scale: f32,
     parallelism: Parallelism,
 ) {
+    // The kernel writes columns: it gets the transposed product, `b^T a^T`.
     // SAFETY: the caller's contract.
     unsafe {
-        gemm::gemm(
-            m,
+        get_gemm_fn()(
             n,
+            m,
             k,
             dst.as_mut_ptr(),
-            1,
             dst_stride as isize,
+            1,
             false,
-            a.as_ptr(),
-            a_strides.1 as isize,
-            a_strides.0 as isize,
             b.as_ptr(),
-            b_strides.1 as isize,
             b_strides.0 as isize,
+            b_strides.1 as isize,
+            a.as_ptr(),
+            a_strides.0 as isize,
+            a_strides.1 as isize,
             0.0,
             scale,
             false,

@@ -4,6 +4,7 @@ use alloc::vec;
 use alloc::vec::Vec;
 
 use crate::error::{check_len, count_rows};
+use crate::layer_rotations::check_heads;
 use crate::{Element, Error, Gram, LayerRotations, NoRope, PostRope, Rotation, Rows};
 
 /// Calibration statistics of one KV head: second moments, and the number of tokens that attention spreads
@@ -311,21 +312,9 @@ impl LayerCalibration {
     }
 }
 
-/// Maximum query heads of a layer, beyond any model: a wrong argument must not exhaust memory.
-const MOST_HEADS: usize = 1 << 16;
-
-/// Maximum elements of the moments of a layer's keys and values, 2 GiB, for the same reason.
+/// Maximum elements of the moments of a layer's keys and values, 2 GiB: a wrong argument
+/// must not exhaust memory.
 const MOST_ELEMENTS: usize = 1 << 28;
-
-/// Checks a layer's number of KV heads, and of query heads per KV head.
-pub(crate) fn check_heads(heads: usize, group: usize) -> Result<(), Error> {
-    match heads.checked_mul(group) {
-        Some(0) if heads == 0 => Err(Error::Zero { what: "number of heads" }),
-        Some(0) => Err(Error::Zero { what: "query heads per head" }),
-        Some(1..=MOST_HEADS) => Ok(()),
-        _ => Err(Error::TooLarge),
-    }
-}
 
 /// The Gram of `group` identity matrices.
 fn identity(group: usize, dim: usize) -> Result<Gram<NoRope>, Error> {

@@ -3,7 +3,6 @@
 use alloc::sync::Arc;
 use alloc::vec::Vec;
 
-use crate::calibration::check_heads;
 use crate::error::check_len;
 use crate::{Budget, Element, Error, HeadMaps, Reduction, Rotation, Rows, RowsMut, ranks_by_loss};
 
@@ -224,4 +223,17 @@ impl LayerRotations {
 
 fn round<E: Element>(row: &[f32], out: &mut [E]) {
     out.iter_mut().zip(row).for_each(|(out, &x)| *out = E::from_f32(x));
+}
+
+/// Maximum query heads of a layer, beyond any model: a wrong argument must not exhaust memory.
+const MOST_HEADS: usize = 1 << 16;
+
+/// Checks a layer's number of KV heads, and of query heads per KV head.
+pub(crate) fn check_heads(heads: usize, group: usize) -> Result<(), Error> {
+    match heads.checked_mul(group) {
+        Some(0) if heads == 0 => Err(Error::Zero { what: "number of heads" }),
+        Some(0) => Err(Error::Zero { what: "query heads per head" }),
+        Some(1..=MOST_HEADS) => Ok(()),
+        _ => Err(Error::TooLarge),
+    }
 }

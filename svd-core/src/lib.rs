@@ -20,6 +20,7 @@ mod fold;
 #[cfg(feature = "alloc")]
 #[allow(unsafe_code)]
 mod gram;
+mod hadamard;
 #[cfg(feature = "alloc")]
 mod head_cache;
 #[cfg(feature = "alloc")]
@@ -44,6 +45,7 @@ pub use calibration::{HeadGrams, LayerCalibration};
 pub use error::Error;
 #[cfg(feature = "alloc")]
 pub use gram::{Gram, NoRope, PostRope, PreRope, RopeSide};
+pub use hadamard::Hadamard;
 #[cfg(feature = "alloc")]
 pub use head_cache::LowRankHeadCache;
 #[cfg(feature = "alloc")]

@@ -4,8 +4,9 @@ use alloc::vec::Vec;
 
 use super::{LosslessPlane, mantissa_bits};
 use crate::error::check_len;
+use crate::model::slots::{Distribution, MAX_SYMBOLS};
 use crate::model::tables::ESCAPE;
-use crate::model::{Distribution, Kind, MAX_SYMBOLS, TABLE_LEN};
+use crate::model::{Kind, TABLE_LEN};
 use crate::reader::{Reader, seal};
 use crate::{ElementType, Error, Models};
 

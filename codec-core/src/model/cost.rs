@@ -1,7 +1,6 @@
 //! Estimates of the coded size.
 
-use crate::MAX_SYMBOLS;
-use crate::model::{PRECISION, SLOTS, Starts};
+use crate::model::slots::{MAX_SYMBOLS, PRECISION, SLOTS, Starts};
 use crate::quant;
 
 /// Fractional bits of a [`cost`].

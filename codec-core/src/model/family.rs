@@ -7,7 +7,7 @@
 
 #[cfg(feature = "alloc")]
 use crate::model::cost::log2;
-use crate::model::{Distribution, MAX_SYMBOLS};
+use crate::model::slots::{Distribution, MAX_SYMBOLS};
 
 /// Number of shapes.
 #[cfg(feature = "alloc")]

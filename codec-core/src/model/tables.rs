@@ -1,5 +1,6 @@
 use crate::Models;
-use crate::model::{CONTEXTS, MAX_SYMBOLS, SLOTS, Starts, family_model};
+use crate::model::slots::{MAX_SYMBOLS, SLOTS, Starts};
+use crate::model::{CONTEXTS, family_model};
 
 /// Channels of a tile, one per lane.
 pub const LANES: usize = 32;

@@ -5,7 +5,7 @@ use alloc::vec::Vec;
 
 use super::{AT_ONCE, LOW};
 use crate::Backend;
-use crate::model::PRECISION;
+use crate::model::slots::PRECISION;
 use crate::model::tables::{LANES, Row, TileTables};
 use crate::simd::{Kernel, SPILL_WORDS, Simd};
 

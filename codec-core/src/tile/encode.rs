@@ -5,8 +5,9 @@ use alloc::vec::Vec;
 
 use crate::model::cost::{COST_BITS, cost, deviation, deviation_under, log2};
 use crate::model::family;
+use crate::model::family_model;
+use crate::model::slots::PRECISION;
 use crate::model::tables::{ESCAPE, LANES, Row, TileTables};
-use crate::model::{PRECISION, family_model};
 use crate::quant::{self, MAX_BIN, code, zigzag};
 use crate::range;
 use crate::simd::Kernel;

@@ -39,6 +39,12 @@ pub trait Element: Copy + Default + Send + Sync + Sealed + 'static {
     fn from_f32(x: f32) -> Self;
 }
 
+impl<'a, E: Element> From<Rows<'a, E>> for AnyRows<'a> {
+    fn from(rows: Rows<'a, E>) -> Self {
+        E::any(rows)
+    }
+}
+
 impl Element for f32 {
     fn to_f32(self) -> f32 {
         self

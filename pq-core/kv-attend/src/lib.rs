@@ -10,6 +10,8 @@ extern crate std;
 
 mod attention;
 mod backend;
+mod cpu_features;
+mod dispatch;
 mod dot;
 #[allow(unsafe_code)]
 mod element;

@@ -4,8 +4,8 @@ use core::ops::Range;
 
 use half::{bf16, f16};
 
+use crate::Error;
 use crate::error::check_at_least;
-use crate::{Element, Error};
 
 /// Rows of `components` elements each, `row_stride` elements apart: the keys of one head in a cache of any
 /// layout, without a copy.
@@ -125,7 +125,7 @@ impl<'a, E> Rows<'a, E> {
     }
 }
 
-/// [`Rows`] of any [`Element`]. A generic function is compiled again in every crate that calls it: one with
+/// [`Rows`] of any [`Element`](crate::Element). A generic function is compiled again in every crate that calls it: one with
 /// long loops converts its rows to these and passes them to a function that is compiled once.
 #[derive(Clone, Copy, Debug)]
 pub enum AnyRows<'a> {
@@ -135,12 +135,6 @@ pub enum AnyRows<'a> {
     F16(Rows<'a, f16>),
     /// Rows of [`half::bf16`].
     Bf16(Rows<'a, bf16>),
-}
-
-impl<'a, E: Element> From<Rows<'a, E>> for AnyRows<'a> {
-    fn from(rows: Rows<'a, E>) -> Self {
-        E::any(rows)
-    }
 }
 
 /// Evaluates an expression with the [`Rows`] of some [`AnyRows`]: it is compiled for each element type.

@@ -1,66 +1,11 @@
-//! Vector instructions for kernels over rows, and the dispatch that compiles a kernel for each instruction
-//! set.
+//! Vector instructions for kernels over rows.
 //!
 //! A kernel is written once over [`Simd`], next to its scalar definition. [`Run::run`] compiles it for each
 //! instruction set: it is inlined into one function with the set's target features. The file of a set lists
 //! its instructions.
 
-use crate::Backend;
 pub use crate::dot::dot;
 pub use crate::exp::{exp, tanh};
-
-/// The only list of a backend's CPU features. `detect` is an expression: whether the machine has all of them.
-/// `run` defines the function `run`, which compiles a crate's `Kernel` for all of them, with the token that
-/// proves it, and `with_features`, which compiles a part of a kernel.
-///
-/// The list includes implied features, since the compiler assumes all of them.
-#[doc(hidden)]
-#[macro_export]
-macro_rules! cpu_features {
-    (Avx2 => $what:ident) => {
-        $crate::cpu_features! {
-            @$what Avx2: "sse3" "ssse3" "sse4.1" "sse4.2" "avx" "avx2" "fma" "f16c"
-        }
-    };
-    (Avx512 => $what:ident) => {
-        $crate::cpu_features! {
-            @$what Avx512: "sse3" "ssse3" "sse4.1" "sse4.2" "avx" "avx2" "fma" "f16c" "bmi1" "bmi2" "popcnt"
-            "lzcnt" "avx512f" "avx512bw" "avx512dq" "avx512vl" "avx512vbmi"
-        }
-    };
-    (@detect $token:ident: $($feature:tt)*) => {{
-        #[cfg(feature = "std")]
-        {
-            // Every dispatch checks: one load instead of one per feature.
-            static AVAILABLE: std::sync::OnceLock<bool> = std::sync::OnceLock::new();
-            *AVAILABLE.get_or_init(|| true $(&& std::is_x86_feature_detected!($feature))*)
-        }
-        #[cfg(not(feature = "std"))]
-        {
-            cfg!(all($(target_feature = $feature),*))
-        }
-    }};
-    (@run $token:ident: $($feature:tt)*) => {
-        /// Compiles `f`, which must be `#[inline(always)]`, as a function with the features.
-        #[inline(never)]
-        #[target_feature($(enable = $feature),*)]
-        fn with_features<R>(f: impl FnOnce() -> R) -> R {
-            f()
-        }
-
-        /// Compiles and runs a kernel. The caller has checked that the backend is available.
-        pub(crate) fn run<K: Kernel>(kernel: K) -> K::Output {
-            // SAFETY: `Run::run` calls this only where `Backend::is_available` has confirmed all these
-            // features.
-            unsafe {
-                with_features(
-                    #[inline(always)]
-                    || kernel.vector($token(())),
-                )
-            }
-        }
-    };
-}
 
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod avx2;
@@ -86,20 +31,6 @@ pub trait Kernel {
 pub trait Run {
     /// Runs `kernel` compiled for this instruction set, or its scalar code if the machine lacks the set.
     fn run<K: Kernel>(self, kernel: K) -> K::Output;
-}
-
-impl Run for Backend {
-    fn run<K: Kernel>(self, kernel: K) -> K::Output {
-        match self {
-            #[cfg(target_arch = "x86_64")]
-            Self::Avx512 if self.is_available() => avx512::run(kernel),
-            #[cfg(target_arch = "x86_64")]
-            Self::Avx2 if self.is_available() => avx2::run(kernel),
-            #[cfg(target_arch = "aarch64")]
-            Self::Neon if self.is_available() => neon::run(kernel),
-            _ => kernel.scalar(),
-        }
-    }
 }
 
 /// An instruction set. A value proves that the CPU supports it: only `run` in the set's file constructs one,

@@ -21,7 +21,6 @@
 
 use kv_attend::simd::exp;
 
-use super::Hybrid;
 use crate::SoftmaxStats;
 
 /// How many tokens a step of hybrid attention reads exactly.
@@ -61,6 +60,30 @@ impl RowBudget {
             Self::Share(share) => part(share, n).min(n),
         }
     }
+
+    /// Number of tokens to read exactly, given the combined scores and the softmax statistics of the codes.
+    /// `score_variances` and `others` are those of [`Hybrid`](crate::Hybrid).
+    pub(super) fn to_read(
+        &self,
+        score_variances: &[f32],
+        others: &[SoftmaxStats],
+        combined: &[f32],
+        stats: &[SoftmaxStats],
+    ) -> usize {
+        let Self::Error { bound, value_error, most } = *self else { return self.most(combined.len()) };
+        // The maximum over the queries of the squared weights' factor.
+        let mut factor = 0.0_f64;
+        for (g, stats) in stats.iter().enumerate() {
+            let variance = score_variances.get(g).map_or(0.0, |&variance| f64::from(variance));
+            let coded = others.get(g).map_or(1.0, |&others| share_of(*stats, others));
+            factor = factor.max((libm::expm1(variance) + f64::from(value_error)) * coded * coded);
+        }
+        if factor == 0.0 {
+            return 0; // the codes are exact
+        }
+        let expected = f64::from(bound) / MARGIN;
+        Weights::of(combined, stats).above(expected * expected / factor).min(most)
+    }
 }
 
 /// `share * n`, rounded up, unless it exceeds a whole number by no more than the rounding of `share` to `f32`:
@@ -70,25 +93,6 @@ fn part(share: f32, n: usize) -> usize {
     let whole = libm::floor(part);
     let rounding = part * f64::from(f32::EPSILON / 2.0);
     (if part - whole <= rounding { whole } else { whole + 1.0 }) as usize
-}
-
-/// Number of tokens to read exactly, given the combined scores and the softmax statistics of the codes.
-pub(super) fn rows(hybrid: &Hybrid<'_>, combined: &[f32], stats: &[SoftmaxStats]) -> usize {
-    let RowBudget::Error { bound, value_error, most } = hybrid.rows else {
-        return hybrid.rows.most(combined.len());
-    };
-    // The maximum over the queries of the squared weights' factor.
-    let mut factor = 0.0_f64;
-    for (g, stats) in stats.iter().enumerate() {
-        let variance = hybrid.score_variances.get(g).map_or(0.0, |&variance| f64::from(variance));
-        let coded = hybrid.others.get(g).map_or(1.0, |&others| share_of(*stats, others));
-        factor = factor.max((libm::expm1(variance) + f64::from(value_error)) * coded * coded);
-    }
-    if factor == 0.0 {
-        return 0; // the codes are exact
-    }
-    let expected = f64::from(bound) / MARGIN;
-    Weights::of(combined, stats).above(expected * expected / factor).min(most)
 }
 
 /// Factor by which the root of the expected squared error is kept below the bound.

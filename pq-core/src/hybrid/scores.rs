@@ -1,7 +1,7 @@
 //! Table scores of a group of queries, four at a time if that is faster.
 
-use crate::attend::{CHUNK, score_together};
-use crate::scan_group::QUERIES;
+use crate::blocks::{CHUNK, QUERIES};
+use crate::scan_group::score_together;
 use crate::simd::{Kernel, Run, Simd};
 use crate::{Backend, Codes, Error, Luts, scan_into_with};
 

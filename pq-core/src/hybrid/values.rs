@@ -6,7 +6,7 @@
 //! component takes 128 and as many multiply-adds per query. Four subspaces of 8 bits share the load of a
 //! token's weights: on Zen 3 that takes half the time of one at a time.
 
-use crate::attend::CHUNK;
+use crate::blocks::CHUNK;
 use crate::centroid_sums::flush;
 use crate::pack::unpack_run;
 use crate::{Codebook, Codes, PqShape};

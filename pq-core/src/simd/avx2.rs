@@ -9,8 +9,7 @@
 
 use core::arch::x86_64::*;
 
-use super::{Kernel, Simd, row_len, transpose_rows};
-use crate::pack::BLOCK;
+use super::{BLOCK, Kernel, Simd, row_len, transpose_rows};
 
 #[derive(Clone, Copy)]
 pub(crate) struct Avx2(());
@@ -256,6 +255,21 @@ impl Simd for Avx2 {
     #[inline(always)]
     fn add_u32(self, a: __m256i, b: __m256i) -> __m256i {
         op!(_mm256_add_epi32(a, b))
+    }
+    #[inline(always)]
+    fn and_u32(self, a: __m256i, b: __m256i) -> __m256i {
+        op!(_mm256_and_si256(a, b))
+    }
+    #[inline(always)]
+    fn shift_right_u32(self, x: __m256i, n: i32) -> __m256i {
+        op!(match n < 0 {
+            true => _mm256_sll_epi32(x, _mm_cvtsi32_si128(-n)),
+            false => _mm256_srl_epi32(x, _mm_cvtsi32_si128(n)),
+        })
+    }
+    #[inline(always)]
+    fn add_products(self, sum: __m256i, a: __m256i, b: __m256i) -> __m256i {
+        op!(_mm256_add_epi32(sum, _mm256_madd_epi16(a, b)))
     }
     #[inline(always)]
     unsafe fn write_chosen(self, out: *mut u32, x: __m256i, chosen: u32) {

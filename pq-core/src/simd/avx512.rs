@@ -5,8 +5,7 @@
 
 use core::arch::x86_64::*;
 
-use super::{Kernel, Simd, interleave, row_len, transpose_rows};
-use crate::pack::BLOCK;
+use super::{BLOCK, Kernel, Simd, interleave, row_len, transpose_rows};
 
 #[derive(Clone, Copy)]
 pub(crate) struct Avx512(());
@@ -208,6 +207,21 @@ impl Simd for Avx512 {
     #[inline(always)]
     fn add_u32(self, a: __m512i, b: __m512i) -> __m512i {
         op!(_mm512_add_epi32(a, b))
+    }
+    #[inline(always)]
+    fn and_u32(self, a: __m512i, b: __m512i) -> __m512i {
+        op!(_mm512_and_si512(a, b))
+    }
+    #[inline(always)]
+    fn shift_right_u32(self, x: __m512i, n: i32) -> __m512i {
+        op!(match n < 0 {
+            true => _mm512_sll_epi32(x, _mm_cvtsi32_si128(-n)),
+            false => _mm512_srl_epi32(x, _mm_cvtsi32_si128(n)),
+        })
+    }
+    #[inline(always)]
+    fn add_products(self, sum: __m512i, a: __m512i, b: __m512i) -> __m512i {
+        op!(_mm512_add_epi32(sum, _mm512_madd_epi16(a, b)))
     }
     #[inline(always)]
     unsafe fn write_chosen(self, out: *mut u32, x: __m512i, chosen: u32) {

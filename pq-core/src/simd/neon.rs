@@ -164,6 +164,23 @@ impl Simd for Neon {
         op!(vaddq_u32(a, b))
     }
     #[inline(always)]
+    fn and_u32(self, a: uint32x4_t, b: uint32x4_t) -> uint32x4_t {
+        op!(vandq_u32(a, b))
+    }
+    #[inline(always)]
+    fn shift_right_u32(self, x: uint32x4_t, n: i32) -> uint32x4_t {
+        op!(vshlq_u32(x, vdupq_n_s32(-n)))
+    }
+    #[inline(always)]
+    fn add_products(self, sum: uint32x4_t, a: uint32x4_t, b: uint32x4_t) -> uint32x4_t {
+        op!({
+            let (a, b) = (vreinterpretq_s16_u32(a), vreinterpretq_s16_u32(b));
+            let low = vmull_s16(vget_low_s16(a), vget_low_s16(b));
+            let pairs = vpaddq_s32(low, vmull_high_s16(a, b));
+            vaddq_u32(sum, vreinterpretq_u32_s32(pairs))
+        })
+    }
+    #[inline(always)]
     unsafe fn write_chosen(self, mut out: *mut u32, x: uint32x4_t, chosen: u32) {
         let mut lanes = [0; 4];
         op!(vst1q_u32(lanes.as_mut_ptr(), x));

@@ -58,9 +58,9 @@ impl<T: Copy> HostBuffer<T> {
     ///
     /// The device maps page-locked memory in pages of 4 KB, more than its TLBs cover: scattered rows of 256
     /// bytes are read at 38 GB/s from 16 GiB, and at 10 GB/s from 64 GiB. Managed memory that stays on the
-    /// host has pages of 2 MB: 50 GB/s from either (H200, `gpu/PERFORMANCE.md`). The driver's own copies of
-    /// it are slow (15 GB/s, by the host), so kernels copy it. Devices without concurrent access to managed
-    /// memory get page-locked memory.
+    /// host has pages of 2 MB: 50 GB/s from either (H200, `gpu/src/kernels/PERFORMANCE.md`). The driver's own
+    /// copies of it are slow (15 GB/s, by the host), so kernels copy it. Devices without concurrent access to
+    /// managed memory get page-locked memory.
     ///
     /// # Errors
     /// [`Error::HostMemory`] if the driver fails to allocate it.
@@ -158,7 +158,7 @@ impl<T> Drop for HostBuffer<T> {
     fn drop(&mut self) {
         if self.context.bind_to_thread().is_ok() {
             // SAFETY: allocated once and freed once. Freeing waits for the device's work, as with device memory:
-            // `tests/device_faults.rs` drops caches inside a step.
+            // `tests/device/faults.rs` drops caches inside a step.
             let _ = unsafe {
                 match self.kind {
                     Kind::PageLocked => result::free_host(self.address),

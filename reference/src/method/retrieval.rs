@@ -210,7 +210,7 @@ impl Kind for TopK {
 /// Keys per centroid at which codebooks are final.
 const ENOUGH: usize = 4;
 
-/// Maximum keys per head to train a prompt's codebooks on: more do not help (`offload.md`).
+/// Maximum keys per head to train a prompt's codebooks on: 16 per centroid have the KL of all.
 const MOST_TRAINED: usize = 4096;
 
 /// The stride at which a prompt's keys are sampled for training.

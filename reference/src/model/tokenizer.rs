@@ -21,15 +21,19 @@ const BYTE_LEVEL_SPACE: char = 'Ġ';
 const SENTENCEPIECE_SPACE: char = '\u{2581}';
 
 impl Tokenizer {
-    /// Reads a Hugging Face `tokenizer.json`.
-    pub(crate) fn from_json(path: &Path) -> Result<Self> {
-        Ok(Self::new(from_json::load(path)?, None)) // its post-processor adds special tokens
+    /// Reads the `tokenizer.json` of a Hugging Face folder, if there is one.
+    pub(crate) fn of_folder(dir: &Path) -> Result<Option<Self>> {
+        let path = dir.join("tokenizer.json");
+        match path.exists() {
+            true => Ok(Some(Self::new(from_json::load(&path)?, None))), // its post-processor adds special tokens
+            false => Ok(None),
+        }
     }
 
     /// Builds the tokenizer from a GGUF file's metadata.
-    pub(crate) fn from_gguf(gguf: &Gguf) -> Result<Self> {
+    pub(crate) fn of_gguf(gguf: &Gguf) -> Result<Option<Self>> {
         let (inner, bos) = from_gguf::load(gguf)?;
-        Ok(Self::new(inner, bos))
+        Ok(Some(Self::new(inner, bos)))
     }
 
     fn new(inner: tokenizers::Tokenizer, bos: Option<u32>) -> Self {

@@ -16,6 +16,14 @@ pub enum Error {
         /// What is wrong with it.
         what: String,
     },
+    /// The URL needs a client that this build lacks.
+    #[error("{url}: needs a build with `--features {feature}`")]
+    Feature {
+        /// The URL, without user and password.
+        url: String,
+        /// The feature of this crate.
+        feature: &'static str,
+    },
     /// The store rejected a request, or it failed until the store had been away for too long.
     #[error("{}", backend_text::line(path, source))]
     Backend {

@@ -6,9 +6,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey};
 use object_store::path::Path;
-use object_store::{ClientConfigKey, ObjectStore, ObjectStoreScheme, RetryConfig, parse_url_opts};
+use object_store::{ObjectStore, ObjectStoreScheme, parse_url_opts};
 use url::Url;
 
 use super::folder::Folder;
@@ -23,14 +22,14 @@ use super::{ChunkId, Error, Orphan, Result, backend_text};
 /// memory. With other features of `object_store`, other schemes work as it documents them.
 ///
 /// # Errors
-/// [`Error::Url`], also for a folder or memory that does not exist if `create` is not set.
+/// [`Error::Url`], also for a folder or memory that does not exist if `create` is not set; [`Error::Feature`]
+/// for S3 in a build without the feature `s3`.
 pub fn open(url: &str, create: bool) -> Result<(Arc<dyn ObjectStore>, Path)> {
     if let Some(path) = folder_of(url)? {
         return folder(&path, create);
     }
     let parsed = Url::parse(url).map_err(|e| Error::Url { url: url.to_owned(), what: e.to_string() })?;
     let bad = |what: String| Error::Url { url: shown(&parsed), what };
-    let failed = |e: object_store::Error| bad(backend_text::cause(&e));
     let (scheme, path) = ObjectStoreScheme::parse(&parsed)
         .map_err(|_| bad("is neither a folder nor s3://BUCKET/PATH".into()))?;
     match scheme {
@@ -40,17 +39,7 @@ pub fn open(url: &str, create: bool) -> Result<(Arc<dyn ObjectStore>, Path)> {
         {
             Err(bad("names no bucket: s3://BUCKET/PATH is needed".into()))
         }
-        ObjectStoreScheme::AmazonS3 => {
-            // The first call decides; an embedder may have chosen before.
-            let _ = rustls::crypto::ring::default_provider().install_default();
-            let builder = AmazonS3Builder::from_env().with_url(parsed.as_str());
-            // A request's limit depends on its bytes, which the client does not know.
-            let builder = builder
-                .with_retry(RetryConfig { max_retries: 0, ..RetryConfig::default() })
-                .with_config(AmazonS3ConfigKey::Client(ClientConfigKey::Timeout), "1 day")
-                .with_config(AmazonS3ConfigKey::Client(ClientConfigKey::ConnectTimeout), "5 seconds");
-            Ok((Arc::new(builder.build().map_err(failed)?), path))
-        }
+        ObjectStoreScheme::AmazonS3 => Ok((s3(&parsed)?, path)),
         _ => {
             let opened = parse_url_opts(&parsed, std::env::vars().map(lower));
             let refused = |e| bad(format!("{}: pass a folder or s3://BUCKET/PATH", backend_text::cause(&e)));
@@ -58,6 +47,30 @@ pub fn open(url: &str, create: bool) -> Result<(Arc<dyn ObjectStore>, Path)> {
             Ok((store.into(), path))
         }
     }
+}
+
+#[cfg(feature = "s3")]
+fn s3(url: &Url) -> Result<Arc<dyn ObjectStore>> {
+    use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey};
+    use object_store::{ClientConfigKey, RetryConfig};
+
+    // The first call decides; an embedder may have chosen before.
+    let _ = rustls::crypto::ring::default_provider().install_default();
+    let builder = AmazonS3Builder::from_env().with_url(url.as_str());
+    // A request's limit depends on its bytes, which the client does not know.
+    let builder = builder
+        .with_retry(RetryConfig { max_retries: 0, ..RetryConfig::default() })
+        .with_config(AmazonS3ConfigKey::Client(ClientConfigKey::Timeout), "1 day")
+        .with_config(AmazonS3ConfigKey::Client(ClientConfigKey::ConnectTimeout), "5 seconds");
+    match builder.build() {
+        Ok(store) => Ok(Arc::new(store)),
+        Err(e) => Err(Error::Url { url: shown(url), what: backend_text::cause(&e) }),
+    }
+}
+
+#[cfg(not(feature = "s3"))]
+fn s3(url: &Url) -> Result<Arc<dyn ObjectStore>> {
+    Err(Error::Feature { url: shown(url), feature: "s3" })
 }
 
 /// The folder that a URL names, if it is one.

@@ -1,10 +1,37 @@
+//! Attention of whole layers: one sequence, or a batch of them.
+
 use alloc::vec::Vec;
 
-use super::head::{check_causal, count};
-use super::layer::check_dims;
+use super::head::{check_causal, check_dims, count};
 use super::{Head, Layer, Workspace};
 use crate::error::check_len;
 use crate::{Attention, Backend, Element, Rows, SoftmaxStats, normalize_all};
+
+impl<H: Head> Layer<H> {
+    /// Attention of all query heads over all tokens, for one or several query tokens.
+    ///
+    /// Query token i of T is at the position of the cache's token `len - T + i`, since a step appends its
+    /// tokens first. It sees the tokens up to its own position, at most the last [`Attention::window`] of
+    /// them, exact and compressed alike. One call can thus verify drafts or run a chunk of the prefill.
+    ///
+    /// # Shapes
+    /// `queries` (T, heads * group * dim): query heads in order; a decode step passes `Rows::from(slice)`.
+    /// `out` (T, heads, group, dim of the values), fully written.
+    /// # Errors
+    /// Those of [`Attention::check`], [`Error`](crate::Error)`::PartialRow`, `Length`, and `Causal` for more query
+    /// tokens than there are tokens. `out` is then untouched.
+    /// # Cost
+    /// That of the attention of each head. The workspace allocates when it has to grow.
+    pub fn attend_into<Q: Element>(
+        &self,
+        attention: &Attention,
+        queries: Rows<'_, Q>,
+        workspace: &mut Workspace,
+        out: &mut [f32],
+    ) -> Result<(), H::Error> {
+        attend_batch_into(&[self], attention, queries, workspace, out)
+    }
+}
 
 /// [`Layer::attend_into`] for a batch of sequences, of any lengths, in one call.
 ///

@@ -115,6 +115,13 @@ pub fn check_queries<Q>(
     Ok(group)
 }
 
+/// Checks that two heads have the same dimensions.
+pub(super) fn check_dims<H: Head>(head: &H, first: &H) -> Result<(), Error> {
+    let ([dim, dim_v], [first_dim, first_dim_v]) = (head.dims(), first.dims());
+    check_len("keys of a head", dim, first_dim)?;
+    check_len("values of a head", dim_v, first_dim_v)
+}
+
 /// Checks that each query token has a position among `tokens`, or that it is the only one.
 pub(super) fn check_causal(queries: usize, tokens: usize) -> Result<(), Error> {
     if queries > tokens.max(1) { Err(Error::Causal { queries, tokens }) } else { Ok(()) }

@@ -1,10 +1,12 @@
+//! The cache of a layer: the caches of its heads, filled and cut together.
+
 use alloc::sync::Arc;
 use alloc::vec::Vec;
 
-use super::head::count;
-use super::{Head, Reader, Workspace, Writer, attend_batch_into};
+use super::head::{check_dims, count};
+use super::{Head, Reader, Writer};
 use crate::error::check_len;
-use crate::{Attention, Backend, Element, Error, Rows, Window};
+use crate::{Backend, Error, Rows, Window};
 
 /// The keys and values of all heads of a layer of one sequence.
 ///
@@ -138,30 +140,6 @@ impl<H: Head> Layer<H> {
         self.heads.iter_mut().for_each(|head| head.truncate(len));
     }
 
-    /// Attention of all query heads over all tokens, for one or several query tokens.
-    ///
-    /// Query token i of T is at the position of the cache's token `len - T + i`, since a step appends its
-    /// tokens first. It sees the tokens up to its own position, at most the last [`Attention::window`] of
-    /// them, exact and compressed alike. One call can thus verify drafts or run a chunk of the prefill.
-    ///
-    /// # Shapes
-    /// `queries` (T, heads * group * dim): query heads in order; a decode step passes `Rows::from(slice)`.
-    /// `out` (T, heads, group, dim of the values), fully written.
-    /// # Errors
-    /// [`Error::PartialRow`], [`Error::Length`]; [`Error::Causal`] for more query tokens than there are
-    /// tokens, and those of [`Attention::check`]. `out` is then untouched.
-    /// # Cost
-    /// That of the attention of each head. The workspace allocates when it has to grow.
-    pub fn attend_into<Q: Element>(
-        &self,
-        attention: &Attention,
-        queries: Rows<'_, Q>,
-        workspace: &mut Workspace,
-        out: &mut [f32],
-    ) -> Result<(), H::Error> {
-        attend_batch_into(&[self], attention, queries, workspace, out)
-    }
-
     /// Serializes the cache, without the shared state.
     #[must_use]
     pub fn to_bytes(&self) -> Vec<u8> {
@@ -190,11 +168,4 @@ impl<H: Head> Layer<H> {
         reader.finish()?;
         Self::from_heads(heads, window)
     }
-}
-
-/// Checks that two heads have the same dimensions.
-pub(super) fn check_dims<H: Head>(head: &H, first: &H) -> Result<(), Error> {
-    let ([dim, dim_v], [first_dim, first_dim_v]) = (head.dims(), first.dims());
-    check_len("keys of a head", dim, first_dim)?;
-    check_len("values of a head", dim_v, first_dim_v)
 }

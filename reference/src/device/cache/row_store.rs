@@ -124,7 +124,7 @@ type CopyLaunch = ([usize; 3], u32);
 
 /// The copy of a chunk to the host, next to the model's kernels. A block keeps a multiprocessor from products
 /// for as long as the link takes, so they are few; two saturate it. With 256 blocks a prefill took as long as
-/// if the copies had run alone (`benches/results/offload.md`).
+/// if the copies had run alone (`gpu/src/kernels/PERFORMANCE.md`).
 const TO_HOST: CopyLaunch = ([1, 1, 2], 512);
 
 /// Blocks of each head, and threads, of copies within device memory and of those from the host, for which the

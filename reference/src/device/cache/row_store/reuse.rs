@@ -22,7 +22,7 @@ const MOST_SPAN: usize = 1 << 18;
 ///
 /// PQCache (arXiv 2407.12820, 3.4) keeps blocks of tokens, since its host looks them up and copies each at
 /// once. Here a kernel looks up single rows, and at equal memory single rows take half of the bytes that
-/// blocks take over the link (`benches/results/offload.md`).
+/// blocks take over the link (`gpu/src/kernels/PERFORMANCE.md`).
 pub(super) struct Reuse {
     kernel: Kernel,
     entries: Buffer<[u32; 2]>, // (layer, parity of the step, heads of sequences, held): tokens and slots

@@ -1,0 +1,523 @@
+"""How each file of results is printed: the lines of a page from its data. `tables.py` writes them."""
+
+
+def table(columns, rows):
+    line = lambda cells: "| " + " | ".join(map(str, cells)) + " |"
+    return [line(columns), "|" + " --- |" * len(columns), *map(line, rows), ""]
+
+
+def printed(data):
+    lines = []
+    for block in data["blocks"]:
+        if "heading" in block:
+            lines += ["#" * block["level"] + " " + block["heading"], ""]
+        elif "columns" in block:
+            lines += table(block["columns"], block["rows"])
+        elif "output" in block:
+            lines += ["```", *block["output"], "```", ""]
+        else:
+            lines += [*block["text"], ""]
+    return lines
+
+
+def gpu(data):
+    fp8 = f"FlashInfer {data['flashinfer']}" if data["flashinfer"] else "FlashInfer is not installed"
+    rows = []
+    for row in data["rows"]:
+        us, its_us, fp8_us = row["us"], row["peer_us"], row["fp8_us"]
+        rows.append(
+            [
+                row["kernel"],
+                row["shape"],
+                f"{row['bytes'] / 1e6:.1f}",
+                f"{row['floor_us']:.1f}",
+                f"{us:.1f}",
+                f"{row['to_floor']:.2f}",
+                f"{row['elements'] / us / 1e3:.0f}" if "elements" in row else "",
+                row["peer"],
+                *((f"{its_us:.1f}", f"{its_us / us:.2f}") if its_us else ("", "")),
+                *((f"{fp8_us:.1f}", f"{fp8_us / us:.2f}") if fp8_us else (row["fp8"] or "", "")),
+                f"{row['sm_80_us']:.1f}" if "sm_80_us" in row else "",
+            ]
+        )
+    columns = [
+        "kernel",
+        "shape",
+        "MB",
+        "floor, us",
+        "median, us",
+        "over floor",
+        "G elements/s",
+        "peer",
+        "its us",
+    ]
+    columns += ["peer / this", "fp8, us", "fp8 / this", "code for 8.0, us"]
+    return [
+        "# Kernels",
+        "",
+        f"{data['device']}, copy {data['copy_tb_s']:.2f} TB/s; {data['date']}, commit {data['commit']}; PyTorch {data['torch']}, {fp8}.",
+        "",
+        "    python benches/peers/gpu.py target/release/gpu_speed benches/results",
+        "",
+        *table(columns, rows),
+    ]
+
+
+def cache_name(row):
+    """A method's name, and whose memory has its exact rows."""
+    name = row["method"].split(":")[0]
+    if row["host_bytes"]:
+        return f"{name}, rows on the host"
+    return f"{name}, rows on the device" if "rows-on=device" in row["method"] else name
+
+
+def settings(row):
+    return row["method"].partition(":")[2].replace(":", " ")
+
+
+def time_of(data):
+    return f"{data['date']}, commit {data['commit']}"
+
+
+PEERS = ("torch", "flashinfer", "transformers")
+
+
+def decode(data):
+    cases, versions, rows, missing = data["cases"], {}, [], []
+    copy = max(case["copy_bytes_per_second"] for case in cases) / 1e12
+    for case in cases:
+        for said in case["peers"].values():
+            versions |= {
+                name: version for name, version in said.items() if name not in ("step_ms", "missing")
+            }
+            if "missing" in said:
+                missing.append(
+                    f"{case['shape']}, {case['context']:,} x {case['batch']}: {said['missing'].splitlines()[-1]}"
+                )
+        for row in case["rows"]:
+            parts = [row["products_ms"], row["attention_ms"], row["rest_ms"]]
+            whole = sum(parts) < 1.1 * row["step_ms"]
+            times = [
+                f"{row['step_ms']:.2f}",
+                f"{row['floor_ms']:.2f}",
+                f"{row['step_ms'] / row['floor_ms']:.2f}",
+                *(f"{part:.2f}" if whole else "" for part in parts[:2]),
+                f"{row['tokens_per_second']:.0f}",
+            ]
+            for name in PEERS:
+                step = case["peers"].get(name, {}).get("step_ms")
+                times += [f"{step:.2f}", f"{step / row['mean_ms']:.2f}"] if step else ["", ""]
+            rows.append(
+                [case["shape"], f"{row['context']:,}", row["batch"], cache_name(row), settings(row), *times]
+            )
+    device = versions.pop("gpu", "unknown GPU")
+    columns = [
+        "shape",
+        "context",
+        "batch",
+        "cache",
+        "settings",
+        "step",
+        "floor",
+        "over floor",
+        "products",
+        "attention",
+        "tokens/s",
+    ]
+    columns += [column for name in PEERS for column in (name, f"{name} / this")]
+    lines = [
+        "# Decode steps on a GPU",
+        "",
+        f"{device}, copy {copy:.2f} TB/s; {time_of(data)}; {', '.join(f'{name} {v}' for name, v in versions.items())}.",
+        "",
+        "    python benches/peers/decode.py target/release/kv benches/results",
+        "",
+        "Milliseconds per step of the whole batch.",
+        "",
+        *table(columns, rows),
+    ]
+    checks = {}
+    for case in cases:
+        for name, check in case["dense_beside"].items():
+            checks.setdefault(name, []).append(check)
+    names = {"torch beside float32": "torch in bf16 against float32"}
+    lines += ["Logits of `dense`, same weights, cache and token:", ""]
+    lines += table(
+        ["against", "least cosine", "same most likely token"],
+        [
+            [
+                names.get(name, name),
+                f"{min(c['cosine'] for c in found):.5f}",
+                f"{100 * min(c['top1'] for c in found):.0f} %",
+            ]
+            for name, found in checks.items()
+        ],
+    )
+    return lines + [line for what in missing for line in (f"Missing at {what}", "")]
+
+
+def prefill(data):
+    rows = []
+    for case in data["cases"]:
+        torch, check = case["torch"], case["dense_beside_torch"]
+        # A run that also makes cuDNN plan is no peer.
+        warm = torch["first_token_ms"] if torch["warmed"] else None
+        for row in case["rows"]:
+            prompt = row["prompt"]
+            rows.append(
+                [
+                    case["shape"],
+                    f"{row['context']:,}",
+                    f"{prompt['chunk']:,}",
+                    cache_name(row),
+                    settings(row),
+                    f"{prompt['first_token_ms']:.0f}",
+                    f"{prompt['second_token_ms']:.0f}",
+                    f"{warm:.0f}" if warm else "",
+                    f"{prompt['first_token_ms'] / warm:.2f}" if warm else "",
+                    f"{check['cosine']:.5f}" if row["method"].startswith("dense") else "",
+                ]
+            )
+    columns = [
+        "shape",
+        "tokens",
+        "chunk",
+        "cache",
+        "settings",
+        "first token",
+        "second",
+        "torch, bf16",
+        "this / torch",
+        "cosine of the logits",
+    ]
+    torch = data["cases"][0]["torch"]
+    return [
+        "# Prompts on a GPU",
+        "",
+        f"{torch['gpu']}; {time_of(data)}; PyTorch {torch['torch']}.",
+        "",
+        "    python benches/peers/decode.py target/release/kv benches/results --prefill",
+        "",
+        "Milliseconds from the prompt to its first and second token; one sequence.",
+        "",
+        *table(columns, rows),
+    ]
+
+
+def offload(data):
+    rows = []
+    for run in data["runs"]:
+        for row in run["rows"]:
+            rows.append(
+                [
+                    f"{row['context']:,}",
+                    cache_name(row),
+                    settings(row),
+                    run["hits"] if row["host_bytes"] else "",
+                    f"{row['prompt']['second_token_ms']:.0f}" if row["prompt"] else "",
+                    f"{row['step_ms']:.2f}",
+                    f"{row['floor_ms']:.2f}",
+                    f"{row['fetched_bytes'] / 1e6:.0f}",
+                    f"{row['device_bytes'] / 1e9:.2f}",
+                    f"{row['host_bytes'] / 1e9:.1f}" if row["host_bytes"] else "",
+                ]
+            )
+    commands = [f"    {run['command']}" for run in data["runs"]]
+    columns = [
+        "tokens",
+        "cache",
+        "settings",
+        "resident",
+        "second token, ms",
+        "step, ms",
+        "floor, ms",
+        "MB over the link",
+        "GB on the device",
+        "GB on the host",
+    ]
+    return [
+        "# Exact rows in host memory",
+        "",
+        f"{data['device']}; {time_of(data)}; {data['runs'][0]['model']}, bf16, one sequence.",
+        "",
+        *commands,
+        "",
+        *table(columns, rows),
+    ]
+
+
+def fitted_iterations(profile, n):
+    """The iterations that take as long as a layer, by a fit of both times."""
+    c, layer = profile["iteration"], profile["layer"]
+    return min(max(int((layer[0] + layer[1] * n + layer[2] * n * n) / (c[0] + c[1] * n) * (1 + 5e-7)), 1), 25)
+
+
+def pqcache(data):
+    lines = [
+        "# PQCache on the CPU",
+        "",
+        f"{time_of(data)}.",
+        "",
+        "    python benches/peers/pqcache.py target/release/kv benches/results [--context 4096] \\",
+        "        [--smollm2 MODEL.gguf --text WIKITEXT]",
+        "",
+    ]
+    percent = lambda part: f"{100 * part:.1f} %"
+    for study in data["studies"]:
+        profile = study["prefill"]
+        lines += [
+            f"## {study['name']}",
+            "",
+            f"Prefill, {profile['code']}, {profile['threads']} threads, ms:",
+            "",
+        ]
+        lines += table(
+            ["tokens", "layer", "offload", "iteration", "iterations", "in turn", "overlapped"],
+            [
+                [
+                    at["tokens"],
+                    *(f"{1000 * at[key]:.2f}" for key in ("layer", "offload", "iteration")),
+                    fitted_iterations(profile, at["tokens"]),
+                    *(f"{1000 * at[key]:.2f}" for key in ("in_turn", "overlapped")),
+                ]
+                for at in profile["times"]
+            ],
+        )
+        for text in study["quality"]:
+            rows = []
+            for row in text["rows"]:
+                code = next((part[5:] for part in row["setting"].split(":") if part.startswith("code=")), "")
+                cells = [row["share"], f"{row['name']} {code}".strip(), f"{row['fetched_rows_per_step']:.1f}"]
+                cells += [
+                    f"{row['bits_per_value']:.2f}",
+                    f"{row['kl']:.5f}",
+                    f"{row['over_oracle']:.2f}",
+                    percent(row["top1"]),
+                ]
+                rows.append(cells)
+            lines += [f"Quality, {text['name']}, {text['context']} tokens:", ""]
+            columns = [
+                "tokens",
+                "method",
+                "rows per step and head",
+                "bits per value",
+                "KL",
+                "KL over oracle's",
+                "top-1",
+            ]
+            lines += table(columns, rows)
+        c = profile["iteration"]
+        lines += [f"Iterations, {study['code']}, {study['context']} tokens:", ""]
+        lines += table(
+            ["iterations", "seconds", "KL", "top-1"],
+            [
+                [
+                    row["label"],
+                    f"{study['layers'] * row['iterations'] * (c[0] + c[1] * (study['context'] - study['exact'])):.2f}",
+                    f"{row['kl']:.5f}",
+                    percent(row["top1"]),
+                ]
+                for row in study["iterations"]
+            ],
+        )
+        lines += [f"Hits, {study['code']}, {study['context']} tokens:", ""]
+        lines += table(
+            ["cache", "block", "k-cache", "LRU hits", "LFU hits", "LFU: KiB of misses per step", "of blocks"],
+            [
+                [
+                    lru["cache"],
+                    lru["block"],
+                    lru["k_cache"],
+                    *(f"{100 * row['block_hit_rate']:.0f} %" for row in (lru, lfu)),
+                    *(
+                        f"{lfu[key] / 1024:.0f}"
+                        for key in ("fetched_bytes_per_step", "loaded_bytes_per_step")
+                    ),
+                ]
+                for lru, lfu in zip(study["hits"][::2], study["hits"][1::2])
+            ],
+        )
+    return lines
+
+
+def duration(seconds):
+    return f"{1000 * seconds:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def bandwidths(rows):
+    """Time to first token by bandwidth: a table per shape and number of requests."""
+    columns = list(rows[0]["seconds"])
+    groups = {}
+    for row in rows:
+        groups.setdefault((row["shape"], row["requests"]), []).append(row)
+    lines = []
+    for (shape, requests), group in groups.items():
+        lines += [f"### {shape}, {requests} requests" if requests > 1 else f"### {shape}", ""]
+        cells = []
+        for row in group:
+            seconds = row["seconds"]
+            best = min(value for column, value in seconds.items() if column not in ("adaptive", "uniform"))
+            cells.append(
+                [row["tokens"], row["gbps"], *(duration(seconds[column]) for column in columns)]
+                + [f"{seconds['adaptive'] / best:.3f}", f"{seconds['8 bits'] / seconds['adaptive']:.1f}x"]
+            )
+        lines += table(["tokens", "Gbit/s", *columns, "adaptive over the best", "under 8 bits"], cells)
+    return lines
+
+
+def deadlines(rows):
+    columns = ["8 bits", "level 0", "level 1", "level 2", "text", "uniform", "adaptive", "oracle"]
+    name = lambda row: f"{row['requests']} x {row['tokens']}" if row["requests"] > 1 else row["tokens"]
+    runs = [
+        [name(row), f"{row['slo']} s", *(f"{100 * row['late'][c]:.1f} %" for c in columns)]
+        + [f"{100 * share:.0f} %" for share in row["share"]]
+        for row in rows
+    ]
+    requests = [
+        [name(row), f"{row['slo']} s", *(f"{100 * row['requests_late'][c]:.1f} %" for c in columns)]
+        for row in rows
+        if row["requests"] > 1
+    ]
+    shares = ["as text", "at level 0", "1", "2"]
+    return (
+        ["Runs in which a request is late; the last columns are the encodings that `adaptive` chose:", ""]
+        + table(["context", "objective", *columns, *shares], runs)
+        + ["Late requests of those runs that have several:", ""]
+        + table(["context", "objective", *columns], requests)
+    )
+
+
+def loads(run):
+    yes = lambda is_so: "yes" if is_so else "no"
+    stages, links = [], []
+    for row in run["rows"]:
+        values = 8 * row["bytes"] / row["bits_per_value"]
+        key = [row["tokens"], yes(row["transform"]), f"{row['bits_per_value']:.2f}"]
+        stages.append(
+            key
+            + [
+                f"{row['bytes'] / 1e6:.1f}",
+                f"{row['copy_ms']:.2f}",
+                f"{row['bytes'] / row['copy_ms'] / 1e6:.1f}",
+            ]
+            + [f"{row['decode_ms']:.2f}", f"{values / row['decode_ms'] / 1e6:.0f}", f"{row['check_ms']:.2f}"]
+            + [f"{row['load_ms']:.2f}", f"{row['load_ms'] / row['copy_ms']:.2f}"]
+        )
+        for link in row["links"]:
+            transfer, after, rest = link["transfer_ms"], link["decode_after_ms"], link["rest_ms"]
+            times = [f"{time:.2f}" for time in (transfer, after, rest, transfer + after + rest)]
+            links.append(key + [f"{link['gbps']:g}", *times, f"{100 * after / transfer:.1f} %"])
+    key = ["tokens", "transform", "bits a value"]
+    return (
+        [
+            "## Loading on a GPU",
+            "",
+            f"{run['on']}, `kv stream time`: {run['model']}, dense bf16, chunks of {run['chunk']} tokens, ms.",
+            "",
+        ]
+        + table(
+            key + ["MB", "copy", "GB/s", "decode", "G values/s", "checksums", "load", "load over the copy"],
+            stages,
+        )
+        + ["Over a link that is shaped in the process, ms:", ""]
+        + table(
+            key
+            + [
+                "Gbit/s",
+                "transfer",
+                "decoding after it",
+                "rest",
+                "first token",
+                "decoding over the transfer",
+            ],
+            links,
+        )
+    )
+
+
+def streaming(data):
+    simulated = data["simulated"]
+    prefill = ", ".join(
+        f"{seconds} s for {tokens}" for tokens, seconds in simulated["prefill_seconds"].items()
+    )
+    lines = [
+        "# Streaming stored contexts",
+        "",
+        "    python benches/peers/streaming.py target/release/kv benches/results [--smollm2 MODEL.gguf --text WIKITEXT]",
+        "",
+        "## Simulated: time to first token by bandwidth",
+        "",
+        f"{time_of(simulated)}. Levels have {', '.join(f'{b:.2f}' for b in data['bits'])} bits a value; {simulated['decode_rate']:.0f} G values are",
+        f"decoded per second, a prompt is assumed to take {prefill} tokens of the 8B shape, and a step",
+        f"{1000 * simulated['step_seconds']:.0f} ms.",
+        "",
+        *bandwidths(data["bandwidths"]),
+        "## Simulated: missed deadlines, 1,000 random bandwidths of 0.1 to 10 Gbit/s",
+        "",
+        *deadlines(data["deadlines"]),
+        "## Simulated: parts of the time to first token, level 2 of the 8B shape",
+        "",
+    ]
+    parts = []
+    for row in data["parts"]:
+        after = row["first_token"] - simulated["step_seconds"] - row["transferred"]
+        parts.append(
+            [sum(row["tokens"]), row["gbps"], duration(row["transferred"]), f"{1000 * after:.1f} ms"]
+            + [duration(row["computing"]), f"{100 * after / row['transferred']:.1f} %"]
+        )
+    lines += table(
+        ["tokens", "Gbit/s", "transfer", "decoding after it", "all decoding", "over the transfer"], parts
+    )
+    lines += [
+        "## Prompts out of a store",
+        "",
+        f"{time_of(data)}; {data['stored'][0]['device']}, 2 cores, tiny-llama-12m.",
+        "",
+    ]
+    columns = list(data["stored"][0]["seconds"])
+    lines += table(
+        ["tokens", *columns, "recomputed over S3, level 0"],
+        [
+            [row["tokens"], *(duration(row["seconds"][c]) for c in columns)]
+            + [f"{row['seconds']['recomputed'] / row['seconds']['S3, level 0']:.1f}x"]
+            for row in data["stored"]
+        ],
+    )
+    places = ("folder", "file", "S3", "object")
+    lines += [
+        "MB/s of `kv store get` at level 0, which verifies every byte, and of one plain file or object:",
+        "",
+    ]
+    lines += table(
+        ["tokens", "bytes", *places],
+        [
+            [row["stored"], row["bytes"], *(f"{row['megabytes_per_second'][p]:.0f}" for p in places)]
+            for row in data["stored"]
+        ],
+    )
+    lines += ["The test `many_clients`:", "", *(f"* {line}" for line in data["load"]), ""]
+    lines += ["## Quality of loaded caches", "", f"{time_of(data)}.", ""]
+    lines += table(
+        ["model", "encodings of the chunks in turn", "KL", "top-1", "perplexity"],
+        [
+            [
+                row["model"],
+                row["encoding"],
+                f"{row['kl']:.5f}",
+                f"{100 * row['top1']:.1f} %",
+                f"{row['perplexity']:.3f}",
+            ]
+            for row in data["quality"]
+        ],
+    )
+    return lines + (loads(data["gpu"]) if data.get("gpu") else [])
+
+
+PAGES = {
+    "gpu": gpu,
+    "decode": decode,
+    "prefill": prefill,
+    "offload": offload,
+    "pqcache": pqcache,
+    "streaming": streaming,
+}

@@ -1,0 +1,108 @@
+//! Streams with changed bytes and valid checksums decode to an error or to finite values, the same on every
+//! backend.
+//!
+//! `MUTATIONS=10000000 cargo test --release -p codec-core --test main mutations` for more than the default; with
+//! `RUSTFLAGS=-Zsanitizer=address` (nightly) it also finds accesses outside of buffers.
+
+use codec_core::*;
+
+const CHANNELS: usize = 40;
+const TOKENS: usize = 80;
+/// The index has two ids, then two entries of two tiles.
+const INDEX_END: usize = 64 + 8 + 2 * 16;
+
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, n: usize) -> usize {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        ((u128::from(self.0) * n as u128) >> 64) as usize
+    }
+}
+
+fn fitted(kinds: usize) -> PlaneBuf {
+    let predictors = [
+        PredictorKind::Mean,
+        PredictorKind::Previous,
+        PredictorKind::Anchor { group: 5 },
+        PredictorKind::None,
+    ];
+    let options = FitOptions {
+        predictor: predictors[kinds % 4],
+        steps: if kinds % 16 == 15 {
+            Steps::TokenAbsmax(15)
+        } else {
+            Steps::Deviations(0.1 + kinds as f32 / 20.0)
+        },
+        models: [ModelKind::Families, ModelKind::Tables, ModelKind::ContextTables][kinds / 4 % 3],
+        coder: if kinds / 12 == 1 { Coder::Range } else { Coder::InterleavedRans },
+    };
+    PlaneBuf::fit(&rows(), CHANNELS, None, &options).unwrap()
+}
+
+fn rows() -> Vec<f32> {
+    (0..CHANNELS * TOKENS)
+        .map(|i| (i as f32 * 0.61).sin() * (1 + i % 7) as f32 * (1 + i % 3) as f32)
+        .collect()
+}
+
+#[test]
+fn mutated_streams_decode_alike_or_not_at_all() {
+    let streams = std::env::var("MUTATIONS").map_or(20_000, |n| n.parse::<usize>().unwrap());
+    std::thread::scope(|scope| {
+        for seed in [1, 2] {
+            scope.spawn(move || (0..24).for_each(|kinds| mutate(kinds, seed, streams / 48)));
+        }
+    });
+}
+
+fn mutate(kinds: usize, seed: u64, streams: usize) {
+    let mut random = Random(seed << 32 | (kinds as u64 + 1));
+    let plane = fitted(kinds);
+    let plane = plane.view();
+    let info = FrameInfo { block_tokens: TOKENS, ..FrameInfo::new(1, 1, CHANNELS, TOKENS) };
+    let mut frame = vec![];
+    encode_frame(&info, &[plane; 2], &[&rows()[..]; 2], &mut frame).unwrap();
+    let (whole, payload) = (frame.clone(), INDEX_END + 4);
+    let backends: Vec<Backend> = Backend::ALL.into_iter().filter(|backend| backend.is_available()).collect();
+    let mut out = vec![vec![0.0_f32; CHANNELS * TOKENS]; backends.len()];
+    for i in 0..streams {
+        if i % 8 == 0 {
+            frame.copy_from_slice(&whole);
+        }
+        for _ in 0..=random.below(3) {
+            // Half of the changes go to the heads of tiles and to the index, where lengths are.
+            let at =
+                if random.below(2) == 0 { random.below(48) } else { random.below(frame.len() - payload) };
+            frame[payload + at] = random.below(256) as u8;
+            if random.below(8) == 0 {
+                let entry = 64 + 8 + 16 * random.below(2);
+                frame[entry + 12 + random.below(4)] = random.below(256) as u8;
+            }
+        }
+        let end = u64::from_le_bytes(frame[72..80].try_into().unwrap()) as usize;
+        let checksum = crc32fast::hash(&frame[payload..payload + end]);
+        frame[80..84].copy_from_slice(&checksum.to_le_bytes());
+        let index = crc32fast::hash(&frame[64..INDEX_END]);
+        frame[INDEX_END..payload].copy_from_slice(&index.to_le_bytes());
+        let parsed = Frame::parse(&frame, info.elements()).unwrap();
+        let mut results = backends.iter().zip(&mut out).map(|(&backend, out)| {
+            let result = parsed.decode_block_into_with(
+                backend,
+                &plane,
+                BlockIndex { layer: 0, side: Side::Keys, block: 0 },
+                None,
+                out,
+            );
+            assert!(result.is_err() || out.iter().all(|x| x.is_finite()), "kinds {kinds}, stream {i}");
+            (
+                result,
+                result.is_ok().then(|| out.iter().fold(0, |sum: u32, x| sum.rotate_left(1) ^ x.to_bits())),
+            )
+        });
+        let first = results.next().unwrap();
+        assert!(results.all(|other| other == first), "kinds {kinds}, seed {seed}, stream {i}");
+    }
+}

@@ -1,0 +1,121 @@
+use super::Shape;
+use super::shape::{COLUMNS, MAX_DIM, MAX_QUADS, QUAD};
+use crate::Error;
+use crate::error::check_len;
+
+/// Mean squared error of the optimal uniform quantizer of 0 to 8 bits for a Gaussian of unit variance (Max,
+/// "Quantizing for Minimum Distortion", IRE Trans. 1960, table 2).
+const DISTORTIONS: [f64; 9] = [1.0, 0.3634, 0.1188, 0.03744, 0.01154, 0.00349, 0.00104, 0.0003, 0.00009];
+
+/// Divides `slots` slots, `16 slots` bits a row, among components by their variance, and orders the components
+/// so that the columns of the layout have the same bits.
+///
+/// Components are sorted by deviation, and four neighbours share a width. Bits go one at a time to the four
+/// components whose distortion falls most. Component `order[i]` of the transform becomes component `i` of the
+/// code: order the columns of basis and dual by `order`.
+///
+/// # Shapes
+/// `sigma` (dim,), the standard deviations in the units of the error; `order` (dim,), fully written.
+/// # Errors
+/// [`Error::NotFinite`]; [`Error::Length`]; [`Error::NbitsOutOfRange`] for more than 8 bits per component;
+/// those of [`Shape::new`].
+/// # Source
+/// Gersho, Gray, "Vector Quantization and Signal Compression", 8.3 (greedy allocation).
+/// # Examples
+/// ```
+/// // Bits per component come in steps of 16 / dim: 40 slots are 5 bits of 128 components.
+/// let sigma: Vec<f32> = (0..32).map(|i| 0.8_f32.powi(i)).collect();
+/// let mut order = [0; 32];
+/// let shape = pq_core::sq::allot(&sigma, 5, &mut order)?;
+/// assert_eq!(shape.bits(), 2.5);
+/// assert!(shape.widths().contains(&4) && shape.widths().contains(&0));
+/// # Ok::<(), pq_core::Error>(())
+/// ```
+pub fn allot(sigma: &[f32], slots: usize, order: &mut [usize]) -> Result<Shape, Error> {
+    let dim = sigma.len();
+    Shape::uniform(dim, 1)?; // checks `dim`
+    check_len("order", order.len(), dim)?;
+    crate::error::check_finite("sigma", sigma)?;
+    let quads = dim / QUAD;
+    let deepest = quads / COLUMNS * 8;
+    if slots > deepest {
+        return Err(Error::NbitsOutOfRange {
+            nbits: u32::try_from(slots.div_ceil(quads / COLUMNS)).unwrap_or(u32::MAX),
+        });
+    }
+    let mut sorted = [0; MAX_DIM];
+    sorted.iter_mut().enumerate().for_each(|(i, x)| *x = i);
+    sorted[..dim].sort_unstable_by(|&a, &b| sigma[b].abs().total_cmp(&sigma[a].abs()).then(a.cmp(&b)));
+    let mut quad = [Quad::default(); MAX_QUADS];
+    for (q, (quad, components)) in quad.iter_mut().zip(sorted[..dim].chunks_exact(QUAD)).enumerate() {
+        let variance = components.iter().map(|&i| f64::from(sigma[i]) * f64::from(sigma[i])).sum();
+        *quad = Quad { first: QUAD * q, variance, width: 0 };
+    }
+    let quad = &mut quad[..quads];
+    add_bits(quad, COLUMNS * slots);
+
+    // Columns of the same number of quads: the widest quad goes to the column with the fewest bits.
+    quad.sort_by(|a, b| b.width.cmp(&a.width).then(a.first.cmp(&b.first)));
+    let mut columns = [[Quad::default(); MAX_QUADS / COLUMNS]; COLUMNS];
+    let (mut sums, mut counts) = ([0; COLUMNS], [0; COLUMNS]);
+    for quad in quad.iter() {
+        let open = (0..COLUMNS).filter(|&c| counts[c] < quads / COLUMNS);
+        let c = open.min_by_key(|&c| (sums[c], counts[c])).unwrap_or(0);
+        columns[c][counts[c]] = *quad;
+        sums[c] += usize::from(quad.width);
+        counts[c] += 1;
+    }
+    let mut widths = [0; MAX_QUADS];
+    for (c, column) in columns.iter_mut().enumerate() {
+        let column = &mut column[..quads / COLUMNS];
+        for _ in slots..sums[c] {
+            take_bit(column);
+        }
+        add_bits(column, slots.saturating_sub(sums[c]));
+        for (i, quad) in column.iter().enumerate() {
+            let q = COLUMNS * i + c;
+            widths[q] = quad.width;
+            order[QUAD * q..][..QUAD].copy_from_slice(&sorted[quad.first..][..QUAD]);
+        }
+    }
+    Shape::new(dim, &widths[..quads])
+}
+
+/// Four components of similar deviation.
+#[derive(Clone, Copy, Debug, Default)]
+struct Quad {
+    first: usize, // of the components in descending order
+    variance: f64,
+    width: u8,
+}
+
+impl Quad {
+    /// How much the distortion falls from `width` to `width + 1`.
+    fn gain(&self, width: u8) -> f64 {
+        let width = usize::from(width);
+        self.variance * (DISTORTIONS[width] - DISTORTIONS[width + 1])
+    }
+}
+
+/// Adds bits one at a time where the distortion falls most, the first of equals; there is room for them.
+fn add_bits(quads: &mut [Quad], bits: usize) {
+    for _ in 0..bits {
+        let mut best: Option<&mut Quad> = None;
+        for quad in quads.iter_mut().filter(|quad| quad.width < 8) {
+            if best.as_ref().is_none_or(|best| quad.gain(quad.width) > best.gain(best.width)) {
+                best = Some(quad);
+            }
+        }
+        if let Some(best) = best {
+            best.width += 1;
+        }
+    }
+}
+
+/// Takes the bit whose loss raises the distortion least.
+fn take_bit(quads: &mut [Quad]) {
+    let wide = quads.iter_mut().filter(|quad| quad.width > 0);
+    if let Some(quad) = wide.min_by(|a, b| a.gain(a.width - 1).total_cmp(&b.gain(b.width - 1))) {
+        quad.width -= 1;
+    }
+}

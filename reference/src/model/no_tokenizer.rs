@@ -1,0 +1,49 @@
+//! The tokenizer of a build without the feature `tokenizers`: no model has one.
+
+use std::path::Path;
+
+use crate::Result;
+use crate::model::gguf::Gguf;
+
+/// Text to tokens and back: without the feature `tokenizers` there is no value of this type.
+pub enum Tokenizer {}
+
+impl Tokenizer {
+    pub(crate) fn of_folder(_: &Path) -> Result<Option<Self>> {
+        Ok(None)
+    }
+
+    pub(crate) fn of_gguf(_: &Gguf) -> Result<Option<Self>> {
+        Ok(None)
+    }
+
+    /// # Errors
+    /// None: there is no tokenizer.
+    pub fn encode(&self, _: &str) -> Result<Vec<u32>> {
+        match *self {}
+    }
+
+    /// # Errors
+    /// None: there is no tokenizer.
+    pub fn encode_piece(&self, _: &str) -> Result<Vec<u32>> {
+        match *self {}
+    }
+
+    /// # Errors
+    /// None: there is no tokenizer.
+    pub fn decode(&self, _: &[u32]) -> Result<String> {
+        match *self {}
+    }
+
+    /// Nothing: there is no tokenizer.
+    #[must_use]
+    pub fn words(&self) -> Vec<u32> {
+        match *self {}
+    }
+
+    /// Nothing: there is no tokenizer.
+    #[must_use]
+    pub fn token_id(&self, _: &str) -> Option<u32> {
+        match *self {}
+    }
+}

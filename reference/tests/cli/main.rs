@@ -1,0 +1,21 @@
+//! The program `kv`: what it prints, what it leaves behind, and how it refuses.
+
+#![allow(clippy::unwrap_used, clippy::panic)] // helpers of tests, too
+
+#[path = "../support"]
+mod support {
+    pub mod kv;
+    #[cfg(feature = "s3")]
+    pub mod s3;
+}
+
+mod any_checkpoint;
+#[cfg(all(unix, feature = "fetch"))]
+mod fetch;
+mod hostile;
+mod outputs;
+#[cfg(feature = "store")]
+mod store_command;
+#[cfg(feature = "s3")]
+mod store_servers;
+mod usage;

@@ -1,0 +1,290 @@
+//! Messages of the command line about invalid arguments, and its help.
+
+use crate::support::kv::{kv, one_line, refused, run, text, usage_refused};
+
+#[test]
+fn arguments_that_do_not_parse_get_a_whole_message() {
+    for (case, args, what) in [
+        ("an unknown command", &["compress"][..], &["unrecognized subcommand 'compress'", "Usage: kv"][..]),
+        ("a command nearly right", &["compar"], &["'compare'"]),
+        ("an unknown option", &["compare", "--fast"], &["--fast", "Usage: kv compare"]),
+        ("an option nearly right", &["compare", "--contxt", "5"], &["'--context'"]),
+        ("an argument that is missing", &["generate"], &["<PROMPT>", "Usage: kv generate"]),
+        ("a context that is not a number", &["compare", "--context", "many"], &["many", "--context <N>"]),
+        ("a token that is not a number", &["logits", "--tokens", "1,x"], &["'x'", "--tokens <LIST>"]),
+        ("a negative context", &["compare", "--context", "-1"], &["'-1'", "--context <N>"]),
+        ("a prompt twice", &["generate", "a", "--file", "b"], &["[PROMPT]", "--file"]),
+        (
+            "a chunk of nothing",
+            &["generate", "a", "--chunk", "0"],
+            &["--chunk <N>", "must be a whole number from 1 on"],
+        ),
+        (
+            "a simulation without times of prefill",
+            &["stream", "simulate", "--tokens", "4096", "--values", "2048"],
+            &["--recompute <LIST>", "Usage: kv stream simulate"],
+        ),
+        (
+            "a method that attends to nothing",
+            &["generate", "a", "--method", "streaming:window=0:sinks=0"],
+            &["sinks=0 and window=0 leave no token"],
+        ),
+        (
+            "pages of nothing",
+            &["generate", "a", "--method", "dense:pages=0"],
+            &["pages=0: must be a multiple of 16 tokens, at least one"],
+        ),
+        ("a pool of nothing", &["generate", "a", "--method", "dense:pages=64:pool=0"], &["pool=0"]),
+        ("a device that is none", &["compare", "--device", "gpu"], &["auto, cpu, cuda", "--device"]),
+        (
+            "a size that is none",
+            &["compare", "--device-memory", "lots"],
+            &["'lots'", "--device-memory <SIZE>", "must be a size, such as 24GiB"],
+        ),
+        (
+            "a negative size",
+            &["compare", "--device-memory", "-1"],
+            &["'-1'", "--device-memory <SIZE>", "must be a size"],
+        ),
+        ("a method nearly right", &["generate", "a", "--method", "zak"], &["`zak` (`zack` is one)"]),
+    ] {
+        usage_refused(case, args, what);
+    }
+    refused(
+        "prompts of cut rows that are coded",
+        &["compare", "--methods", "zack:bits=4:prompt=cut"],
+        "prompt=cut is for rows without codes",
+    );
+    refused(
+        "chunks on the CPU",
+        &["compare", "--device", "cpu", "--chunk", "5"],
+        "--chunk is for prompts on a GPU",
+    );
+    refused(
+        "chunks of eval on the CPU",
+        &["eval", "--device", "cpu", "--chunk", "5"],
+        "--chunk is for prompts on a GPU",
+    );
+    refused(
+        "a limit of what the CPU has not",
+        &["eval", "--device", "cpu", "--device-memory", "24GiB"],
+        match cfg!(feature = "cuda") {
+            true => "--device-memory limits a GPU, but the command runs on the CPU",
+            false => "built without the feature `cuda`",
+        },
+    );
+    refused("an argument of 100,000 characters", &[&"a".repeat(100_000)], "aaa...");
+}
+
+/// An error names the option at fault and a valid value, before any long work.
+#[test]
+fn refusals_name_the_option_and_the_way_out() {
+    for (args, what) in [
+        (&["eval", "--lengths", "64,128,64"][..], "--lengths: 64 is given twice"),
+        (&["eval", "--depths", "0.5,0.50"], "--depths: 0.5 is given twice"),
+        (&["cost", "--lengths", "64,128,64"], "--lengths: 64 is given twice"),
+        (&["cost", "--lengths", "0,1,2"], "--lengths must be at least 1, not 0"),
+        (&["stream", "load", "--timeout", "0"], "a number of seconds above 0, at most 86400, not 0"),
+        (&["stream", "load", "--latency", "-1"], "--latency must be a number of seconds from 0 on, not -1"),
+        (&["stream", "load", "--slo", "inf"], "--slo must be a number of seconds from 0 on, not inf"),
+        (&["stream", "load", "--reserve", "1"], "--reserve must be a fraction from 0 to below 1, not 1"),
+        (&["stream", "load", "--batch", "0"], "--batch must be at least 1"),
+        (
+            &["eval", "--methods", "dense", "--lengths", "64", "--trials", "18446744073709551615"],
+            "--trials 18446744073709551615: a prompt of 64 tokens (--lengths) has no room for as many facts",
+        ),
+        (
+            &["generate", "a", "--method", "pqcache:offload=no-folder", "--device", "cpu"],
+            "; it must be a folder that exists",
+        ),
+        (
+            &["generate", "a", "--method", "hybrid:rows-on=device", "--device", "cpu"],
+            "method hybrid: `rows-on=device` has no effect on the CPU",
+        ),
+        (
+            &["compare", "--methods", "dense:pages=64", "--device", "cpu"],
+            "method dense: `pages` has no effect on the CPU",
+        ),
+        (
+            &["generate", "a", "--method", "pqcache:held=64", "--device", "cpu"],
+            "method pqcache: `held` has no effect on the CPU",
+        ),
+        (&["compare", "--methods", "pqcache:iterations=no-file.json", "--device", "cpu"], "no-file.json: "),
+        (&["eval", "--lengths", "64", "--trials", "16"], "--trials 16: a prompt of 64 tokens cannot be made"),
+        (&["eval", "--lengths", "0"], "--lengths and --decode must be at least 1"),
+        (&["eval", "--depths", "1.5"], "--depths: 1.5 is not from 0 to 1"),
+        (
+            &["compare", "--methods", "int4:exact-layers=0+9"],
+            "method int4: exact-layers=0+9: layer 9 is none of the model's, 0 to ",
+        ),
+        (&["compare", "--methods", "million:k=0x8"], "method million: k=0x8: m must not be zero"),
+        (&["compare", "--methods", "pqcache:code=3x4"], "method pqcache: code=3x4: dimension "),
+        (&["compare", "--json", "-"], "--json -: name a file"),
+        (&["compare", "--json", "/nonexistent/x.json"], "--json: /nonexistent/x.json: "),
+        (&["calibrate", "/nonexistent/p"], "FILE: /nonexistent/p: "),
+        (&["logits", "--tokens", "1", "--model", "no-one/no-model"], "`kv fetch no-one/no-model`"),
+        (
+            &["compare", "--calibration", "0", "--methods", "million"],
+            "too few tokens to calibrate on: 0 of at least 64: pass a longer --text, a larger --calibration, \
+             a smaller --context or --decode, or a --profile",
+        ),
+    ] {
+        refused(&args.join(" "), args, what);
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let profile = folder.path().join("profile");
+    refused(
+        "few tokens",
+        &["calibrate", text(&profile), "--tokens", "3"],
+        "3 of at least 64: pass a longer --text or more --tokens",
+    );
+    let short = folder.path().join("short.txt");
+    std::fs::write(&short, "Fellow citizens").unwrap();
+    refused(
+        "a short text",
+        &["compare", "--text", text(&short)],
+        "are needed: pass a longer --text, or a smaller --context or --decode",
+    );
+}
+
+#[test]
+fn a_profile_is_not_replaced_and_all_that_it_lacks_is_named_at_once() {
+    let folder = tempfile::tempdir().unwrap();
+    let (old, new) = (folder.path().join("old"), folder.path().join("new"));
+    let (old, new) = (text(&old), text(&new));
+    let calibrate = |file, methods, more: &[&str]| {
+        let args = ["calibrate", file, "--tokens", "192", "--methods", methods];
+        run("calibrate", kv(&[&args[..], more].concat()))
+    };
+    assert!(calibrate(old, "cachegen", &[]).status.success());
+    let before = std::fs::read(old).unwrap();
+    one_line(
+        "a profile that is there",
+        &calibrate(old, "zack", &[]),
+        2,
+        "exists: name a new file, or pass --replace",
+    );
+    assert_eq!(std::fs::read(old).unwrap(), before);
+    assert!(calibrate(old, "cachegen:bits=2", &["--replace"]).status.success());
+    let list = "dense,zack,cachegen,cachegen:bits=2";
+    let compare = |profile| {
+        let sizes = ["--context", "64", "--decode", "4", "--device", "cpu"];
+        run("compare", kv(&[&["compare", "--methods", list, "--profile", profile], &sizes[..]].concat()))
+    };
+    let output = compare(old);
+    one_line("two methods that lack entries", &output, 2, "profile: holds nothing for `zack");
+    let stderr = String::from_utf8(output.stderr).unwrap();
+    let (lacking, command) = stderr.split_once(": run `kv calibrate NEW-FILE --methods ").unwrap();
+    assert!(lacking.contains(", `cachegen") && !lacking.contains("bits=2"), "{stderr}");
+    let methods = command.split('`').next().unwrap();
+    assert!(calibrate(new, methods, &[]).status.success(), "{methods}");
+    let output = compare(new);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
+/// The levels of a store are in one list with the method of the cache.
+#[cfg(feature = "store")]
+#[test]
+fn all_that_a_profile_lacks_for_a_store_is_named_at_once() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| text(&folder.path().join(name)).to_owned();
+    let (store, old) = (path("store"), path("old"));
+    let calibrate = |file: &str, methods: &str| {
+        let args = ["calibrate", file, "--tokens", "192", "--methods", methods];
+        assert!(run("calibrate", kv(&args)).status.success(), "{methods}");
+    };
+    calibrate(&old, "cachegen:bits=4");
+    let common = ["--tokens", "100", "--profile"];
+    for (args, lacking) in [
+        (&["store", "put", &store][..], &["bits=3`", "bits=2`"][..]),
+        (
+            &["generate", "We", "--device", "cpu", "--kv", &store, "--method", "million"],
+            &["`million", "bits=3`", "bits=2`"],
+        ),
+    ] {
+        let with = |profile| run("a profile", kv(&[args, &common, &[profile]].concat()));
+        let output = with(old.as_str());
+        one_line("levels that are not there", &output, 2, "profile: holds nothing for ");
+        let stderr = String::from_utf8(output.stderr).unwrap();
+        let (named, command) = stderr.split_once(": run `kv calibrate NEW-FILE --methods ").unwrap();
+        assert!(lacking.iter().all(|method| named.contains(method)), "{stderr}");
+        let new = path(&format!("for-{}", args[0]));
+        calibrate(&new, command.split('`').next().unwrap());
+        let output = with(&new);
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    }
+}
+
+#[test]
+fn notes_under_a_table_tell_settings_apart() {
+    let methods = "zack:k=0.75:v=0.75,zack:k=0.75:v=0.75:bits=4";
+    let sizes = ["--context", "64", "--decode", "4", "--calibration", "192", "--device", "cpu"];
+    let output = run("notes", kv(&[&["compare", "--methods", methods], &sizes[..]].concat()));
+    let stdout = String::from_utf8(output.stdout).unwrap();
+    let notes: Vec<&str> =
+        stdout.lines().filter_map(|line| Some(line.split_once(" also has: ")?.0)).collect();
+    assert!(notes.len() == 2 && notes[0] != notes[1] && notes[1].contains(" bits=4"), "{stdout}");
+    assert!(stdout.lines().all(|line| line == line.trim_end()), "{stdout}");
+}
+
+#[test]
+fn defaults_of_lists_are_shown_as_they_are_written() {
+    for (command, defaults) in [
+        (&["eval"][..], &["512,2048", "0.1,0.5,0.9"][..]),
+        (&["cost"], &["512,1024,2048,4096"]),
+        (&["stream", "load"], &["4.1,3.1,2.0"]),
+        (&["stream", "simulate"], &["4.1,3.1,2.0"]),
+        #[cfg(feature = "cuda")]
+        (&["stream", "time"], &["4096,32768", "10,100,400"]),
+    ] {
+        let output = run("help", kv(&[command, &["--help"]].concat()));
+        let help = String::from_utf8(output.stdout).unwrap();
+        for default in defaults {
+            assert!(help.contains(&format!("[default: {default}]")), "{command:?}: {help}");
+        }
+    }
+    let simulate = ["stream", "simulate", "--tokens", "4096", "--values", "2048", "--recompute", "1000=0.1"];
+    let output = run("only what is required", kv(&simulate));
+    let stdout = String::from_utf8(output.stdout).unwrap();
+    assert!(stdout.contains("Simulated: 1 request of 4096 tokens"), "{stdout}");
+}
+
+#[test]
+fn what_a_build_lacks_is_named_with_its_feature() {
+    if cfg!(not(feature = "fetch")) {
+        refused("fetch", &["fetch", "a/b"], "`--features fetch`");
+    }
+    if cfg!(all(feature = "store", not(feature = "s3"))) {
+        let what = "s3://caches/eu: needs a build with `--features s3`";
+        refused("ls", &["store", "ls", "s3://user:secret@caches/eu"], what);
+    }
+    if cfg!(not(feature = "tokenizers")) {
+        refused("a text", &["generate", "We"], "`--features tokenizers`");
+    }
+}
+
+#[test]
+fn methods_are_listed_once() {
+    let out = |args: &[&str]| String::from_utf8(run("help", kv(args)).stdout).unwrap();
+    let table = "sinks and window only (StreamingLLM)";
+    assert!(out(&["methods"]).contains(table));
+    for command in ["compare", "generate", "logits", "eval", "calibrate", "fetch"] {
+        assert!(!out(&[command, "--help"]).contains(table), "{command}");
+    }
+}
+
+#[test]
+fn every_help_has_an_example() {
+    help_has_an_example(&[]);
+}
+
+/// Checks a command's help, and those of the commands that it lists.
+fn help_has_an_example(command: &[&str]) {
+    let output = run("help", kv(&[command, &["--help"]].concat()));
+    let help = String::from_utf8(output.stdout).unwrap();
+    let example = help.split_once("\nExample:\n").or(help.split_once("\nExamples:\n"));
+    assert!(example.is_some_and(|(_, lines)| lines.starts_with("  kv ")), "{command:?}: {help}");
+    let listed = help.split_once("\nCommands:\n").map_or("", |(_, lines)| lines);
+    let names = listed.lines().map_while(|line| line.split_whitespace().next());
+    names.filter(|name| *name != "help").for_each(|name| help_has_an_example(&[command, &[name]].concat()));
+}

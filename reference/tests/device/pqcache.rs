@@ -1,0 +1,292 @@
+//! PQCache on a GPU, with exact rows in host memory, computes the same as on the CPU. Without a GPU these
+//! tests are skipped, which `GPU_TESTS=require` turns into a failure.
+
+use std::sync::Arc;
+
+use kv_gpu::Element;
+use kv_reference::device::{Decoder, DeviceClustering, Weights, method_cache, profile_clustering};
+use kv_reference::eval::score_text;
+use kv_reference::method::{Method, Prepared};
+use kv_reference::model::Rope;
+use kv_reference::{Error, Profile, forward};
+
+use crate::support::{
+    batches_generate_what_sequences_do, decoder, divergence, diverges_as_on_the_cpu, equals_dense, gpu,
+    model, profile, prompts_in_chunks_are_whole_prompts, teacher_forced,
+};
+
+#[test]
+fn it_diverges_as_on_the_cpu() {
+    let Some(gpu) = gpu("pqcache logits") else { return };
+    for spec in [
+        "pqcache:tokens=128:codebooks=profile",
+        "pqcache:ratio=0.3:codebooks=profile",
+        "pqcache:ratio=0.3:codebooks=profile:offloaded=int8:sinks=3",
+        "pqcache:tokens=96:code=2x6:codebooks=profile:window=32:sinks=2",
+    ] {
+        diverges_as_on_the_cpu(&gpu, spec);
+    }
+}
+
+#[test]
+fn codebooks_are_trained_on_the_prompt() {
+    let Some(gpu) = gpu("pqcache training") else { return };
+    let (model, tokens) = model();
+    let (prompt, run) = tokens[3000..4700].split_at(1500);
+    let none = Profile::default();
+    let rope = Arc::new(Rope::new(&model.config, 2048));
+    let on_cpu = |spec: &str| {
+        let method: Method = spec.parse().unwrap();
+        let Prepared { model, mut cache } = method.prepare(&model, &rope, &none).unwrap();
+        let mut decoder = forward::Decoder::new(model, rope.clone());
+        decoder.prefill(prompt, cache.as_mut()).unwrap();
+        score_text(&mut decoder, cache.as_mut(), run, None).unwrap().logits
+    };
+    let dense = on_cpu("dense");
+    for spec in ["pqcache:tokens=64", "pqcache:tokens=160:code=2x6:iterations=4:window=32:sinks=2"] {
+        let on_device = || {
+            let mut decoder = decoder(&gpu, &model, spec, &none, 1, 1700);
+            decoder.prefill(&[prompt.to_vec()], 2048).unwrap();
+            teacher_forced(&mut decoder, &run[..run.len() - 1])
+        };
+        let logits = on_device();
+        assert_eq!(logits, on_device(), "{spec}: two runs");
+        let kl_of = |logits: &[Vec<f32>]| divergence(logits, &dense, run).kl();
+        let (kl, expected) = (kl_of(&logits), kl_of(&on_cpu(spec)));
+        println!("{spec}: KL {kl:.5}, and {expected:.5} on the CPU, which starts from other keys");
+        assert!((kl - expected).abs() <= (0.25 * expected).max(2e-4), "{spec}: {kl} and {expected}");
+    }
+}
+
+/// The device's own times are measured once, and again if the file is damaged or of another device.
+#[test]
+fn iterations_follow_from_the_times_of_the_device() {
+    let Some(gpu) = gpu("clustering profile") else { return };
+    let (model, tokens) = model();
+    let folder = tempfile::tempdir().unwrap();
+    let spec = format!("pqcache:tokens=64:iterations={}", folder.path().join("cost.json").display());
+    let method: Method = spec.parse().unwrap();
+    let missing =
+        method_cache(&gpu, &method, &model.config, Element::F16, None, 1, 1700).map(drop).unwrap_err();
+    assert!(matches!(missing, Error::Io { .. }), "{missing}");
+    let profile = || profile_clustering(&gpu, &method, &model.config).unwrap();
+    assert!(profile().is_some_and(|note| !note.contains("since")));
+    assert_eq!(profile(), None, "there is a file");
+    let files: Vec<_> = std::fs::read_dir(folder.path()).unwrap().map(|file| file.unwrap().path()).collect();
+    let [file] = &files[..] else { panic!("{files:?}") };
+    let text = std::fs::read_to_string(file).unwrap();
+    println!("{text}");
+    for (other, says) in
+        [(text.replace("\"device\": \"", "\"device\": \"not "), "was measured on"), ("{".into(), "since")]
+    {
+        std::fs::write(file, other).unwrap();
+        assert!(profile().is_some_and(|note| note.contains(says)), "{says}");
+        assert_eq!(profile(), None);
+    }
+    let mut decoder = decoder(&gpu, &model, &spec, &Profile::default(), 1, 1700);
+    decoder.prefill(&[tokens[..1500].to_vec()], 2048).unwrap();
+    decoder.step().unwrap();
+}
+
+/// The measurements of `kv cost` on a device are in the file that `iterations=FILE` reads there.
+#[test]
+fn measured_times_are_those_that_iterations_follow() {
+    let Some(gpu) = gpu("clustering cost") else { return };
+    let (config, folder) = (&model().0.config, tempfile::tempdir().unwrap());
+    let file = folder.path().join("cost.json");
+    let measure = |method: &str, lengths: &[usize]| {
+        DeviceClustering::measure(&gpu, &method.parse().unwrap(), config, lengths)
+    };
+    let measured = measure("pqcache", &[512, 1024, 2048]).unwrap();
+    assert!(measured.times.iter().map(|at| at.tokens).eq([512, 1024, 2048]));
+    assert!((1..=25).contains(&measured.iterations(1024)));
+    assert!(measured.write_beside(&file).unwrap().exists());
+    let method: Method = format!("pqcache:iterations={}", file.display()).parse().unwrap();
+    assert_eq!(profile_clustering(&gpu, &method, config).unwrap(), None, "there is a file");
+    for (method, lengths) in [
+        ("dense", &[512, 1024, 2048][..]),
+        ("pqcache", &[255, 1024, 2048]),
+        ("pqcache", &[512, 1024]),
+        ("pqcache", &[]),
+    ] {
+        assert!(measure(method, lengths).is_err(), "{method}, {lengths:?}");
+    }
+}
+
+#[test]
+fn fetching_every_token_equals_dense() {
+    let Some(gpu) = gpu("every token") else { return };
+    for spec in [
+        "pqcache:tokens=4096:codebooks=profile",
+        "pqcache:tokens=4096", // codebooks of the first keys in the ring
+        "pqcache:ratio=1:code=2x6:codebooks=profile",
+        "pqcache:tokens=400:codebooks=profile:window=2:sinks=0",
+    ] {
+        equals_dense(&gpu, spec, 0.9999);
+    }
+}
+
+#[test]
+fn rows_that_stay_are_those_that_would_be_fetched() {
+    let Some(gpu) = gpu("rows that stay") else { return };
+    let (model, tokens) = model();
+    let run = &tokens[3000..3500];
+    let spec = "pqcache:ratio=0.3:codebooks=profile";
+    let profile = profile(&model, &tokens[..2048], &[spec]);
+    let method: Method = spec.parse().unwrap();
+    let weights = Arc::new(Weights::of(&gpu, &model, Element::F16).unwrap());
+    let logits = |fetch_all: bool| {
+        let (config, capacity) = (&model.config, run.len());
+        let mut cache =
+            method_cache(&gpu, &method, config, Element::F16, Some(&profile), 1, capacity).unwrap();
+        if fetch_all {
+            cache.force_hits(0.0);
+        }
+        let mut decoder = Decoder::new(gpu.clone(), weights.clone(), cache, 1).unwrap();
+        (teacher_forced(&mut decoder, run), decoder.fetched_rows().unwrap())
+    };
+    let ((reused, few), (fetched, all)) = (logits(false), logits(true));
+    println!("{few} of {all} rows fetched");
+    assert!(few > 0 && few < all, "{few} of {all}");
+    assert!(reused == fetched, "other logits");
+}
+
+/// The number of missed rows, over all layers and heads, equals that of the CPU's cache with blocks of one
+/// token.
+#[test]
+fn rows_stay_that_have_been_chosen_last() {
+    let Some(gpu) = gpu("rows chosen last") else { return };
+    let (model, tokens) = model();
+    let run = &tokens[3000..3500];
+    let spec = "pqcache:tokens=64:codebooks=profile";
+    let profile = profile(&model, &tokens[..2048], &[spec]);
+    let folder = tempfile::tempdir().unwrap();
+    let on_cpu = |held: usize| {
+        let blocks = format!("block=1:cache={held}:k-cache={held}:evict=lru");
+        let method: Method = format!("{spec}:offload={}:{blocks}", folder.path().display()).parse().unwrap();
+        let rope = Arc::new(Rope::new(&model.config, run.len()));
+        let Prepared { model, mut cache } = method.prepare(&model, &rope, &profile).unwrap();
+        score_text(&mut forward::Decoder::new(model, rope), cache.as_mut(), run, None).unwrap();
+        let fetched = cache.fetched();
+        fetched.rows - fetched.hits
+    };
+    let on_device = |held: usize| {
+        let spec = format!("{spec}:held={held}");
+        let mut decoder = decoder(&gpu, &model, &spec, &profile, 1, run.len());
+        let logits = teacher_forced(&mut decoder, run);
+        (logits, decoder.fetched_rows().unwrap())
+    };
+    let last_step = on_device(0);
+    for held in [64, 96, 128, 256] {
+        let ((logits, fetched), expected) = (on_device(held), on_cpu(held));
+        println!("{held} rows stay: {fetched} fetched, {expected} on the CPU");
+        assert!((fetched as f64 / expected as f64 - 1.0).abs() < 0.05, "{held}: {fetched} and {expected}");
+        assert!(held == 64 || fetched < last_step.1, "{held}: {fetched} of {}", last_step.1);
+        // Attention takes rows in the order of their tokens, whatever their source.
+        assert!(logits == last_step.0, "{held}: other logits");
+    }
+}
+
+/// Sequences whose tokens are looked up in several spans, with more slots than threads process at once.
+#[test]
+fn rows_of_long_sequences_stay() {
+    let Some(gpu) = gpu("rows of long sequences") else { return };
+    let (model, _) = model();
+    let (tokens, steps) = (300_000, 6);
+    let weights = Arc::new(Weights::of(&gpu, &model, Element::F16).unwrap());
+    let run = |spec: &str, hits: Option<f32>| {
+        let method: Method = spec.parse().unwrap();
+        let mut cache =
+            method_cache(&gpu, &method, &model.config, Element::F16, None, 1, tokens + steps).unwrap();
+        hits.into_iter().for_each(|share| cache.force_hits(share));
+        let mut decoder = Decoder::new(gpu.clone(), weights.clone(), cache, 1).unwrap();
+        decoder.fill_random(tokens).unwrap();
+        let mut logits = vec![];
+        for _ in 0..steps {
+            decoder.step().unwrap();
+            logits.extend(decoder.logits().unwrap());
+        }
+        (logits, decoder.fetched_rows().unwrap())
+    };
+    for spec in ["pqcache:tokens=2048:codebooks=profile", "pqcache:tokens=8192:codebooks=profile:held=20000"]
+    {
+        let ((kept, few), (read, all)) = (run(spec, None), run(spec, Some(0.0)));
+        println!("{spec}: {few} of {all} rows fetched");
+        assert!(kept == read, "{spec}: other logits");
+        assert!(few < all, "{spec}: {few} of {all}");
+        assert_eq!(run(spec, Some(0.25)).1, all / 4 * 3, "{spec}");
+    }
+}
+
+#[test]
+fn prompts_in_chunks_fill_the_cache_as_whole_ones_do() {
+    let Some(gpu) = gpu("pqcache prompts") else { return };
+    prompts_in_chunks_are_whole_prompts(&gpu, "pqcache:tokens=64:codebooks=profile");
+    prompts_in_chunks_are_whole_prompts(&gpu, "pqcache:ratio=0.3:code=2x6:codebooks=profile:sinks=0");
+}
+
+#[test]
+fn a_batch_of_different_lengths_generates_what_each_sequence_does() {
+    let Some(gpu) = gpu("pqcache batches") else { return };
+    let (model, tokens) = model();
+    // If few tokens are chosen, the choice may differ.
+    for (spec, same) in [
+        ("pqcache:tokens=32:codebooks=profile:exact=bf16", 8),
+        ("pqcache:tokens=4096:codebooks=profile:exact=bf16", 40),
+        ("pqcache:tokens=4096:exact=bf16", 40), // codebooks of each sequence's prompt
+    ] {
+        let profile = profile(&model, &tokens[..2048], &[spec]);
+        batches_generate_what_sequences_do(&gpu, &model, &tokens, &profile, (spec, same));
+    }
+}
+
+#[test]
+fn what_does_not_fit_is_an_error_with_numbers() {
+    let Some(gpu) = gpu("pqcache errors") else { return };
+    let (model, tokens) = model();
+    let cache = |spec: &str, profile: Option<&Profile>, capacity| {
+        let method: Method = spec.parse().unwrap();
+        method_cache(&gpu, &method, &model.config, Element::F16, profile, 1, capacity).map(drop)
+    };
+    let error = cache("pqcache", None, 1 << 40).unwrap_err();
+    let bytes = 2 * 6 * 2 * ((1_usize << 40) - 4) * 256;
+    assert!(matches!(error, Error::HostMemory { bytes: asked, .. } if asked == bytes), "{error}");
+    assert!(matches!(cache("pqcache", None, usize::MAX), Err(Error::HostMemory { .. })));
+    for (spec, profile) in [
+        ("pqcache:window=7:codebooks=profile", None),
+        ("pqcache:window=0", None),
+        ("pqcache:batch=8", None),
+        ("pqcache:exact-layers=1", None),
+    ] {
+        let error = cache(spec, profile.as_ref(), 100);
+        assert!(matches!(error, Err(Error::Argument(_))), "{spec}: {error:?}");
+    }
+    let missing = cache("pqcache:codebooks=profile", Some(&Profile::default()), 100);
+    assert!(matches!(missing, Err(Error::Profile(_))), "{missing:?}");
+
+    let spec = "pqcache:tokens=8:codebooks=profile";
+    let profile = profile(&model, &tokens[..512], &[spec]);
+    let mut decoder = decoder(&gpu, &model, spec, &profile, 1, 100);
+    decoder.prefill(&[tokens[..100].to_vec()], 64).unwrap();
+    assert!(matches!(decoder.step(), Err(Error::Argument(_))), "the cache of 100 tokens is full");
+}
+
+#[test]
+fn hashed_rows_at_full_width() {
+    let Some(gpu) = gpu("pqcache hashed weights") else { return };
+    let weights = Arc::new(Weights::random(&gpu, "llama-3.1-70b/8", Element::Bf16).unwrap());
+    let method: Method = "pqcache:tokens=512:exact=bf16".parse().unwrap();
+    let cache = method_cache(&gpu, &method, &weights.config, Element::Bf16, None, 2, 20_096).unwrap();
+    let config = &weights.config;
+    let rows = config.n_layers * 2 * config.n_kv_heads;
+    assert_eq!(cache.host_bytes(), 4 * rows * (20_096 - 4) * config.head_dim);
+    let mut decoder = Decoder::new(gpu, weights, cache, 2).unwrap();
+    decoder.fill_random(20_000).unwrap();
+    for _ in 0..96 {
+        decoder.step().unwrap();
+    }
+    let fetched = decoder.fetched_rows().unwrap();
+    assert!((512 * rows as u64..=96 * 512 * rows as u64).contains(&fetched), "{fetched} rows fetched");
+    assert!(decoder.logits().unwrap().iter().all(|x| x.is_finite()));
+    assert!(decoder.step().is_err(), "the cache is full");
+}

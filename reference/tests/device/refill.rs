@@ -1,0 +1,135 @@
+//! Sequences that take the slots of others while the batch continues compute the same as on the CPU. Without
+//! a GPU these tests are skipped, which `GPU_TESTS=require` turns into a failure.
+
+use std::sync::Arc;
+
+use kv_reference::eval::score_text;
+use kv_reference::method::{Method, Prepared};
+use kv_reference::model::{Model, Rope};
+use kv_reference::{Error, Profile, forward};
+
+use crate::support::{decoder, divergence, gpu, model, profile};
+
+/// Logits on the CPU of the tokens that follow a prompt.
+fn on_cpu(model: &Arc<Model>, spec: &str, profile: &Profile, prompt: &[u32], run: &[u32]) -> Vec<Vec<f32>> {
+    let method: Method = spec.parse().unwrap();
+    let rope = Arc::new(Rope::new(&model.config, 2048));
+    let Prepared { model, mut cache } = method.prepare(model, &rope, profile).unwrap();
+    let mut decoder = forward::Decoder::new(model, rope);
+    decoder.prefill(prompt, cache.as_mut()).unwrap();
+    score_text(&mut decoder, cache.as_mut(), run, None).unwrap().logits
+}
+
+#[test]
+fn refilled_batches_have_the_logits_of_the_cpu() {
+    let Some(gpu) = gpu("refilled places") else { return };
+    let (model, tokens) = model();
+    let vocab = model.config.vocab_size;
+    let [goes_on, ends, comes] = [&tokens[3000..3700], &tokens[4000..4300], &tokens[5000..5500]];
+    for spec in [
+        "dense:dtype=f16",
+        "dense:dtype=f16:pages=32:pool=1248",
+        "int4",
+        "million",
+        "million:pages=64:pool=1300",
+        "pqklt",
+        "pqklt:pages=64:pool=1300",
+        "hybrid:rows=0.1",
+        "pqcache:tokens=128:codebooks=profile",
+        "zack:k=1:v=1",
+        "cachegen:bits=4",
+    ] {
+        let profile = profile(&model, &tokens[..2048], &[spec]);
+        let mut decoder = decoder(&gpu, &model, spec, &profile, 2, 700);
+        let mut logits = [vec![], vec![]];
+        let mut steps = |decoder: &mut kv_reference::device::Decoder, first: &[u32], second: &[u32]| {
+            for (&a, &b) in first.iter().zip(second) {
+                decoder.feed(&[a, b]).unwrap();
+                decoder.step().unwrap();
+                let both = decoder.logits().unwrap();
+                logits.iter_mut().zip(both.chunks_exact(vocab)).for_each(|(l, row)| l.push(row.to_vec()));
+            }
+        };
+        decoder.prefill(&[goes_on[..300].to_vec(), ends[..200].to_vec()], 128).unwrap();
+        steps(&mut decoder, &goes_on[300..400], &ends[200..]);
+        decoder.end(1).unwrap();
+        steps(&mut decoder, &goes_on[400..500], &[0; 100]);
+        // After steps of the whole batch, in two parts.
+        decoder.prefill_one(1, &comes[..200], 150).unwrap();
+        decoder.prefill_one(1, &comes[200..300], 150).unwrap();
+        steps(&mut decoder, &goes_on[500..699], &comes[300..499]);
+        let [first, second] = logits;
+        let in_one_piece = spec.split(":pages").next().unwrap();
+        let cpu = |prompt: &[u32], run: &[u32]| on_cpu(&model, in_one_piece, &profile, prompt, run);
+        for (name, own, prompt, run) in [
+            ("goes on", &first[..], &goes_on[..300], &goes_on[300..]),
+            ("comes", &second[200..], &comes[..300], &comes[300..]),
+        ] {
+            let apart = divergence(own, &cpu(prompt, run), run);
+            println!("{spec}, which {name}: KL {:.1e}, top-1 {:.4}", apart.kl(), apart.top1());
+            assert!(apart.kl() <= 1e-3 && apart.top1() >= 0.97, "{spec}, which {name}: KL {}", apart.kl());
+        }
+    }
+}
+
+#[test]
+fn prompts_for_one_place_are_refused_by_name() {
+    let Some(gpu) = gpu("refused places") else { return };
+    let (model, tokens) = model();
+    let spec = "dense:dtype=f16:pages=32:pool=96";
+    let mut decoder = decoder(&gpu, &model, spec, &Profile::default(), 2, 256);
+    decoder.prefill(&[tokens[..40].to_vec(), tokens[..20].to_vec()], 32).unwrap();
+    let before = decoder.logits().unwrap();
+    for (sequence, prompt) in [(2, &tokens[..3]), (1, &[][..]), (1, &[u32::MAX]), (1, &tokens[..237])] {
+        let error = decoder.prefill_one(sequence, prompt, 32).unwrap_err();
+        assert!(matches!(error, Error::Argument(_)), "{error}");
+    }
+    assert!(matches!(decoder.prefill_one(1, &tokens[..3], 0), Err(Error::Argument(_))));
+    let error = decoder.prefill_one(1, &tokens[..40], 32).unwrap_err();
+    assert!(matches!(error, Error::Pages { .. }), "{error}");
+    assert_eq!(decoder.logits().unwrap(), before);
+}
+
+/// A batch runs for longer than a sequence's capacity, as long as sequences end.
+#[test]
+fn a_batch_outlives_its_sequences() {
+    let Some(gpu) = gpu("long batches") else { return };
+    let (model, tokens) = model();
+    let mut decoder = decoder(&gpu, &model, "dense:dtype=f16", &Profile::default(), 2, 64);
+    decoder.prefill(&[tokens[..3].to_vec(), tokens[..20].to_vec()], 32).unwrap();
+    for i in 1..12 {
+        decoder.end(i % 2).unwrap();
+        decoder.prefill_one(i % 2, &tokens[10 * i..][..1 + i], 32).unwrap();
+        (0..25).for_each(|_| decoder.step().unwrap());
+    }
+    let error = (0..64).find_map(|_| decoder.step().err()).unwrap();
+    assert!(matches!(error, Error::Argument(_)), "{error}");
+}
+
+/// A batch fed from a queue generates the same as the prompts in batches of their own.
+#[test]
+fn more_prompts_than_places_take_turns() {
+    let Some(gpu) = gpu("queued prompts") else { return };
+    let (model, tokens) = model();
+    let spec = "dense:dtype=f16";
+    let prompts: Vec<Vec<u32>> = (0..7).map(|i| tokens[600 * i..][..20 + 13 * i].to_vec()).collect();
+    let new = |batch| decoder(&gpu, &model, spec, &Profile::default(), batch, 200);
+    let mut queued = vec![vec![]; prompts.len()];
+    let push = |i: usize, token: u32| {
+        queued[i].push(token);
+        Ok(queued[i].len() < 10 + 5 * i && !model.config.eos_tokens.contains(&token))
+    };
+    kv_reference::device::serve(&mut new(3), &prompts, 64, push).unwrap();
+    for (i, (prompt, queued)) in prompts.iter().zip(&queued).enumerate() {
+        let mut alone = vec![];
+        let push = |_, token: u32| {
+            alone.push(token);
+            Ok(alone.len() < queued.len())
+        };
+        kv_reference::device::serve(&mut new(1), std::slice::from_ref(prompt), 64, push).unwrap();
+        // Attention of a batch sums in another order: a near tie may give another token.
+        let same = queued.iter().zip(&alone).take_while(|(a, b)| a == b).count();
+        println!("prompt {i}: {same} of {} tokens alike", alone.len());
+        assert!(same >= alone.len().min(8), "prompt {i}: {queued:?} and {alone:?}");
+    }
+}

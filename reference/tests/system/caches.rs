@@ -1,0 +1,324 @@
+//! Every cache satisfies the contract of `KvCache`, and equals the dense one if it is lossless.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use kv_reference::cache::KvCache;
+use kv_reference::compare::calibrated;
+use kv_reference::eval::Prompt;
+use kv_reference::forward::{Decoder, logits, prefill};
+use kv_reference::method::{Method, Prepared};
+use kv_reference::model::{Model, Rope};
+use kv_reference::{Error, Profile};
+
+/// One setting of each method; small windows, so that short sequences reach the compressed part.
+const METHODS: [&str; 32] = [
+    "dense",
+    "dense:dtype=bf16",
+    "int8:window=4:group=8",
+    "int4:window=4:group=8:exact-layers=1",
+    "int2:window=4:group=8",
+    "rotated:window=4:group=8",
+    "lloydmax:k=3:v=5:window=4",
+    "oracle:ratio=0.5:window=4",
+    "pqcache:ratio=0.5:code=4x4:window=4",
+    "sparq:ratio=0.5:r=8:window=4",
+    "retroinfer:rows=0.1:estimate=0.3:cluster=4:window=4:batch=10",
+    "million:k=8x6:v=8x6:window=4",
+    "million:k=8x6:v=8x6:outliers=2:window=4",
+    "pqklt:k=8x6:v=8x6:window=4",
+    "pqklt:k=8x6:v=8x6:keys=rope:window=4",
+    "pqklt:k=8x6:v=8x6:norms=off:window=4",
+    "hybrid:k=4x6:v=2x6:rows=0.1:window=4",
+    "hybrid:k=4x6:v=2x6:rows=0.1:keys=rope:norms=on:window=4",
+    "hybrid:k=4x6:v=2x6:rows=auto:window=4",
+    "hybrid:k=4x6:v=2x6:rows=0.1:offloaded=int8:window=4",
+    "hybrid:k=4x6:v=2x6:rows=0.1:refine=2:window=4",
+    "snapkv:tokens=0.9:window=4",
+    "zack:window=4",
+    "zack:ranks=loss:multiple=4:window=4",
+    "zack:tokens=0.9:window=4",
+    "zack:bits=8:tokens=0.9:window=4:batch=10",
+    "cachegen:window=4:batch=10",
+    "cachegen:models=context:coder=range:window=4:batch=10",
+    "cachegen:mode=channels:window=4:batch=10",
+    "cachegen:mode=common:window=4:batch=10",
+    "cachegen:mode=paper:window=4:batch=10",
+    "cachegen:mode=lmcache:bins=32:window=4:batch=10",
+];
+
+struct Setup {
+    model: Arc<Model>,
+    rope: Arc<Rope>,
+    tokens: Vec<u32>,
+    profile: Profile,
+}
+
+/// A tiny random model with a profile for `methods`.
+fn setup(methods: &[&str]) -> Setup {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/parity/fixtures/gqa");
+    let mut model = Model::load(&folder).unwrap();
+    model.config.max_seq_len = 256;
+    let rope = Rope::new(&model.config, 256);
+    let tokens: Vec<u32> = (0..256_u32).map(|i| (i * i + 7 * i) % 96).collect();
+    let methods: Vec<Method> = methods.iter().map(|method| method.parse().unwrap()).collect();
+    let profile = calibrated(&model, &rope, &tokens, &methods).unwrap();
+    Setup { model: Arc::new(model), rope: Arc::new(rope), tokens, profile }
+}
+
+impl Setup {
+    fn prepare(&self, method: &str) -> Prepared {
+        method.parse::<Method>().unwrap().prepare(&self.model, &self.rope, &self.profile).unwrap()
+    }
+
+    /// A cache prefilled with the first `n` tokens.
+    fn prefilled(&self, method: &str, n: usize) -> Prepared {
+        let Prepared { model, mut cache } = self.prepare(method);
+        Prompt::run(&model, &self.rope, &self.tokens[..n]).unwrap().fill(cache.as_mut()).unwrap();
+        assert_eq!(cache.seq_len(), n);
+        Prepared { model, cache }
+    }
+
+    /// Decodes tokens `from..to` and returns the last logits.
+    fn decode(&self, model: &Arc<Model>, cache: &mut dyn KvCache, from: usize, to: usize) -> Vec<f32> {
+        let mut decoder = Decoder::new(model.clone(), self.rope.clone());
+        let mut last = vec![];
+        for &token in &self.tokens[from..to] {
+            last = decoder.step(token, cache).unwrap().to_vec();
+        }
+        last
+    }
+}
+
+fn distance(a: &[f32], b: &[f32]) -> f32 {
+    let largest = a.iter().fold(0.0_f32, |m, x| m.max(x.abs()));
+    a.iter().zip(b).fold(0.0_f32, |m, (x, y)| m.max((x - y).abs())) / largest
+}
+
+#[test]
+fn decoding_over_a_dense_cache_equals_prefill() {
+    let s = setup(&[]);
+    let hidden = prefill(&s.model, &s.rope, &s.tokens[..50], &mut |_, _| Ok(())).unwrap();
+    let expected = logits(&s.model, &hidden[49 * s.model.config.hidden_size..]).unwrap();
+    for start in [0, 1, 30] {
+        let Prepared { model, mut cache } =
+            if start == 0 { s.prepare("dense") } else { s.prefilled("dense", start) };
+        assert!(distance(&expected, &s.decode(&model, cache.as_mut(), start, 50)) < 1e-4);
+    }
+}
+
+#[test]
+fn what_loses_nothing_equals_dense() {
+    // Codebooks of 2^8 centroids on fewer calibration tokens than that hold every vector; ranks and ratios
+    // are full.
+    let lossless = [
+        "oracle:ratio=1:exact=f32:window=4",
+        "oracle:ratio=1:exact=f32:window=0:sinks=0",
+        "pqcache:ratio=1:code=4x2:exact=f32:window=4",
+        "sparq:ratio=1:exact=f32:window=4",
+        "retroinfer:rows=1:exact=f32:window=4",
+        "retroinfer:rows=0.01:estimate=1:cluster=1:exact=f32:window=4:batch=1",
+        "zack:k=1:v=1:exact=f32:window=4",
+        "zack:k=1:v=1:basis=stacked:exact=f32:window=4",
+        "zack:k=1:v=1:basis=principal:exact=f32:window=4",
+        "zack:k=1:v=1:ranks=uniform:exact=f32:window=4",
+        "zack:k=1:v=1:ranks=loss:exact=f32:window=4",
+        "snapkv:tokens=1:exact=f32:window=4",
+        "million:k=1x8:v=1x8:exact=f32:window=4",
+        "pqklt:k=1x8:v=1x8:norms=off:exact=f32:window=4",
+        "pqklt:k=1x8:v=1x8:norms=off:keys=rope:exact=f32:window=4",
+        "pqklt:k=1x8:v=1x8:exact=f32:window=4",
+        "hybrid:k=4x1:v=1x1:rows=1:exact=f32:window=4",
+        "hybrid:k=1x8:v=1x8:rows=0:exact=f32:window=4",
+        "hybrid:k=1x8:v=1x8:rows=0.3:keys=rope:exact=f32:window=4",
+        "hybrid:k=1x8:v=1x8:rows=auto:exact=f32:window=4",
+        "cachegen:bits=13:exact=f32:window=4:batch=10",
+        "cachegen:mode=channels:k=0.00005:v=0.00005:exact=f32:window=4:batch=10", // bins beyond 16 bits
+        "streaming:window=200:exact=f32",
+        "int2:exact-layers=0+1:exact=f32:window=4",
+    ];
+    let s = setup(&lossless);
+    let Prepared { model, mut cache } = s.prefilled("dense", 100);
+    let expected = s.decode(&model, cache.as_mut(), 100, 130);
+    for method in lossless {
+        let Prepared { model, mut cache } = s.prefilled(method, 100);
+        // The decoded tokens are those of the calibration, at the same positions, so every vector is a
+        // centroid.
+        let error = distance(&expected, &s.decode(&model, cache.as_mut(), 100, 130));
+        assert!(error < 2e-3, "{method}: {error}");
+    }
+}
+
+#[test]
+fn every_method_stays_near_dense() {
+    let s = setup(&METHODS);
+    let Prepared { model, mut cache } = s.prefilled("dense", 100);
+    let expected = s.decode(&model, cache.as_mut(), 100, 130);
+    for method in METHODS {
+        let Prepared { model, mut cache } = s.prefilled(method, 100);
+        let error = distance(&expected, &s.decode(&model, cache.as_mut(), 100, 130));
+        assert!(error < 0.6, "{method}: {error}");
+    }
+}
+
+#[test]
+fn truncation_goes_back_to_any_length() {
+    let s = setup(&METHODS);
+    for method in METHODS {
+        for len in [0, 3, 17, 60, 97, 100] {
+            let Prepared { model, mut cache } = s.prefilled(method, 100);
+            cache.truncate(len).unwrap();
+            assert_eq!(cache.seq_len(), len, "{method}");
+            let again = s.decode(&model, cache.as_mut(), len, 110);
+            assert_eq!(cache.seq_len(), 110);
+            let Prepared { mut cache, .. } = s.prefilled(method, 100);
+            let straight = s.decode(&model, cache.as_mut(), 100, 110);
+            // Different tokens are exact, so the results are only close; at the full length nothing has
+            // changed.
+            let error = distance(&straight, &again);
+            assert!(error < if len == 100 { 1e-6 } else { 0.6 }, "{method} at {len}: {error}");
+        }
+    }
+}
+
+#[test]
+fn clones_go_their_own_way() {
+    let s = setup(&METHODS);
+    for method in METHODS {
+        let Prepared { model, mut cache } = s.prefilled(method, 60);
+        let mut copy = cache.clone_box();
+        s.decode(&model, copy.as_mut(), 60, 90);
+        assert_eq!((cache.seq_len(), copy.seq_len()), (60, 90));
+        let a = s.decode(&model, cache.as_mut(), 60, 70);
+        let Prepared { mut cache, .. } = s.prefilled(method, 60);
+        assert_eq!(a, s.decode(&model, cache.as_mut(), 60, 70), "{method}");
+    }
+}
+
+#[test]
+fn bytes_are_counted_exactly() {
+    let s = setup(&[
+        "million:k=8x6:v=8x6:window=4",
+        "pqklt:k=8x6:v=8x6:window=4",
+        "hybrid:k=4x6:v=2x6:rows=0.1:window=4",
+        "hybrid:k=4x6:v=2x6:rows=0.1:offloaded=int8:window=4",
+        "zack:k=0.5:v=0.5:window=4",
+        "zack:k=0.5:v=0.25:ranks=uniform:window=4",
+        "cachegen:window=4:batch=10",
+    ]);
+    let n = 100;
+    let values = s.model.config.kv_values_per_token(); // 2 layers x 2 x 2 heads x 16
+    let kept = |method: &str| s.prefilled(method, n).cache.footprint();
+    assert_eq!(kept("dense").kept, 4 * n * values);
+    assert_eq!(kept("dense:dtype=bf16").kept, 2 * n * values);
+    assert_eq!(kept("streaming:window=10").kept, 2 * 14 * values);
+    // 92 tokens in codes, kept in blocks of 64: 8 subspaces of 6 bits are 6 bytes a head for keys and for
+    // values; 8 exact.
+    assert_eq!(kept("million:k=8x6:v=8x6:window=4").kept, 128 * 6 * (values / 16) + 8 * values * 2);
+    assert_eq!(kept("million:k=8x6:v=8x6:window=4").shared, 4 * 64 * values);
+    // The same, and a byte per token and head for each norm.
+    let norms = 92 * (values / 16);
+    assert_eq!(kept("pqklt:k=8x6:v=8x6:window=4").kept, 128 * 6 * (values / 16) + norms + 8 * values * 2);
+    // Codes of 3 and 1.5 bytes a head; all rows elsewhere, in 16 bits or in 8.
+    let hybrid = kept("hybrid:k=4x6:v=2x6:rows=0.1:window=4");
+    assert_eq!(hybrid.kept, 128 * (3 + 3) * (values / 32) - 128 * 3 * (values / 64) + 8 * values * 2);
+    assert_eq!(hybrid.offloaded, 92 * values * 2);
+    let bytes = kept("hybrid:k=4x6:v=2x6:rows=0.1:offloaded=int8:window=4");
+    assert_eq!((bytes.kept, bytes.offloaded), (hybrid.kept, 92 * values));
+    // 88 tokens in groups of 8: 4 bits a number and 4 bytes a group of 8 numbers; 12 exact.
+    assert_eq!(kept("int4:window=4:group=8").kept, 88 * values / 2 + 88 * values / 8 * 4 + 12 * values * 2);
+    // Codes of 4 subspaces of 4 bits and a codebook of 16 x 16 numbers per head; all exact rows elsewhere.
+    let pq = kept("pqcache:ratio=0.5:code=4x4:window=4");
+    assert_eq!(pq.kept, 4 * (128 * 2 + 4 * 16 * 16) + 8 * values * 2);
+    assert_eq!(pq.offloaded, 92 * values * 2);
+    let half = kept("zack:k=0.5:v=0.5:window=4").kept;
+    assert!(half <= 92 * values + 8 * values * 2 && half > 92 * values / 2, "{half}");
+    // Half of the keys' components, a quarter of the values'; of 92 tokens all, or half with 4 bits a number,
+    // 4 bytes for each key component of a block, and 4 for each token's values.
+    let uniform = "zack:k=0.5:v=0.25:ranks=uniform:window=4";
+    assert_eq!(kept(uniform).kept, 92 * values / 8 * 3 * 2 + 8 * values * 2);
+    let heads = values / 32;
+    let coded = heads * (46 * 4 + 8 * 4) + heads * 46 * (2 + 4);
+    assert_eq!(kept(&format!("{uniform}:tokens=0.5:bits=4:batch=92")).kept, coded + 8 * values * 2);
+    assert_eq!(kept("snapkv:tokens=0.5:window=4").kept, 46 * values * 2 + 8 * values * 2);
+    let coded = kept("cachegen:window=4:batch=10");
+    assert_eq!(coded.working, 90 * values * 2);
+    assert!(coded.kept < 90 * values + 10 * values * 2);
+}
+
+#[test]
+fn fetched_rows_are_counted() {
+    let methods = ["hybrid:k=4x6:v=2x6:rows=0.1:window=4", "hybrid:k=4x6:v=2x6:rows=0:window=4"];
+    let s = setup(&methods);
+    let fetched = |method: &str| {
+        let Prepared { model, mut cache } = s.prefilled(method, 100);
+        assert_eq!(cache.fetched().attentions, 0);
+        s.decode(&model, cache.as_mut(), 100, 101);
+        let fetched = cache.fetched();
+        assert_eq!(cache.clone_box().fetched().attentions, 0);
+        (fetched.attentions, fetched.rows, fetched.bytes)
+    };
+    // 2 layers of 2 heads; a tenth of the 93 tokens that are neither sinks nor window; 16 numbers a side in
+    // 16 bits.
+    assert_eq!(fetched(methods[0]), (4, 4 * 10, 4 * 10 * 64));
+    assert_eq!(fetched(methods[1]), (4, 0, 0));
+    assert_eq!(fetched("oracle:ratio=0.2:window=4"), (4, 4 * 13, 4 * 13 * 64));
+    assert_eq!(fetched("dense"), (0, 0, 0));
+}
+
+#[test]
+fn what_a_cache_cannot_do_is_an_error() {
+    let s = setup(&[]);
+    let error = |result: kv_reference::Result<()>| matches!(result, Err(Error::Cache { .. }));
+    let kv_dim = s.model.config.kv_dim();
+    let row = vec![0.5; kv_dim];
+    let Prepared { mut cache, .. } = s.prefilled("streaming:window=10", 100);
+    assert!(error(cache.truncate(50)));
+    assert!(error(cache.truncate(101)));
+    assert!(error(cache.append(0, 99, &row, &row)), "a position that does not follow");
+    assert!(error(cache.append(2, 100, &row, &row)), "a layer that does not exist");
+    assert!(error(cache.append(0, 100, &row[1..], &row[1..])), "a short row");
+    assert!(error(cache.append(0, 100, &row, &[row.clone(), row.clone()].concat())), "more values than keys");
+    assert!(error(cache.append(0, 100, &vec![f32::NAN; kv_dim], &row)), "not a number");
+    let mut out = vec![0.0; s.model.config.q_dim()];
+    assert!(error(cache.attend(0, &vec![0.0; out.len() - 1], &mut out)), "a short query");
+    let Prepared { cache, .. } = s.prepare("dense");
+    assert!(error(cache.attend(0, &out.clone(), &mut out)), "attention over nothing");
+    let Prepared { mut cache, .. } = s.prefilled("dense", 256);
+    assert!(error(cache.append(0, 256, &row, &row)), "more tokens than positions");
+}
+
+#[test]
+fn a_profile_that_does_not_serve_is_an_error() {
+    let s = setup(&["million:k=8x6:v=8x6"]);
+    for method in ["million:k=8x5:v=8x6", "pqklt:k=8x6:v=8x6", "zack", "cachegen"] {
+        let prepared = method.parse::<Method>().unwrap().prepare(&s.model, &s.rope, &s.profile);
+        assert!(matches!(prepared, Err(Error::Profile(_))), "{method}");
+    }
+    for method in ["million:k=7x6:v=8x6", "pqcache:code=5x4", "int4:exact-layers=2"] {
+        let prepared = method.parse::<Method>().unwrap().prepare(&s.model, &s.rope, &s.profile);
+        assert!(matches!(prepared, Err(Error::Argument(_))), "{method}");
+    }
+}
+
+#[test]
+fn profiles_survive_the_disk_and_name_their_model() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("profile");
+    let methods = [
+        "million:k=8x6:v=8x6:window=4",
+        "pqklt:k=8x4:v=8x4:window=4",
+        "zack:window=4",
+        "cachegen:window=4:batch=10",
+    ];
+    let mut s = setup(&methods);
+    let before: Vec<_> = methods.iter().map(|m| s.prefilled(m, 60).cache.footprint()).collect();
+    s.profile.save(&path, &s.model).unwrap();
+    s.profile = Profile::load(&path, &s.model).unwrap();
+    let after: Vec<_> = methods.iter().map(|m| s.prefilled(m, 60).cache.footprint()).collect();
+    assert_eq!(before, after);
+
+    let other = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/parity/fixtures/mha");
+    let refused = Profile::load(&path, &Model::load(&other).unwrap()).unwrap_err().to_string();
+    assert!(refused.contains("made for gqa") && refused.contains("not for mha"), "{refused}");
+}

@@ -1,0 +1,34 @@
+//! The library: models, caches, methods, streams and stores.
+
+#![allow(clippy::unwrap_used, clippy::panic)] // helpers of tests, too
+
+#[path = "../support"]
+mod support {
+    #[cfg(feature = "store")]
+    pub mod faulty;
+    pub mod kv;
+    #[cfg(feature = "s3")]
+    pub mod s3;
+    #[cfg(feature = "s3")]
+    pub mod weed;
+}
+
+mod caches;
+mod chunks;
+mod determinism;
+mod headers;
+mod hybrid_bound;
+mod offload;
+mod parity;
+mod profiles;
+mod pruned;
+mod quality;
+mod shapes;
+#[cfg(feature = "store")]
+mod store;
+#[cfg(feature = "store")]
+mod store_faults;
+#[cfg(feature = "s3")]
+mod store_s3;
+mod stream;
+mod tokenizers;

@@ -1,0 +1,489 @@
+//! Streams on the simulated clock and over a shaped link into real caches: the choice of encodings, faults of
+//! the link and of the bytes, and the quality of the loaded caches.
+
+use std::path::Path;
+use std::sync::{Arc, LazyLock};
+use std::time::Instant;
+
+use codec_core::{Encoding, Plans, StreamPolicy};
+use kv_reference::cache::KvCache;
+use kv_reference::compare::calibrated;
+use kv_reference::eval::{Prompt, TextScores, score_text};
+use kv_reference::forward::Decoder;
+use kv_reference::method::{Method, Prepared};
+use kv_reference::model::{Model, Rope};
+use kv_reference::stream::encoded::{EncodedContext, Memory, levels};
+use kv_reference::stream::link::{Bandwidth, GBPS, RealClock, ShapedLink};
+use kv_reference::stream::receiver::{CacheReceiver, Target};
+use kv_reference::stream::simulated::{Machine, simulate};
+use kv_reference::stream::speeds::{PrefillTime, Speeds};
+use kv_reference::stream::{self, Choice, ChunkId, Link, Options, Outcome, Trace, serve};
+use kv_reference::{Error, Profile};
+
+use crate::support::kv;
+
+const TEXT: Encoding = Encoding::Text;
+
+fn given(encodings: &[Encoding]) -> Options {
+    Options { choice: Choice::Given(encodings.to_vec()), batch: 8, timeout: 1.0, fall_back: true }
+}
+
+fn adaptive(slo: f64, first_level: usize, prior: Option<f64>) -> Options {
+    let policy = StreamPolicy { slo, first_level, prior, plans: Plans::TextFirst };
+    Options { choice: Choice::Adaptive(policy), ..given(&[TEXT]) }
+}
+
+/// A model of 8 billion parameters on a GPU.
+fn machine() -> Machine {
+    let prefill = PrefillTime::fit(&[(8192.0, 0.207), (32768.0, 1.201), (131_072.0, 10.712)]).unwrap();
+    let speeds = Speeds { prefill, decode_rate: 53e9 };
+    Machine { values_per_token: 65_536, bits: vec![4.1, 3.1, 2.1], speeds }
+}
+
+fn gbps(rate: f64) -> Bandwidth {
+    Bandwidth::Steps(vec![(0.0, rate * GBPS)])
+}
+
+#[test]
+fn prefill_times_are_fitted() {
+    let time = machine().speeds.prefill;
+    for (tokens, seconds) in [(8192, 0.207), (32_768, 1.201), (131_072, 10.712)] {
+        assert!((time.of(0, tokens) / seconds - 1.0).abs() < 0.01, "{tokens}");
+    }
+    assert!((time.of(0, 1000) + time.of(1000, 3000) - time.of(0, 3000)).abs() < 1e-12);
+    assert_eq!(PrefillTime::fit(&[(100.0, 0.2)]).unwrap(), PrefillTime { linear: 0.002, quadratic: 0.0 });
+    let of_chunk =
+        |start: u32, end: u32| (f64::from(start)..f64::from(end), time.of(start as usize, end as usize));
+    let fitted = PrefillTime::fit_chunks(&[of_chunk(0, 512), of_chunk(4096, 4608)]).unwrap();
+    assert!((fitted.linear / time.linear - 1.0).abs() < 1e-9, "{fitted:?}");
+    assert!((fitted.quadratic / time.quadratic - 1.0).abs() < 1e-9, "{fitted:?}");
+    for chunk in [(5.0..5.0, 1.0), (-1.0..5.0, 1.0), (0.0..5.0, 0.0), (0.0..f64::NAN, 1.0)] {
+        assert!(matches!(PrefillTime::fit_chunks(&[chunk]), Err(Error::Argument(_))));
+    }
+    let concave = PrefillTime::fit(&[(100.0, 0.2), (1000.0, 1.0)]).unwrap();
+    assert!(concave.quadratic == 0.0 && concave.linear > 0.0);
+    for points in [&[][..], &[(0.0, 1.0)], &[(1.0, f64::NAN)], &[(1.0, -1.0)]] {
+        assert!(matches!(PrefillTime::fit(points), Err(Error::Argument(_))));
+    }
+}
+
+/// Without a known bandwidth, and never more than 5 % slower than the best of text and levels.
+#[test]
+fn adaptation_is_near_the_best_fixed_encoding_at_every_bandwidth() {
+    for (tokens, requests) in [(8192, 1), (8192, 8), (32_768, 1), (1000, 1)] {
+        let contexts = vec![machine().chunks(tokens, 1500).unwrap(); requests];
+        for exponent in 0..=12 {
+            let rate = 0.4 * 1000_f64.powf(f64::from(exponent) / 12.0);
+            let seconds =
+                |options: &Options| simulate(&contexts, gbps(rate), 0.0, options).unwrap().seconds();
+            let fixed = [TEXT, Encoding::Level(0), Encoding::Level(1), Encoding::Level(2)];
+            let best =
+                fixed.map(|encoding| seconds(&given(&[encoding]))).into_iter().fold(f64::MAX, f64::min);
+            let adapted = seconds(&adaptive(0.0, 2, None));
+            assert!(adapted <= 1.05 * best, "{tokens} x {requests} at {rate:.2} Gbit/s: {adapted} of {best}");
+        }
+    }
+}
+
+#[test]
+fn quality_grows_with_the_time_there_is() {
+    let contexts = [machine().chunks(32_768, 1500).unwrap()];
+    let mut least = f64::MAX; // bytes of level 2 only
+    for slo in [0.5, 0.8, 1.0] {
+        let trace = simulate(&contexts, gbps(40.0), 0.0, &adaptive(slo, 1, Some(40.0 * GBPS))).unwrap();
+        assert!(trace.seconds() <= slo, "{slo}: {}", trace.seconds());
+        let lossy = trace.events.iter().filter(|event| event.encoding != "text");
+        let worst = lossy.map(|event| event.encoding.clone()).max();
+        assert!(worst.is_none_or(|worst| worst == "level 0"), "{slo}");
+        assert!((trace.bytes as f64) < least, "more text at {slo}");
+        least = trace.bytes as f64;
+    }
+    assert_eq!(simulate(&contexts, gbps(40.0), 0.0, &adaptive(1.5, 1, Some(5e9))).unwrap().bytes, 0);
+}
+
+/// The early chunks of all requests as text, then the rest of one request after the other.
+#[test]
+fn requests_of_a_batch_are_complete_one_after_the_other() {
+    let contexts = vec![machine().chunks(8192, 1500).unwrap(); 3];
+    let trace = simulate(&contexts, gbps(5.0), 0.0, &adaptive(0.0, 2, Some(5.0 * GBPS))).unwrap();
+    let chunks = |text: bool| {
+        let events = trace.events.iter().filter(move |event| (event.encoding == "text") == text);
+        events.map(|event| (event.chunk, event.request))
+    };
+    assert!(chunks(true).count() > 3 && chunks(true).is_sorted());
+    assert!(chunks(false).count() > 3 && chunks(false).is_sorted_by_key(|(chunk, request)| (request, chunk)));
+    assert!(trace.loaded.is_sorted() && trace.loaded[0] < trace.loaded[2]);
+}
+
+/// Eight requests with a second for each, over bandwidths of which a tenth is too low for all of them.
+#[test]
+fn an_eighth_of_the_requests_is_late() {
+    let contexts = vec![machine().chunks(8192, 1500).unwrap(); 8];
+    let late = |options: &Options| {
+        let random: Bandwidth = "random:0.1-10".parse().unwrap();
+        let runs =
+            (0..200).map(|seed| simulate(&contexts, random.clone().seeded(seed), 0.0, options).unwrap());
+        runs.map(|trace| trace.loaded.iter().filter(|loaded| **loaded > 1.0).count()).sum::<usize>()
+    };
+    let (fixed, adapted) = (late(&given(&[Encoding::Level(1)])), late(&adaptive(0.9, 1, None)));
+    assert!(fixed == 1600 && 8 * adapted <= fixed, "{adapted} of {fixed}");
+}
+
+#[test]
+fn transfers_follow_each_other_while_chunks_are_decoded() {
+    let contexts = [machine().chunks(6000, 1500).unwrap()];
+    let trace = simulate(&contexts, gbps(5.0), 0.0, &given(&[Encoding::Level(1)])).unwrap();
+    for pair in trace.events.windows(2) {
+        assert_eq!(pair[0].arrived, pair[1].requested);
+        assert!(pair[0].computed_at.unwrap() > pair[1].requested);
+    }
+    let transfer = contexts[0].iter().map(|chunk| chunk.levels[1]).sum::<u64>() as f64 / (5.0 * GBPS);
+    assert!((trace.transferred - transfer).abs() < 1e-6);
+    assert!((trace.seconds() - transfer - contexts[0][3].decode).abs() < 1e-6);
+}
+
+#[test]
+fn requests_of_different_lengths_share_a_batch() {
+    let chunks = |tokens| machine().chunks(tokens, 1500).unwrap();
+    let contexts = [chunks(4000), chunks(1000), chunks(3000)];
+    let trace = simulate(&contexts, gbps(10.0), 0.0, &given(&[Encoding::Level(2)])).unwrap();
+    let order: Vec<_> = trace.events.iter().map(|event| (event.chunk, event.request)).collect();
+    assert_eq!(order, [(0, 0), (0, 1), (0, 2), (1, 0), (1, 2), (2, 0)]);
+    assert!(trace.loaded[1] < trace.loaded[2] && trace.loaded[2] < trace.loaded[0]);
+    // The third request waits for a batch of two.
+    let trace = simulate(&contexts, gbps(10.0), 0.0, &Options { batch: 2, ..given(&[TEXT]) }).unwrap();
+    let order: Vec<_> = trace.events.iter().map(|event| (event.request, event.chunk)).collect();
+    assert_eq!(order, [(0, 0), (1, 0), (0, 1), (0, 2), (2, 0), (2, 1)]);
+    assert!(trace.events[4].requested >= trace.loaded[0]);
+    let sum: f64 = contexts.iter().flatten().map(|chunk| chunk.recompute).sum();
+    assert!((trace.loaded[2] - sum).abs() < 1e-9 && (trace.computing - sum).abs() < 1e-9);
+}
+
+/// The link ends after 0.3 s.
+#[test]
+fn a_stall_ends_in_an_error_or_in_text() {
+    let contexts = [machine().chunks(32_768, 1500).unwrap()];
+    let dead = Bandwidth::Steps(vec![(0.0, GBPS), (0.3, 0.0)]);
+    for options in [given(&[Encoding::Level(0)]), adaptive(2.0, 1, None)] {
+        let trace = simulate(&contexts, dead.clone(), 0.01, &options).unwrap();
+        assert_eq!(
+            trace
+                .events
+                .iter()
+                .map(|event| event.tokens * usize::from(event.computed_at.is_some()))
+                .sum::<usize>(),
+            32_768
+        );
+        assert!(trace.seconds() < 0.3 + 1.1 + 1.3, "{}", trace.seconds());
+        let strict = simulate(&contexts, dead.clone(), 0.01, &Options { fall_back: false, ..options });
+        // An adaptive stream may have left the link on its own.
+        assert!(
+            strict.as_ref().is_ok_and(|trace| trace.seconds() < 2.0)
+                || matches!(strict, Err(Error::Stream(_)))
+        );
+    }
+    let stalled = simulate(&contexts, gbps(0.0), 0.0, &given(&[Encoding::Level(0)])).unwrap();
+    assert!(matches!(&stalled.events[0].outcome, Outcome::Failed(what) if what.contains("stalled at 0 of")));
+    assert!((stalled.events[0].arrived - 1.0).abs() < 0.02);
+    assert_eq!(stalled.bytes, 0);
+}
+
+/// A machine that recomputes a chunk in seconds, and decodes it in a tenth of a second.
+fn slow_machine() -> Machine {
+    let speeds = Speeds { prefill: PrefillTime { linear: 2e-4, quadratic: 5e-8 }, decode_rate: 60e6 };
+    Machine { values_per_token: 4096, ..Machine { speeds, ..machine() } }
+}
+
+/// A link of 100 MB/s that brings almost nothing at the beginning of every tenth of a second, as if a busy
+/// machine did not run its threads.
+#[test]
+fn stalls_of_a_fast_link_are_waited_for() {
+    let contexts = [slow_machine().chunks(13_600, 1500).unwrap()];
+    for stall in [0.005, 0.01, 0.02, 0.03] {
+        for slow in [0.0, 0.1e6, 0.5e6, 2e6] {
+            let period = |i| [(0.1 * f64::from(i), slow), (0.1 * f64::from(i) + stall, 100e6)];
+            let link = || Bandwidth::Steps((0..100).flat_map(period).collect());
+            let seconds = |options: &Options| simulate(&contexts, link(), 0.0, options).unwrap();
+            let (fixed, adapted) = (seconds(&given(&[Encoding::Level(2)])), seconds(&adaptive(0.0, 2, None)));
+            assert_eq!(adapted.tokens(3).1, 0, "{stall} s at {slow}: {:?}", adapted.events);
+            assert!(adapted.seconds() < 1.1 * fixed.seconds(), "{stall} s at {slow}: {}", adapted.seconds());
+        }
+    }
+}
+
+#[test]
+fn wrong_arguments_are_errors() {
+    let contexts = [machine().chunks(3000, 1500).unwrap()];
+    let run = |contexts: &[Vec<_>], options| {
+        matches!(simulate(contexts, gbps(1.0), 0.0, &options), Err(Error::Argument(_)))
+    };
+    assert!(run(&contexts, given(&[])) && run(&contexts, given(&[Encoding::Level(3)])));
+    assert!(run(&[vec![]], given(&[TEXT])) && run(&[], given(&[TEXT])));
+    for (batch, timeout) in [(0, 1.0), (1, 0.0), (1, f64::NAN)] {
+        assert!(run(&contexts, Options { batch, timeout, ..given(&[TEXT]) }));
+    }
+    let mixed = [machine().chunks(3000, 1500).unwrap(), vec![]];
+    assert!(run(&mixed, given(&[TEXT])));
+    assert!(machine().chunks(0, 1500).is_err() && machine().chunks(10, 0).is_err());
+    assert!(machine().chunks(usize::MAX, 1500).is_err() && machine().chunks(1025, 1).is_err());
+    assert!(Machine { bits: vec![], ..machine() }.chunks(10, 5).is_err());
+    assert!(matches!(simulate(&contexts, gbps(1.0), 0.0, &adaptive(1.0, 9, None)), Err(Error::Codec(_))));
+}
+
+/// A model, a prompt at three levels in chunks of 200 tokens, and its continuation.
+struct Setup {
+    model: Arc<Model>,
+    rope: Arc<Rope>,
+    planes: codec_core::Profile,
+    prompt: Vec<u32>,
+    rest: Vec<u32>,
+    context: Arc<EncodedContext>,
+    exact: TextScores,
+}
+
+const PROMPT: usize = 1000;
+
+static SETUP: LazyLock<Setup> = LazyLock::new(|| {
+    let assets = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets");
+    let model = Arc::new(Model::load(&assets.join("tiny-llama-12m")).unwrap());
+    let text = std::fs::read_to_string(assets.join("sotu-heldout.txt")).unwrap();
+    let tokens = model.tokenizer().unwrap().encode(&text[..40_000]).unwrap();
+    let rope = Arc::new(Rope::new(&model.config, 2048));
+    let methods = Method::parse_list("cachegen:bits=4,cachegen:bits=3,cachegen:bits=2").unwrap();
+    let profile = calibrated(&model, &rope, &tokens[..2048], &methods).unwrap();
+    let planes = levels(&methods, &model, &profile).unwrap();
+    let (prompt, rest) = (tokens[2048..2048 + PROMPT].to_vec(), tokens[2048 + PROMPT..][..49].to_vec());
+    let context = Arc::new(EncodedContext::encode(&model, &rope, &planes, &prompt, 200).unwrap());
+    let Prepared { mut cache, .. } =
+        "dense".parse::<Method>().unwrap().prepare(&model, &rope, &Profile::default()).unwrap();
+    Prompt::run(&model, &rope, &prompt).unwrap().fill(cache.as_mut()).unwrap();
+    let exact =
+        score_text(&mut Decoder::new(model.clone(), rope.clone()), cache.as_mut(), &rest, None).unwrap();
+    Setup { model, rope, planes, prompt, rest, context, exact }
+});
+
+impl Setup {
+    fn load(&self, contexts: Vec<Arc<EncodedContext>>, options: &Options) -> (Trace, Vec<Box<dyn KvCache>>) {
+        let clock = RealClock(Instant::now());
+        let mut link = ShapedLink::new(clock, Memory(contexts.clone()), gbps(1.0), 0.0);
+        let (trace, caches) = self.load_over(&mut link, clock, &contexts, options);
+        (trace.unwrap(), caches)
+    }
+
+    fn load_over(
+        &self,
+        link: &mut dyn Link,
+        clock: RealClock,
+        contexts: &[Arc<EncodedContext>],
+        options: &Options,
+    ) -> (kv_reference::Result<Trace>, Vec<Box<dyn KvCache>>) {
+        let costs: Vec<_> = contexts.iter().map(|context| context.costs()).collect();
+        let dense: Method = "dense".parse().unwrap();
+        let empty = |_| dense.prepare(&self.model, &self.rope, &Profile::default()).unwrap().cache;
+        let mut caches: Vec<_> = (0..contexts.len()).map(empty).collect();
+        let target = Target {
+            contexts: contexts.iter().map(|context| context.context().clone()).collect(),
+            planes: &self.planes,
+            caches: caches.iter_mut().map(|cache| &mut **cache as &mut dyn KvCache).collect(),
+            decoder: &mut Decoder::new(self.model.clone(), self.rope.clone()),
+        };
+        let trace = std::thread::scope(|scope| {
+            let mut receiver = CacheReceiver::new(scope, target, clock, &costs).unwrap();
+            serve(link, &mut receiver, &costs, options)
+        });
+        (trace, caches)
+    }
+
+    /// The divergence of a cache from the exact one.
+    fn kl(&self, cache: &mut dyn KvCache) -> f64 {
+        let mut decoder = Decoder::new(self.model.clone(), self.rope.clone());
+        score_text(&mut decoder, cache, &self.rest, Some(&self.exact.logits)).unwrap().divergence.kl()
+    }
+
+    fn loaded(&self, encodings: &[Encoding]) -> f64 {
+        let (trace, mut caches) = self.load(vec![self.context.clone()], &given(encodings));
+        assert_eq!((caches.len(), caches[0].seq_len(), trace.events.len()), (1, PROMPT, 5));
+        self.kl(caches[0].as_mut())
+    }
+}
+
+#[test]
+fn every_level_a_mix_and_text_in_the_middle_are_loaded() {
+    let [fine, medium, coarse] = [0, 1, 2].map(|level| SETUP.loaded(&[Encoding::Level(level)]));
+    assert!(fine < 0.01 && fine < medium && medium < coarse && coarse < 0.1, "{fine} {medium} {coarse}");
+    let mixed = SETUP.loaded(&[0, 1, 2].map(Encoding::Level));
+    assert!(fine < mixed && mixed < coarse, "{fine} {mixed} {coarse}");
+    let text = SETUP.loaded(&[Encoding::Level(2), Encoding::Level(2), TEXT, Encoding::Level(2), TEXT]);
+    assert!(text < coarse, "{text} {coarse}");
+    let exact = SETUP.loaded(&[TEXT]);
+    assert!(exact < 1e-9, "{exact}");
+}
+
+/// A chunk of text attends to the earlier chunks as loaded, and is itself exact.
+#[test]
+fn text_on_top_of_loaded_chunks_is_a_prefill_over_them() {
+    let first = [Encoding::Level(2), Encoding::Level(1), TEXT];
+    let (_, mut caches) = SETUP.load(vec![SETUP.context.clone()], &given(&[&first[..], &[TEXT; 2]].concat()));
+    let (_, mut loaded) = SETUP.load(vec![SETUP.context.clone()], &given(&first[..2]));
+    loaded[0].truncate(400).unwrap();
+    let mut decoder = Decoder::new(SETUP.model.clone(), SETUP.rope.clone());
+    decoder.prefill(&SETUP.prompt[400..], loaded[0].as_mut()).unwrap();
+    let expected = decoder.step(SETUP.rest[0], loaded[0].as_mut()).unwrap().to_vec();
+    let logits = decoder.step(SETUP.rest[0], caches[0].as_mut()).unwrap();
+    let largest = expected.iter().fold(0.0_f32, |m, x| m.max(x.abs()));
+    let error = expected.iter().zip(logits).fold(0.0_f32, |m, (a, b)| m.max((a - b).abs())) / largest;
+    assert!(error < 1e-4, "{error}");
+}
+
+#[test]
+fn an_adaptive_stream_of_two_requests_fills_both_caches() {
+    let options = Options { batch: 1, ..adaptive(0.0, 2, None) };
+    let (trace, caches) = SETUP.load(vec![SETUP.context.clone(); 2], &options);
+    assert!(caches.iter().all(|cache| cache.seq_len() == PROMPT));
+    assert!(trace.loaded.iter().all(|seconds| *seconds > 0.0 && *seconds < 60.0));
+    for event in trace.events.iter().filter(|event| event.computed_at.is_some()) {
+        assert!(event.arrived <= event.computing_from.unwrap() + 1e-9);
+    }
+    let json = serde_json::to_value(&trace).unwrap();
+    assert_eq!(json["events"].as_array().unwrap().len(), trace.events.len());
+}
+
+#[test]
+fn damaged_and_swapped_chunks_are_recomputed() {
+    let mut context =
+        EncodedContext::encode(&SETUP.model, &SETUP.rope, &SETUP.planes, &SETUP.prompt, 200).unwrap();
+    let other = context.chunk_mut(1, 0).unwrap().clone();
+    let level = context.chunk_mut(3, 1).unwrap().clone();
+    let mut flipped = other.to_vec();
+    flipped[other.len() / 2] ^= 1;
+    *context.chunk_mut(1, 0).unwrap() = flipped.into();
+    *context.chunk_mut(2, 0).unwrap() = other; // of another place
+    *context.chunk_mut(3, 0).unwrap() = level; // of another level
+    let cut = context.chunk_mut(4, 0).unwrap();
+    cut.truncate(cut.len() - 1);
+    let (trace, mut caches) = SETUP.load(vec![Arc::new(context)], &given(&[Encoding::Level(0)]));
+    assert_eq!(trace.events[0].outcome, Outcome::Loaded);
+    for event in &trace.events[1..] {
+        assert!(matches!(&event.outcome, Outcome::Damaged(what) if !what.is_empty()), "{event:?}");
+    }
+    // All but the first chunk are exact.
+    assert!(SETUP.kl(caches[0].as_mut()) <= SETUP.loaded(&[Encoding::Level(0)]));
+}
+
+/// A link that breaks during a transfer, in one of several ways.
+struct Breaks {
+    inner: ShapedLink<RealClock, Memory>,
+    transfers: usize,
+    at: usize,
+    way: usize,
+}
+
+impl Link for Breaks {
+    fn now(&self) -> f64 {
+        self.inner.now()
+    }
+
+    fn start(&mut self, chunk: ChunkId, level: usize) -> kv_reference::Result<()> {
+        self.transfers += 1;
+        if (self.transfers, self.way) == (self.at, 0) {
+            Err(broken())
+        } else {
+            self.inner.start(chunk, level)
+        }
+    }
+
+    fn wait(&mut self, until: f64) -> kv_reference::Result<u64> {
+        if (self.transfers, self.way) == (self.at, 1) { Err(broken()) } else { self.inner.wait(until) }
+    }
+
+    fn cancel(&mut self) {
+        self.inner.cancel();
+    }
+
+    fn take(&mut self) -> kv_reference::Result<stream::Bytes> {
+        if (self.transfers, self.way) == (self.at, 2) { Err(broken()) } else { self.inner.take() }
+    }
+}
+
+fn broken() -> Error {
+    Error::Stream("connection reset".into())
+}
+
+#[test]
+fn a_link_that_breaks_leaves_the_rest_to_the_text() {
+    for way in 0..3 {
+        for at in [1, 3, 5] {
+            for fall_back in [true, false] {
+                let (clock, contexts) = (RealClock(Instant::now()), vec![SETUP.context.clone()]);
+                let inner = ShapedLink::new(clock, Memory(contexts.clone()), gbps(1.0), 0.0);
+                let mut link = Breaks { inner, transfers: 0, at, way };
+                let options = Options { fall_back, ..given(&[Encoding::Level(0)]) };
+                let (result, caches) = SETUP.load_over(&mut link, clock, &contexts, &options);
+                if !fall_back {
+                    assert!(matches!(result, Err(Error::Stream(_))));
+                    continue;
+                }
+                let events = result.unwrap().events;
+                assert_eq!(events.len(), 6);
+                assert!(matches!(&events[at - 1].outcome, Outcome::Failed(what) if what.contains("reset")));
+                assert!(events[at..].iter().all(|event| event.outcome == Outcome::Recomputed));
+                assert_eq!(caches[0].seq_len(), PROMPT);
+            }
+        }
+    }
+}
+
+/// Arguments of a simulation of 3,000 tokens.
+const SIMULATE: [&str; 10] =
+    ["stream", "simulate", "--tokens", "3000", "--values", "64", "--bits", "4,2", "--recompute", "1000=0.1"];
+
+#[test]
+fn the_command_writes_the_trace_and_a_page() {
+    let folder = tempfile::tempdir().unwrap();
+    let (json, page) = (folder.path().join("trace.json"), folder.path().join("page.html"));
+    let more = ["--link", "random:0.1-1", "--slo", "0.2", "--trials", "3", "--json", kv::text(&json)];
+    let arguments = [&SIMULATE[..], &more, &["--report", kv::text(&page)]].concat();
+    let output = kv::run("simulate", kv::kv(&arguments));
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let json: serde_json::Value = serde_json::from_slice(&std::fs::read(&json).unwrap()).unwrap();
+    assert_eq!(json["trials"].as_array().unwrap().len(), 3);
+    assert_eq!(json["trace"]["events"][0]["tokens"], 1500);
+    let page = std::fs::read_to_string(&page).unwrap();
+    assert!(page.contains("<svg") && page.contains("level 1") && page.ends_with("</html>\n"));
+}
+
+#[test]
+fn arguments_that_cannot_be_run_are_one_line() {
+    for (more, what) in [
+        (&["--tokens", "99999999999999"][..], "chunks"),
+        (&["--link", "no-such-file"], "no-such-file"),
+        (&["--link", "nan"], "bandwidth"),
+        (&["--encoding", "2"], "one of 2 levels"),
+        (&["--bits", "4,2,3"], "--bits: 3 after 2: pass the least lossy level first"),
+        (&["--encoding", "fast"], "fast"),
+        (&["--requests", "0"], "--requests"),
+        (&["--link", "1e301"], "bandwidth"),
+        (&["--timeout", "0"], "timeout"),
+        (&["--timeout", "1e300"], "--timeout must be a number of seconds above 0, at most 86400, not"),
+        (&["--trials", "0"], "--trials"),
+        (&["--reserve", "1"], "--reserve must be a fraction from 0 to below 1, not 1"),
+        (&["--slo", "-1"], "--slo must be a number of seconds from 0 on, not -1"),
+        (&["--latency", "nan"], "--latency must be a number of seconds from 0 on, not NaN"),
+        (&["--rest", "-1"], "--rest must be a number of seconds from 0 to 86400, not -1"),
+        (&["--rest", "1e308"], "--rest"),
+        (&["--bits", "4,0"], "--bits must be numbers above 0, not 0"),
+        (&["--decode-rate", "0"], "--decode-rate must be a rate above 0, not 0"),
+        (&["--values", "0"], "--values must be above 0, not 0"),
+        (&["--prior", "0"], "--prior must be a rate above 0"),
+        (&["--prior", "1e301"], "--prior"),
+        (&["--first", "2"], "--first must be below 2"),
+        (&["--recompute", "1000=0"], "prefill"),
+    ] {
+        let given = SIMULATE.chunks(2).filter(|pair| pair[0] != more[0]).flatten().copied();
+        let arguments: Vec<&str> = given.chain(more.iter().copied()).collect();
+        let output = kv::run(what, kv::kv(&arguments));
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{more:?}: {stderr}");
+        assert!(stderr.starts_with("kv: ") && stderr.contains(what), "{more:?}: {stderr}");
+    }
+}
