@@ -154,6 +154,11 @@ pub enum Error {
         /// The field.
         what: &'static str,
     },
+    /// The bytes do not match the checksum that was saved with them.
+    BadChecksum {
+        /// The expected type.
+        what: &'static str,
+    },
     /// An error of rows or exact attention that no other variant covers.
     Attend(kv_attend::Error),
 }
@@ -176,6 +181,7 @@ impl Error {
             Self::Truncated { .. } => 10,
             Self::TrailingBytes { .. } => 11,
             Self::BadField { .. } => 12,
+            Self::BadChecksum { .. } => 13,
             Self::Attend(error) => error.code(),
             Self::DimNotDivisible { .. } => 201,
             Self::NbitsOutOfRange { .. } => 202,
@@ -209,6 +215,7 @@ impl From<kv_attend::Error> for Error {
             Attend::Truncated { what } => Self::Truncated { what },
             Attend::TrailingBytes { what, extra } => Self::TrailingBytes { what, extra },
             Attend::BadField { what } => Self::BadField { what },
+            Attend::BadChecksum { what } => Self::BadChecksum { what },
             other => Self::Attend(other),
         }
     }
@@ -265,6 +272,7 @@ impl fmt::Display for Error {
                 write!(f, "{extra} bytes follow those of {what}")
             }
             Self::BadField { what } => write!(f, "the saved {what} does not fit"),
+            Self::BadChecksum { what } => write!(f, "the bytes of {what} do not match their checksum"),
             Self::Attend(error) => error.fmt(f),
         }
     }

@@ -92,6 +92,11 @@ pub enum Error {
         /// The field.
         what: &'static str,
     },
+    /// The bytes do not match the checksum that was saved with them.
+    BadChecksum {
+        /// The expected type.
+        what: &'static str,
+    },
     /// The scale is NaN or infinite, or the cap of the scores is not a positive finite number.
     Attention {
         /// The field of [`Attention`](crate::Attention).
@@ -115,6 +120,7 @@ impl Error {
             Self::Truncated { .. } => 10,
             Self::TrailingBytes { .. } => 11,
             Self::BadField { .. } => 12,
+            Self::BadChecksum { .. } => 13,
             Self::Stride { .. } => 101,
             Self::Causal { .. } => 102,
             Self::Token { .. } => 103,
@@ -157,6 +163,7 @@ impl fmt::Display for Error {
             Self::Truncated { what } => write!(f, "the bytes of {what} end too early"),
             Self::TrailingBytes { what, extra } => write!(f, "{extra} bytes follow those of {what}"),
             Self::BadField { what } => write!(f, "the saved {what} does not fit"),
+            Self::BadChecksum { what } => write!(f, "the bytes of {what} do not match their checksum"),
             Self::Attention { what } => write!(f, "{what} is out of range"),
         }
     }
