@@ -322,6 +322,8 @@ impl Put {
         let chunks = open.space.chunks(&tokens);
         let end = chunks.last().map_or(0, |chunk| chunk.tokens.end);
         let rope = Rope::new(&model.config, end);
+        // Before the long work: a store that cannot be written says so.
+        open.describe()?;
         let bar = progress();
         bar.set_message(format!("computing {}", count(end, "token")));
         let check = if self.verify { Check::Digests } else { Check::Length };
@@ -332,7 +334,6 @@ impl Put {
         };
         let Calculated { stored, repaired } =
             open.prompts().calculate(&model, &rope, &tokens, check, done)?;
-        open.describe()?;
         bar.finish_and_clear();
         out.print(format_args!(
             "{end} of {} in {}: {stored} new, {repaired} repaired\n",
