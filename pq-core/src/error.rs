@@ -125,6 +125,13 @@ pub enum Error {
         /// Pages of the pool.
         pages: usize,
     },
+    /// The crate has no codebook of Gaussians for these subspaces.
+    NoGaussian {
+        /// Components of a subspace.
+        dsub: usize,
+        /// Bits per code.
+        nbits: u32,
+    },
     /// The bytes do not begin with the magic of the expected type.
     BadMagic {
         /// The expected type.
@@ -195,6 +202,7 @@ impl Error {
             Self::TokenOutOfRange { .. } => 210,
             Self::PageTokens { .. } => 211,
             Self::Budget { .. } => 212,
+            Self::NoGaussian { .. } => 213,
         }
     }
 }
@@ -262,6 +270,9 @@ impl fmt::Display for Error {
             }
             Self::Page { index, page, pages } => {
                 write!(f, "page {page} at index {index} of the table is out of range for {pages} pages")
+            }
+            Self::NoGaussian { dsub, nbits } => {
+                write!(f, "no codebook of Gaussians has subspaces of {dsub} components and {nbits} bits")
             }
             Self::BadMagic { what } => write!(f, "the bytes are not those of {what}"),
             Self::Version { what, version } => {

@@ -32,6 +32,7 @@ mod drift;
 #[allow(unsafe_code)]
 mod encode;
 mod error;
+mod gaussian_codebook;
 mod group;
 #[cfg(feature = "alloc")]
 mod head_books;
@@ -81,6 +82,7 @@ pub use codes_mut::CodesMut;
 pub use drift::Drift;
 pub use encode::{decode_into, encode_into, encode_into_with, encode_rows_into, encode_rows_into_with};
 pub use error::Error;
+pub use gaussian_codebook::gaussian_centroids;
 pub use group::{GroupRule, combine_group_into, combine_group_into_with};
 #[cfg(feature = "alloc")]
 pub use head_books::HeadBooks;

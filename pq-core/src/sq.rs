@@ -5,7 +5,7 @@
 //!
 //! * **Keys** are coded in blocks of 32 to 256 tokens. The caller subtracts the mean before RoPE (its part of
 //!   the scores is that of [`RopeMean`](crate::RopeMean)), rotates the rest relative to the middle of the
-//!   block ([`rotate_from`]) and multiplies it by the basis of the query-weighted KLT. Components get bits by
+//!   block ([`rotate_by`]) and multiplies it by the basis of the query-weighted KLT. Components get bits by
 //!   their variance ([`allot`]), and each component of a block has a step of its own. A query is rotated by
 //!   the block's middle and multiplied by the dual basis once a block, not once a token.
 //! * **Values** are rotated by a Hadamard matrix, which spreads every row evenly over its components: all get
@@ -56,7 +56,17 @@ mod attend;
 mod dot;
 mod exp2;
 mod field;
+#[cfg(feature = "alloc")]
+mod head_cache;
+#[cfg(feature = "alloc")]
+mod head_codes;
+#[cfg(feature = "alloc")]
+mod head_transform;
 mod keys;
+mod level;
+#[cfg(feature = "alloc")]
+#[allow(unsafe_code)]
+mod project;
 mod query;
 mod rotate;
 mod shape;
@@ -64,35 +74,14 @@ mod values;
 
 pub use allot::allot;
 pub use attend::{Block, attend_into, attend_into_with, attend_scratch_len};
+#[cfg(feature = "alloc")]
+pub use head_cache::{HeadCache, LayerCache};
+#[cfg(feature = "alloc")]
+pub use head_codes::HeadCodes;
+#[cfg(feature = "alloc")]
+pub use head_transform::{HeadTransform, TransformParts};
 pub use keys::{Keys, decode_keys_into, encode_keys_into, encode_keys_into_with};
 pub use query::{scores_into, scores_into_with, scores_scratch_len};
-pub use rotate::rotate_from;
+pub use rotate::rotate_by;
 pub use shape::{MAX_BLOCK, MAX_DIM, Shape, TILE};
 pub use values::{Values, decode_values_into, encode_values_into, encode_values_into_with, mean_error_into};
-
-/// The optimal steps of uniform midrise quantizers of 0 to 8 bits for a Gaussian of unit variance.
-///
-/// Max, "Quantizing for Minimum Distortion", IRE Trans. 1960, table 2. The step of 0 bits has no effect.
-const STEPS: [f32; 9] = [1.0, 1.596, 0.9957, 0.586, 0.3352, 0.1881, 0.1041, 0.0569, 0.0308];
-
-/// The level of code `c` of `bits` bits, in steps.
-#[inline(always)]
-fn level(c: u8, bits: u32) -> f32 {
-    f32::from(c) + 0.5 - half_range(bits)
-}
-
-/// `2^(bits - 1)`: half of the number of levels.
-#[inline(always)]
-fn half_range(bits: u32) -> f32 {
-    0.5 * (1_u32 << bits) as f32
-}
-
-/// The code of a number of `per_step * x` steps.
-#[inline(always)]
-fn code(x: f32, per_step: f32, bits: u32) -> u8 {
-    let x = x * per_step + half_range(bits);
-    let top = ((1_u32 << bits) - 1) as f32;
-    // NaN becomes 0. The order of the comparisons lets them vectorize.
-    let x = if x > 0.0 { x } else { 0.0 };
-    (if x < top { x } else { top }) as i32 as u8
-}

@@ -114,16 +114,6 @@ pub(crate) fn output_gram(model: &Model, l: usize, head: usize) -> Result<Gram<N
     Ok(gram)
 }
 
-/// The mean of rows (n, dim).
-pub(crate) fn mean_row(rows: &[f32], dim: usize) -> Vec<f32> {
-    let mut mean = vec![0.0_f64; dim];
-    for row in rows.chunks_exact(dim) {
-        mean.iter_mut().zip(row).for_each(|(sum, &x)| *sum += f64::from(x));
-    }
-    let n = (rows.len() / dim) as f64;
-    mean.into_iter().map(|sum| (sum / n) as f32).collect()
-}
-
 /// Rounds to single precision, the type of a profile's entries.
 pub(crate) fn single(x: &[f64]) -> Vec<f32> {
     x.iter().map(|&x| x as f32).collect()

@@ -2,7 +2,6 @@
 
 mod calibrate;
 mod compare;
-mod cost;
 mod device;
 mod eval;
 mod fetch;
@@ -10,11 +9,8 @@ mod generate;
 mod logits;
 mod output;
 mod prefix;
-#[cfg(feature = "cuda")]
-mod speed;
 #[cfg(feature = "store")]
 mod store;
-mod stream;
 
 use std::fmt::Display;
 use std::num::NonZeroUsize;
@@ -23,10 +19,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
-#[cfg(feature = "cuda")]
-use device::profile_clustering;
-use device::{DeviceArgs, profile_methods};
+use device::DeviceArgs;
 use indicatif::{ProgressBar, ProgressStyle};
+use kv_reference::compare::Progress;
 use kv_reference::method::{Method, methods_help};
 use kv_reference::model::Model;
 use kv_reference::{Error, Profile, Result, files};
@@ -57,13 +52,6 @@ enum Command {
     Eval(eval::Eval),
     /// Make a profile (codebooks, rotations, probability models) from a text
     Calibrate(calibrate::Calibrate),
-    /// Time clustering against a layer's prefill: how many iterations PQCache can overlap
-    Cost(cost::Cost),
-    /// Load a stored prompt over a link, chunk by chunk, before a deadline
-    #[command(
-        after_help = "Example:\n  kv stream load --context 4096 --chunk 512 --link random:0.01-0.1 --slo 0.5"
-    )]
-    Stream(stream::Stream),
     /// Get a model of the Hugging Face Hub
     Fetch(fetch::Fetch),
     /// List the methods with their settings
@@ -75,9 +63,6 @@ enum Command {
     #[cfg(feature = "store")]
     #[command(subcommand)]
     Store(store::Store),
-    /// Time decode steps on a GPU
-    #[cfg(feature = "cuda")]
-    Speed(speed::Speed),
 }
 
 impl Kv {
@@ -104,8 +89,6 @@ impl Kv {
             Command::Logits(command) => command.run(out),
             Command::Eval(command) => command.run(out),
             Command::Calibrate(command) => command.run(out),
-            Command::Cost(command) => command.run(out),
-            Command::Stream(command) => command.run(out),
             Command::Fetch(command) => command.run(out),
             Command::Methods => {
                 out.print(format_args!("{}\n", methods_help()));
@@ -113,8 +96,6 @@ impl Kv {
             }
             #[cfg(feature = "store")]
             Command::Store(command) => command.run(out),
-            #[cfg(feature = "cuda")]
-            Command::Speed(command) => command.run(out),
         }
     }
 }
@@ -191,22 +172,18 @@ fn distinct<T: PartialEq + Display>(option: &str, values: &[T]) -> Result<()> {
     twice.map_or(Ok(()), |(_, value)| Err(Error::Argument(format!("{option}: {value} is given twice"))))
 }
 
-/// Rejects a number unless it is finite and `holds`: what it must be is `what`.
-fn check_number(option: &str, value: f64, what: &str, holds: impl Fn(f64) -> bool) -> Result<()> {
-    match value.is_finite() && holds(value) {
-        true => Ok(()),
-        false => Err(Error::Argument(format!("{option} must be {what}, not {value}"))),
-    }
-}
-
 /// The error of an option that is without effect where it was given.
 fn no_effect(option: &str, place: &str) -> Error {
     Error::Argument(format!("{option} has no effect {place}"))
 }
 
 /// Rejects a negative time.
+#[cfg(feature = "store")]
 fn check_seconds(option: &str, value: f64) -> Result<()> {
-    check_number(option, value, "a number of seconds from 0 on", |x| x >= 0.0)
+    match value.is_finite() && value >= 0.0 {
+        true => Ok(()),
+        false => Err(Error::Argument(format!("{option} must be a number of seconds from 0 on, not {value}"))),
+    }
 }
 
 /// Parses a count of at least one.
@@ -270,7 +247,25 @@ fn progress() -> ProgressBar {
     bar
 }
 
+/// A bar that shows the progress of a comparison.
+struct Shown<'a>(&'a ProgressBar);
+
+impl Progress for Shown<'_> {
+    fn begin(&self, steps: usize) {
+        self.0.set_length(steps as u64);
+    }
+
+    fn message(&self, what: &str) {
+        self.0.set_message(what.to_owned());
+    }
+
+    fn advance(&self) {
+        self.0.inc(1);
+    }
+}
+
 /// Formats a count: `1 chunk`, `2 chunks`.
+#[cfg(feature = "store")]
 fn count(n: usize, what: &str) -> String {
     format!("{n} {what}{}", if n == 1 { "" } else { "s" })
 }

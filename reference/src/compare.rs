@@ -3,11 +3,11 @@
 mod cpu;
 #[cfg(feature = "cuda")]
 mod gpu;
+mod run;
 mod runner;
 
 use std::sync::Arc;
 
-use indicatif::ProgressBar;
 use serde::Serialize;
 
 use crate::Profile;
@@ -19,6 +19,7 @@ use crate::eval::retrieval::{NO_WORDS, TaskMaker};
 use crate::method::Method;
 use crate::model::{Model, Rope};
 use crate::{Error, Result};
+pub use run::Progress;
 pub use runner::Runner;
 
 /// Prompt tokens per pass key.
@@ -143,10 +144,10 @@ pub fn compare(
     profile: Option<Profile>,
     seed: u64,
     gpu: Option<&OnGpu>,
-    progress: &ProgressBar,
+    progress: &dyn Progress,
 ) -> Result<Comparison> {
     let Sizes { context, decode, .. } = sizes;
-    progress.set_length(1 + 2 * methods.len() as u64);
+    progress.begin(1 + 2 * methods.len());
     let room = decode.max(QUESTION_ROOM);
     let methods: Vec<Method> =
         methods.iter().map(|method| method.fitted(&model.config)).collect::<Result<_>>()?;
@@ -155,7 +156,7 @@ pub fn compare(
     let calibrates = profile.is_none() && methods.iter().any(Method::needs_profile);
     let rope = Arc::new(Rope::new(&model.config, (context + room).max(start)));
 
-    progress.set_message("calibrating");
+    progress.message("calibrating");
     let overlap = profile.as_ref().and_then(|profile| profile.overlap(text, start));
     let profile = match profile {
         Some(profile) => {
@@ -176,7 +177,7 @@ pub fn compare(
     let nothing = (!exact.is_empty()).then_some(nothing);
     let mut runner = Runner::new(model, rope, profile, methods, gpu)?;
     let notes = [overlap, no_words, nothing, runner.fallbacks()].into_iter().flatten().collect();
-    progress.inc(1);
+    progress.advance();
 
     let mut rows = runner.score(prompt, decoded, progress)?;
     if let Some(task) = needles {

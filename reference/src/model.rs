@@ -20,6 +20,7 @@ pub use config::{Config, LayerAttention, RopeScaling, Yarn};
 pub use rope::Rope;
 pub use tokenizer::Tokenizer;
 
+use crate::ops::{add, matmul};
 use crate::{Error, Result};
 use gguf::Gguf;
 use tensors::{SafetensorsFiles, Tensors, Tracked};
@@ -35,6 +36,18 @@ pub struct Linear {
     pub n_in: usize,
     /// Length of the output.
     pub n_out: usize,
+}
+
+impl Linear {
+    /// `y = W x + b` for every row.
+    ///
+    /// `x` (n, n_in); `y` (n, n_out), fully written.
+    pub fn apply(&self, x: &[f32], y: &mut [f32]) {
+        matmul(&self.weight, x, y, self.n_in);
+        if let Some(bias) = &self.bias {
+            y.chunks_exact_mut(self.n_out).for_each(|row| add(row, bias));
+        }
+    }
 }
 
 /// The attention weights of a layer.

@@ -55,6 +55,9 @@ pub struct HybridShape {
     pub adaptive: bool,
 }
 
+/// Bytes of the flag that an output has lost too much to rounding, padded.
+const LOST_BYTES: usize = 16;
+
 /// Shared memory and warps of the attention kernel.
 #[derive(Clone, Copy)]
 struct Plan {
@@ -108,7 +111,7 @@ impl HybridShape {
                 Some(2) if dim == 128 => (1 << 16) + ksub * ROW,
                 Some(_) => ksub * ROW,
             };
-            let shared_bytes = values + 4 * entry * (warps * self.result_len() + 1) + PLAN_BYTES;
+            let shared_bytes = values + 4 * entry * (warps * self.result_len() + 1) + PLAN_BYTES + LOST_BYTES;
             Plan { shared_bytes, warps, copies }
         };
         // A thread has 128 registers in a block of 16 warps, 168 in one of 12, 255 in one of 8.

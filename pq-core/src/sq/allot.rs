@@ -1,5 +1,4 @@
-use super::Shape;
-use super::shape::{COLUMNS, MAX_DIM, MAX_QUADS, QUAD};
+use super::shape::{COLUMNS, MAX_DIM, MAX_QUADS, QUAD, Shape};
 use crate::Error;
 use crate::error::check_len;
 

@@ -1,9 +1,10 @@
 use kv_attend::simd::tanh;
 
 use super::dot::{Dots, Scalar, Vector};
+use super::keys::Keys;
 use super::query::{score_padded, scores_scratch_len};
-use super::values::weight_words;
-use super::{Keys, Shape, TILE, Values};
+use super::shape::{Shape, TILE};
+use super::values::{Values, weight_words};
 use crate::error::{check_at_least, check_len, count_rows};
 use crate::simd::{Kernel, Run, Simd};
 use crate::softmax::{exponentiate, max};

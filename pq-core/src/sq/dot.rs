@@ -5,8 +5,7 @@
 //! as such pairs ([`pairs`]). Sums are exact.
 
 use super::field::Field;
-use super::shape::{COLUMNS, LANES, MAX_QUADS, QUAD};
-use super::{Shape, TILE};
+use super::shape::{COLUMNS, LANES, MAX_QUADS, QUAD, Shape, TILE};
 use crate::simd::Simd;
 
 /// The largest magnitude of an integer of a query: 127 * 128, two signed limbs of 8 and 7 bits on int8 tensor

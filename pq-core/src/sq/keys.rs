@@ -1,12 +1,12 @@
 use super::dot::Tiles;
 use super::exp2::{encode_step, step};
-use super::shape::{COLUMNS, LANES, MAX_DIM, QUAD};
-use super::{MAX_BLOCK, STEPS, Shape, TILE, code, half_range, level};
+use super::level::{STEPS, code, half_range, level};
+use super::shape::{COLUMNS, LANES, MAX_DIM, QUAD, Shape, TILE, check_block};
 use crate::error::{check_len, count_rows};
 use crate::simd::{Kernel, Run};
 use crate::{Backend, Error};
 
-/// The coded keys of a block of at most [`MAX_BLOCK`] tokens.
+/// The coded keys of a block of at most [`MAX_BLOCK`](super::MAX_BLOCK) tokens.
 #[derive(Clone, Copy, Debug)]
 pub struct Keys<'a> {
     shape: Shape,     // of all bits
@@ -23,7 +23,7 @@ impl<'a> Keys<'a> {
     /// # Shapes
     /// `steps` (dim,); `words` [`Shape::words_len`] of `n`.
     /// # Errors
-    /// [`Error::Zero`] without tokens, [`Error::TooLarge`] for more than [`MAX_BLOCK`]; [`Error::Length`].
+    /// [`Error::Zero`] without tokens, [`Error::TooLarge`] for more than [`MAX_BLOCK`](super::MAX_BLOCK); [`Error::Length`].
     pub fn new(shape: Shape, n: usize, steps: &'a [u8], words: &'a [u32]) -> Result<Self, Error> {
         check_block(n)?;
         check_len("steps", steps.len(), shape.dim())?;
@@ -60,22 +60,13 @@ impl<'a> Keys<'a> {
     }
 }
 
-/// Checks the number of tokens of a block.
-pub(super) fn check_block(n: usize) -> Result<(), Error> {
-    match n {
-        0 => Err(Error::Zero { what: "tokens of a block" }),
-        _ if n > MAX_BLOCK => Err(Error::TooLarge),
-        _ => Ok(()),
-    }
-}
-
 /// Codes the transformed keys of a block.
 ///
 /// The step of a component is the best of nine multiples, by the squared error of the block, of the step that
 /// fits a Gaussian of its deviation: tails are clipped if that pays.
 ///
 /// # Shapes
-/// `rows` (n, dim), n at most [`MAX_BLOCK`], in the order of [`allot`](super::allot), without their mean and
+/// `rows` (n, dim), n at most [`MAX_BLOCK`](super::MAX_BLOCK), in the order of [`allot`](super::allot), without their mean and
 /// relative to the middle of the block; `steps` (dim,) and `words` [`Shape::words_len`] of n, fully written.
 /// # Errors
 /// [`Error::PartialRow`], [`Error::Zero`], [`Error::TooLarge`], [`Error::Length`]; nothing is then written.

@@ -1,6 +1,6 @@
 use super::dot::{Dots, QUERY_LIMIT, Scalar, Vector, pairs};
-use super::shape::QUAD;
-use super::{Keys, Shape, TILE};
+use super::keys::Keys;
+use super::shape::{QUAD, Shape, TILE};
 use crate::error::{check_at_least, check_len};
 use crate::simd::{Kernel, Run, Simd};
 use crate::{Backend, Error};

@@ -196,3 +196,12 @@ fn column_sums(widths: &[u8]) -> Result<usize, Error> {
     let first: usize = sum(0);
     if (1..COLUMNS).all(|c| sum(c) == first) { Ok(first) } else { Err(Error::ShapeMismatch) }
 }
+
+/// Checks the number of tokens of a block.
+pub(super) fn check_block(n: usize) -> Result<(), Error> {
+    match n {
+        0 => Err(Error::Zero { what: "tokens of a block" }),
+        _ if n > MAX_BLOCK => Err(Error::TooLarge),
+        _ => Ok(()),
+    }
+}

@@ -1,9 +1,9 @@
 use half::f16;
 
 use super::dot::{Dots, TILE_PAIRS, Tiles, WEIGHT_LIMIT, pairs};
-use super::keys::check_block;
-use super::shape::{LANES, MAX_DIM, QUAD};
-use super::{STEPS, Shape, TILE, code, exp2, half_range, level};
+use super::exp2;
+use super::level::{STEPS, code, half_range, level};
+use super::shape::{LANES, MAX_BLOCK, MAX_DIM, QUAD, Shape, TILE, check_block};
 use crate::error::{check_len, count_rows};
 use crate::simd::{Kernel, Run};
 use crate::{Backend, Error, encode_norm};
@@ -88,7 +88,7 @@ impl<'a> Values<'a> {
     ) {
         let dim = self.shape.dim();
         let padded = self.n().next_multiple_of(TILE);
-        let mut norms = [0.0; super::MAX_BLOCK];
+        let mut norms = [0.0; MAX_BLOCK];
         norms.iter_mut().zip(self.norms).for_each(|(norm, &code)| *norm = exp2::norm(code));
         let integers: &mut [u32] = bytemuck::cast_slice_mut(integers);
         let sums: &mut [u32] = bytemuck::cast_slice_mut(sums);

@@ -5,8 +5,10 @@
 mod encoding;
 mod errors;
 mod extremes;
+mod gaussian_codebook;
 mod hybrid;
 mod owners;
 mod properties;
 mod selection;
+mod sq;
 mod storage;

@@ -1,3 +1,5 @@
+//! `kv calibrate`: a profile from a text.
+
 use std::path::PathBuf;
 
 use clap::Args;
@@ -52,7 +54,6 @@ impl Calibrate {
         let mut files = Files::default();
         files.reads("--model", &self.model.path());
         self.text.add_to(&mut files);
-        files.reads_settings("--methods", &methods);
         files.writes("FILE", Some(self.out.clone()))?;
         let json = files.writes("--json", self.json.json)?;
         if !self.replace && self.out.exists() {

@@ -11,12 +11,7 @@ use clap::Args;
 use kv_reference::compare::OnGpu;
 #[cfg(feature = "cuda")]
 use kv_reference::device::{Gpu, unsupported};
-use kv_reference::method::Method;
-use kv_reference::model::Config;
 use kv_reference::{Error, Result};
-
-#[cfg(feature = "cuda")]
-use super::{no_effect, print_error};
 
 /// The options that select the device.
 #[derive(Args)]
@@ -70,26 +65,6 @@ impl fmt::Display for Choice {
     }
 }
 
-/// Profiles the device for a method whose iterations depend on its profile, and reports it.
-#[cfg(feature = "cuda")]
-pub fn profile_clustering(gpu: &Arc<Gpu>, method: &Method, config: &Config) -> Result<()> {
-    let note = kv_reference::device::profile_clustering(gpu, method, config)?;
-    note.into_iter().for_each(|note| print_error(format_args!("kv: {note}\n")));
-    Ok(())
-}
-
-/// The same for the methods of a run.
-#[cfg(feature = "cuda")]
-pub fn profile_methods(on: Option<&OnGpu>, methods: &[Method], config: &Config) -> Result<()> {
-    let Some(on) = on else { return Ok(()) };
-    methods.iter().try_for_each(|method| profile_clustering(&on.gpu, method, config))
-}
-
-#[cfg(not(feature = "cuda"))]
-pub fn profile_methods(_: Option<&OnGpu>, _: &[Method], _: &Config) -> Result<()> {
-    Ok(())
-}
-
 /// Where a command runs.
 #[cfg(feature = "cuda")]
 pub enum Chosen {
@@ -120,21 +95,10 @@ impl DeviceArgs {
             Choice::Cuda(ordinal) => return Gpu::open_within(ordinal, most).map(Chosen::Gpu),
         };
         if self.device_memory.is_some() {
-            return Err(no_effect("--device-memory", note.as_deref().unwrap_or("on the CPU")));
+            let reason = note.as_deref().unwrap_or("the command runs on the CPU");
+            return Err(Error::Argument(format!("--device-memory limits a GPU, but {reason}")));
         }
         Ok(Chosen::Cpu { note })
-    }
-
-    /// The GPU of a command that runs on nothing else, which `what` says.
-    #[cfg(feature = "cuda")]
-    pub fn gpu(&self, what: &str) -> Result<Gpu> {
-        match self.choose()? {
-            Chosen::Gpu(gpu) => Ok(gpu),
-            Chosen::Cpu { note } => Err(Error::Argument(format!(
-                "{what}: {}",
-                note.as_deref().unwrap_or("pass another --device")
-            ))),
-        }
     }
 
     /// The GPU for the methods that it supports, with prefill chunks of `chunk` tokens, or all of `longest`,

@@ -1,10 +1,11 @@
+//! `kv eval`: quality at several lengths, and retrieval by depth.
+
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::sync::Arc;
 
 use clap::Args;
 use comfy_table::{Table, presets};
-use indicatif::ProgressBar;
 use kv_reference::cache::FetchedPerStep;
 use kv_reference::compare::{self, Place, QUESTION_ROOM, Runner, calibrated, check_room, run_start};
 use kv_reference::eval::retrieval::{NO_WORDS, TaskMaker};
@@ -15,8 +16,8 @@ use kv_reference::{Error, Result};
 use serde::Serialize;
 
 use super::{
-    DeviceArgs, Files, JsonArgs, ModelArgs, Stdout, TextArgs, at_least_one, check_profile_has_effect,
-    distinct, few_tokens, load_profile, no_effect, print_error, profile_methods, progress,
+    DeviceArgs, Files, JsonArgs, ModelArgs, Shown, Stdout, TextArgs, at_least_one, check_profile_has_effect,
+    distinct, few_tokens, load_profile, no_effect, print_error, progress,
 };
 
 #[derive(Args)]
@@ -131,7 +132,6 @@ impl Eval {
         files.reads("--model", &self.model.path());
         self.text.add_to(&mut files);
         self.profile.iter().for_each(|path| files.reads("--profile", path));
-        files.reads_settings("--methods", &methods);
         let json = files.writes("--json", self.json.json.clone())?;
         let model = self.model.load()?;
         let (name, tokens) = self.text.tokens(&model)?;
@@ -150,7 +150,6 @@ impl Eval {
         let tasks = self.lengths.iter().map(|&length| self.tasks(&model, &tokens[start..], length));
         let tasks = tasks.collect::<Result<Vec<_>>>()?;
         let rope = Arc::new(Rope::new(&model.config, (longest + room).max(start)));
-        profile_methods(gpu.as_ref(), &methods, &model.config)?;
         let bar = progress();
         bar.set_message("calibrating");
         let profile = match given {
@@ -175,7 +174,7 @@ impl Eval {
                 let perplexity = window_perplexity(&model, &rope, &tokens, length, windows)?;
                 exact.push(Exact { length, windows, perplexity });
             }
-            rows.extend(self.rows(&mut runner, &tokens[start..], length, tasks, &bar)?);
+            rows.extend(self.rows(&mut runner, &tokens[start..], length, tasks, &Shown(&bar))?);
         }
         bar.finish_and_clear();
         let no_words = self.trials > 0 && TaskMaker::new(model.tokenizer()?, self.seed).is_none();
@@ -224,7 +223,7 @@ impl Eval {
         tokens: &[u32],
         length: usize,
         tasks: &[[RetrievalTask; 2]],
-        bar: &ProgressBar,
+        bar: &Shown<'_>,
     ) -> Result<Vec<Row>> {
         let scored = runner.score(&tokens[..length], &tokens[length..][..self.decode + 1], bar)?;
         let row = |row: compare::Row| Row {

@@ -20,8 +20,6 @@ use super::device::Chosen;
 #[cfg(feature = "store")]
 use super::prefix::{KvArgs, PromptLoader};
 use super::prefix::{Prefilled, Prefix};
-#[cfg(feature = "cuda")]
-use super::profile_clustering;
 use super::{
     DeviceArgs, Files, JsonArgs, MOST_TEXT, ModelArgs, SHIPPED_TEXT, Stdout, at_least_one,
     check_profile_has_effect, few_tokens, load_profile, no_effect, of_option, print_error, progress,
@@ -104,18 +102,23 @@ impl Generate {
         files.reads("--model", &self.model.path());
         self.file.iter().filter(|path| !is_stdin(path)).for_each(|path| files.reads("--file", path));
         self.profile.iter().for_each(|path| files.reads("--profile", path));
-        files.reads_settings("--method", std::slice::from_ref(&self.method));
         #[cfg(feature = "store")]
         self.kv.add_to(&mut files)?;
         let json = files.writes("--json", self.json.json.clone())?;
         let model = self.model.load()?;
         let text = self.prompt()?;
-        let prompt = model.tokenizer()?.encode(&text)?;
+        let tokenizer = model.tokenizer()?;
+        let (added, prompt) = (tokenizer.encode("")?, tokenizer.encode(&text)?);
         if prompt.is_empty() {
             return Err(Error::argument("the prompt is empty"));
         }
         let length = prompt.len().saturating_add(self.tokens);
         model.check_context(length)?;
+        if let ([first, second, ..], [bos, ..]) = (&prompt[..], &added[..])
+            && (first, second) == (bos, bos)
+        {
+            print_error("kv: the prompt begins with BOS, which the tokenizer adds: it is there twice\n");
+        }
         #[cfg(feature = "store")]
         self.kv.check()?;
         let rope = Arc::new(Rope::new(&model.config, length.max(CALIBRATION.min(model.config.max_seq_len))));
@@ -324,7 +327,6 @@ fn on_device(
     run: impl FnOnce(&mut device::Decoder) -> Result<Prefilled>,
 ) -> Result<(Prefilled, Next)> {
     let (gpu, element) = (Arc::new(gpu), method.device_element()?);
-    profile_clustering(&gpu, method, &model.config)?;
     let cache = method_cache(&gpu, method, &model.config, element, Some(profile), 1, capacity)?;
     let weights = Arc::new(Weights::of(&gpu, &*method.device_model(model, profile)?, element)?);
     let mut decoder = device::Decoder::new(gpu, weights, cache, 1)?;

@@ -1,3 +1,5 @@
+//! `kv logits`: the logits of every position.
+
 use clap::Args;
 use kv_reference::Result;
 use kv_reference::forward::{logits, prefill};

@@ -9,14 +9,15 @@ use pq_core::{
 };
 use svd_core::SoftmaxStats;
 
-#[cfg(feature = "cuda")]
-use super::kind::DeviceCodes;
 use super::kind::{Entry, Kind, SEED, Site};
 use super::paged::PagedMemory;
+#[cfg(feature = "cuda")]
+use super::plan::{CodedRows, Plan};
 use super::pq_code::{CODE_TILE, PqCode, attend_to_codes};
 use crate::cache::{Footprint, Geometry, Store, attend_rows};
-use crate::calibrate::{Calibration, mean_row};
+use crate::calibrate::Calibration;
 use crate::model::{Config, Model, Rope};
+use crate::ops::mean_row;
 use crate::side::{Pair, Side};
 use crate::{Error, Profile, Result};
 
@@ -72,11 +73,6 @@ impl Kind for Million {
         self.pages.map(|_| "pages")
     }
 
-    #[cfg(feature = "cuda")]
-    fn device_pages(&self) -> Option<PagedMemory> {
-        self.pages
-    }
-
     /// Trains codebooks for every head of every layer.
     fn calibrate(&self, model: &Model, _: &Rope, samples: &Calibration, profile: &mut Profile) -> Result<()> {
         let geometry = Geometry::of(&model.config);
@@ -105,20 +101,15 @@ impl Kind for Million {
     }
 
     #[cfg(feature = "cuda")]
-    fn device_codes(&self, geometry: Geometry) -> Option<Result<DeviceCodes>> {
-        let quantizers = || Pair::try_of(|side| self.codes[side].shape(geometry.head_dim));
-        let codes = || Ok(DeviceCodes { quantizers: quantizers()?, transformed: None });
-        (self.outliers == 0).then(codes)
-    }
-
-    #[cfg(feature = "cuda")]
-    fn codebooks(
-        &self,
-        geometry: Geometry,
-        l: usize,
-        profile: &Profile,
-    ) -> Option<Result<Vec<Pair<CodebookBuf>>>> {
-        Some(self.trained(profile, geometry, l))
+    fn device_plan(&self, config: &Config, profile: Option<&Profile>) -> Result<Option<Plan>> {
+        if self.outliers > 0 {
+            return Ok(None);
+        }
+        let geometry = Geometry::of(config);
+        let quantizers = Pair::try_of(|side| self.codes[side].shape(geometry.head_dim))?;
+        let trained = |profile| (0..config.n_layers).map(|l| self.trained(profile, geometry, l)).collect();
+        let rows = CodedRows::Plain(profile.map(trained).transpose()?);
+        Ok(Some(Plan::Codes { quantizers, rows, pages: self.pages }))
     }
 
     fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {

@@ -8,8 +8,8 @@ use super::kind::Entry;
 use super::settings::{Layers, Settings};
 use super::spelling::similar;
 use super::{
-    Method, cachegen, dense, hybrid, million, pqklt, retrieval, retroinfer, scalar, snapkv, sparq, streaming,
-    zack,
+    Method, cachegen, dense, hybrid, million, pqklt, retrieval, retroinfer, scalar, snapkv, sparq, sq,
+    streaming, zack,
 };
 use crate::cache::ElementType;
 use crate::{Error, Result};
@@ -25,6 +25,7 @@ const REGISTRY: &[Entry] = &[
     retrieval::PQ_CACHE,
     sparq::SPARQ,
     retroinfer::RETRO_INFER,
+    sq::SQ,
     million::MILLION,
     pqklt::PQ_KLT,
     hybrid::HYBRID,

@@ -181,18 +181,19 @@ impl AsyncStore {
             return self.replace_chunk(space, key, object).await.map(|()| Put::Repaired);
         }
         let (manifest, bytes) = self.put_data(space, key, object).await?;
-        if !self.remote.put(&path, bytes.clone(), PutMode::Create).await?
+        if !self.remote.put(&path, bytes.clone(), PutMode::Create).await? {
             // A manifest exists: of a faster writer, of our own attempt whose answer was lost, or a damaged one.
-            && self.stat(space, key.clone()).await?.is_none()
-        {
-            self.remote.put(&path, bytes, PutMode::Overwrite).await?;
+            match self.stat(space, key.clone()).await? {
+                Some(stored) if stored.manifest == manifest => {}
+                Some(_) => {
+                    self.remote.delete(&self.data_path(space.name(), &manifest)).await?;
+                    return Ok(Put::Present);
+                }
+                None => drop(self.remote.put(&path, bytes, PutMode::Overwrite).await?),
+            }
         }
-        let stored = self.remote.kept(&path, || self.stat(space, key.clone())).await?;
-        if stored.manifest == manifest {
-            return Ok(Put::Stored);
-        }
-        self.remote.delete(&self.data_path(space.name(), &manifest)).await?;
-        Ok(Put::Present)
+        self.remote.kept(&path, || self.stat(space, key.clone())).await?;
+        Ok(Put::Stored)
     }
 
     /// Stores a chunk over one that a reader has found to be damaged. The old frames remain as an orphan.

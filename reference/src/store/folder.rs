@@ -3,10 +3,12 @@
 use std::fmt;
 use std::fs;
 use std::ops::Range;
+use std::time::SystemTime;
 
 use async_trait::async_trait;
 use bytes::Bytes;
 use futures_util::stream::BoxStream;
+use futures_util::{StreamExt, stream};
 use object_store::local::LocalFileSystem;
 use object_store::path::Path;
 use object_store::{
@@ -35,6 +37,31 @@ impl Folder {
             }
             _ => Ok(()),
         }
+    }
+
+    /// The pipes and devices below a path, which the inner store does not list: an object in whose place there
+    /// is one would otherwise seem to be missing, and its frames an orphan.
+    fn irregular(&self, prefix: &Path) -> Vec<ObjectMeta> {
+        let Ok(folder) = self.0.path_to_filesystem(prefix) else { return vec![] };
+        let (mut folders, mut found) = (vec![(folder, prefix.clone())], vec![]);
+        while let Some((folder, prefix)) = folders.pop() {
+            for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
+                let (Ok(name), Ok(kind)) = (entry.file_name().into_string(), entry.file_type()) else {
+                    continue;
+                };
+                let location = prefix.clone().join(name);
+                if kind.is_dir() {
+                    folders.push((entry.path(), location)); // not through links, which may form a circle
+                } else if let Ok(file) = fs::metadata(entry.path())
+                    && !file.is_file()
+                    && !file.is_dir()
+                {
+                    let last_modified = file.modified().unwrap_or(SystemTime::UNIX_EPOCH).into();
+                    found.push(ObjectMeta { location, last_modified, size: 0, e_tag: None, version: None });
+                }
+            }
+        }
+        found
     }
 }
 
@@ -73,7 +100,8 @@ impl ObjectStore for Folder {
     }
 
     fn list(&self, prefix: Option<&Path>) -> BoxStream<'static, Result<ObjectMeta>> {
-        self.0.list(prefix)
+        let irregular = prefix.map_or(vec![], |prefix| self.irregular(prefix));
+        stream::iter(irregular.into_iter().map(Ok)).chain(self.0.list(prefix)).boxed()
     }
 
     async fn list_with_delimiter(&self, prefix: Option<&Path>) -> Result<ListResult> {

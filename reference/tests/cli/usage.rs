@@ -3,7 +3,7 @@
 use std::io::Write;
 use std::process::Stdio;
 
-use crate::support::kv::{finished, kv, one_line, refused, run, text, usage_refused};
+use crate::support::kv::{finished, fixture, kv, one_line, refused, run, text, usage_refused};
 
 #[test]
 fn arguments_that_do_not_parse_get_a_whole_message() {
@@ -21,11 +21,6 @@ fn arguments_that_do_not_parse_get_a_whole_message() {
             "a chunk of nothing",
             &["generate", "a", "--chunk", "0"],
             &["--chunk <N>", "must be a whole number from 1 on"],
-        ),
-        (
-            "a simulation without times of prefill",
-            &["stream", "simulate", "--tokens", "4096", "--values", "2048"],
-            &["--recompute <LIST>", "Usage: kv stream simulate"],
         ),
         (
             "a method that attends to nothing",
@@ -85,13 +80,6 @@ fn refusals_name_the_option_and_the_way_out() {
     for (args, what) in [
         (&["eval", "--lengths", "64,128,64"][..], "--lengths: 64 is given twice"),
         (&["eval", "--depths", "0.5,0.50"], "--depths: 0.5 is given twice"),
-        (&["cost", "--lengths", "64,128,64"], "--lengths: 64 is given twice"),
-        (&["cost", "--lengths", "0,1,2"], "--lengths must be at least 1, not 0"),
-        (&["stream", "load", "--timeout", "0"], "a number of seconds above 0, at most 86400, not 0"),
-        (&["stream", "load", "--latency", "-1"], "--latency must be a number of seconds from 0 on, not -1"),
-        (&["stream", "load", "--slo", "inf"], "--slo must be a number of seconds from 0 on, not inf"),
-        (&["stream", "load", "--reserve", "1"], "--reserve must be a fraction from 0 to below 1, not 1"),
-        (&["stream", "load", "--batch", "0"], "--batch must be at least 1"),
         (
             &["eval", "--methods", "dense", "--lengths", "64", "--trials", "18446744073709551615"],
             "--trials 18446744073709551615: a prompt of 64 tokens (--lengths) has no room for as many facts",
@@ -112,7 +100,10 @@ fn refusals_name_the_option_and_the_way_out() {
             &["generate", "a", "--method", "pqcache:held=64", "--device", "cpu"],
             "method pqcache: `held` has no effect on the CPU",
         ),
-        (&["compare", "--methods", "pqcache:iterations=no-file.json", "--device", "cpu"], "no-file.json: "),
+        (
+            &["compare", "--methods", "pqcache:iterations=no-file.json"],
+            "must be a whole number from 1 to 4096",
+        ),
         (&["eval", "--lengths", "64", "--trials", "16"], "--trials 16: a prompt of 64 tokens cannot be made"),
         (&["eval", "--lengths", "0"], "--lengths and --decode must be at least 1"),
         (&["eval", "--depths", "1.5"], "--depths: 1.5 is not from 0 to 1"),
@@ -153,7 +144,6 @@ fn refusals_name_the_option_and_the_way_out() {
 /// An option that the others leave without effect is an error, not ignored.
 #[test]
 fn options_without_effect_are_refused() {
-    let simulate = ["stream", "simulate", "--tokens", "4096", "--values", "2048", "--recompute", "1000=0.1"];
     for (args, what) in [
         (&["generate", "a", "--top-p", "0.9"][..], "--top-p has no effect without --temperature"),
         (&["generate", "a", "--seed", "3"], "--seed has no effect without --temperature"),
@@ -167,19 +157,8 @@ fn options_without_effect_are_refused() {
     ] {
         refused(&args.join(" "), args, what);
     }
-    for (more, what) in [
-        (&["--first", "1", "--encoding", "0,text"][..], "--first has no effect on encodings that are given"),
-        (&["--prior", "1", "--encoding", "text"], "--prior has no effect on encodings that are given"),
-        (&["--reserve", "0.2", "--slo", "1", "--encoding", "1"], "--reserve has no effect on encodings"),
-        (&["--reserve", "0.2"], "--reserve has no effect without --slo"),
-        (&["--first", "1", "--prior", "2"], "--first has no effect with --prior"),
-        (&["--trials", "3"], "--trials has no effect without --link random:LOW-HIGH"),
-        (&["--seed", "3"], "--seed has no effect without --link random:LOW-HIGH"),
-    ] {
-        refused(&more.join(" "), &[&simulate[..], more].concat(), what);
-    }
     #[cfg(feature = "store")]
-    for option in ["--kv-retry", "--kv-grid", "--kv-slo"] {
+    for option in ["--kv-retry", "--kv-slo"] {
         usage_refused(option, &["generate", "a", option, "5"], &["--kv <URL>"]);
     }
 }
@@ -216,6 +195,19 @@ fn a_prompt_may_come_from_standard_input() {
     }
 }
 
+/// A prompt with the text of BOS at its beginning, as a chat template leaves it, has BOS twice.
+#[test]
+fn a_second_bos_is_named() {
+    let model = fixture("gguf-sentencepiece").join("model.gguf");
+    let stderr = |prompt: &str| {
+        let args = ["generate", prompt, "--model", text(&model), "--tokens", "1", "--device", "cpu"];
+        let output = run(prompt, kv(&args));
+        assert!(output.status.success(), "{output:?}");
+        String::from_utf8(output.stderr).unwrap()
+    };
+    assert!(stderr("<s>the").contains("begins with BOS") && stderr("the").is_empty());
+}
+
 /// Without a GPU the default device is the CPU, and one line says why; `--device cpu` says nothing.
 #[test]
 fn a_device_that_is_not_the_first_choice_is_explained() {
@@ -226,18 +218,11 @@ fn a_device_that_is_not_the_first_choice_is_explained() {
         &["generate", "We", "--tokens", "1"][..],
         &["compare", "--context", "64", "--decode", "4", "--methods", "dense"],
         &["eval", "--methods", "dense", "--lengths", "64", "--trials", "0", "--decode", "2"],
-        &["cost", "--lengths", "16,32,64", "--method", "pqcache:code=2x4"],
-        &["stream", "load", "--context", "64", "--chunk", "32", "--decode", "2", "--calibration", "128"],
     ] {
         let output = run(command[0], kv(command));
         one_line(command[0], &output, 0, "kv: --device auto takes the CPU: ");
         let output = run(command[0], kv(&[command, &["--device", "cpu"]].concat()));
         assert!(output.status.success() && output.stderr.is_empty(), "{output:?}");
-    }
-    #[cfg(feature = "cuda")]
-    for (command, what) in [("speed", "kv speed times a GPU: --device auto takes the CPU: device: ")] {
-        refused(command, &[command], what);
-        refused(command, &[command, "--device", "cpu"], "kv speed times a GPU: pass another --device");
     }
 }
 
@@ -335,24 +320,10 @@ fn notes_under_a_table_tell_settings_apart() {
 
 #[test]
 fn defaults_of_lists_are_shown_as_they_are_written() {
-    for (command, defaults) in [
-        (&["eval"][..], &["512,2048", "0.1,0.5,0.9"][..]),
-        (&["cost"], &["512,1024,2048,4096"]),
-        (&["stream", "load"], &["4.1,3.1,2.0"]),
-        (&["stream", "simulate"], &["4.1,3.1,2.0"]),
-        #[cfg(feature = "cuda")]
-        (&["stream", "time"], &["4096,32768", "10,100,400"]),
-    ] {
-        let output = run("help", kv(&[command, &["--help"]].concat()));
-        let help = String::from_utf8(output.stdout).unwrap();
-        for default in defaults {
-            assert!(help.contains(&format!("[default: {default}]")), "{command:?}: {help}");
-        }
+    let help = String::from_utf8(run("help", kv(&["eval", "--help"])).stdout).unwrap();
+    for default in ["512,2048", "0.1,0.5,0.9"] {
+        assert!(help.contains(&format!("[default: {default}]")), "{help}");
     }
-    let simulate = ["stream", "simulate", "--tokens", "4096", "--values", "2048", "--recompute", "1000=0.1"];
-    let output = run("only what is required", kv(&simulate));
-    let stdout = String::from_utf8(output.stdout).unwrap();
-    assert!(stdout.contains("Simulated: 1 request of 4096 tokens"), "{stdout}");
 }
 
 #[test]

@@ -217,7 +217,8 @@ fn a_truncated_cache_continues_as_a_fresh_one_or_is_an_error() {
     for method in lossless.into_iter().chain(dropping) {
         // A prompt of 60 tokens, then steps; back from 100 tokens, also in the middle of the prompt.
         let to = |len: usize| {
-            let Prepared { model, mut cache } = s.prefilled(method, len.min(60));
+            let Prepared { model, mut cache } =
+                if len == 0 { s.prepare(method) } else { s.prefilled(method, len.min(60)) };
             s.decode(&model, cache.as_mut(), 60.min(len), len);
             Prepared { model, cache }
         };
@@ -247,7 +248,7 @@ fn a_truncated_cache_continues_as_a_fresh_one_or_is_an_error() {
             }
         }
     }
-    let refuses = |method| refused.iter().filter(|(refused, _)| *refused == method).map(|(_, len)| *len);
+    let refuses = |method| refused.iter().filter(move |(refused, _)| *refused == method).map(|(_, len)| *len);
     assert!(refused.iter().all(|(method, _)| dropping.contains(method)), "{refused:?}");
     assert!(
         refuses("streaming:window=10:exact=f32").eq([5, 30, 55, 59, 60, 61, 80, 93, 97, 99]),

@@ -4,7 +4,6 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use indicatif::ProgressBar;
 use kv_reference::compare::{Comparison, Row, Sizes, compare};
 use kv_reference::method::Method;
 use kv_reference::model::Model;
@@ -15,8 +14,7 @@ fn run(methods: &[&str], sizes: Sizes) -> Comparison {
     let text = std::fs::read_to_string(assets.join("sotu-heldout.txt")).unwrap();
     let tokens = model.tokenizer().unwrap().encode(&text).unwrap();
     let methods = Method::parse_list(&methods.join(",")).unwrap();
-    compare(&model, ("sotu-heldout", &tokens), &methods, sizes, None, 1, None, &ProgressBar::hidden())
-        .unwrap()
+    compare(&model, ("sotu-heldout", &tokens), &methods, sizes, None, 1, None, &()).unwrap()
 }
 
 fn row<'a>(comparison: &'a Comparison, spec: &str) -> &'a Row {

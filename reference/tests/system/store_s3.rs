@@ -8,10 +8,11 @@ use codec_core::{Encoding, FitOptions, ModelInfo, PlaneBuf, Plans, Profile, Stre
 use futures_util::StreamExt;
 use futures_util::future::join_all;
 use kv_reference::compare::calibrated;
-use kv_reference::eval::{kl_divergence, log_softmax};
+use kv_reference::eval::kl_divergence;
 use kv_reference::forward::Decoder;
 use kv_reference::method::Method;
 use kv_reference::model::{Model, Rope};
+use kv_reference::ops::log_softmax;
 use kv_reference::store::{
     AsyncStore, Check, Error, FillOptions, Filled, Grid, KvStore, Options, PromptStore, Put, Space,
     StoreLink, encode_chunk,

@@ -18,7 +18,6 @@ use kv_reference::stream::{self, Choice, Outcome, Trace};
 use kv_reference::{Error, Profile, Result};
 
 use super::super::store::{LevelArgs, NOTHING, OpenStore, RetryArgs};
-use super::super::stream::{RESERVE, choice, first_level};
 use super::super::{Files, check_seconds, count, print_error};
 use super::{Prefilled, Prefix};
 
@@ -78,10 +77,11 @@ impl KvArgs {
         let Some(url) = &self.kv else { return Ok(None) };
         check_seconds("--kv-slo", self.kv_slo)?;
         let levels = self.levels.methods()?.len();
-        let first_level = first_level(self.kv_slo, levels);
-        let slo = self.kv_slo * (1.0 - RESERVE);
+        let first_level = stream::first_level(self.kv_slo, levels);
+        let slo = self.kv_slo * (1.0 - stream::RESERVE);
         let policy = StreamPolicy { slo, first_level, prior: None, plans: Plans::TextFirst };
-        let choice = choice("--kv-encoding", &self.kv_encoding, levels, policy)?;
+        let choice = Choice::parse(&self.kv_encoding, levels, policy)
+            .map_err(|e| Error::Argument(format!("--kv-encoding: {e}")))?;
         if self.kv_slo > 0.0 && matches!(choice, Choice::Given(_)) {
             return Err(Error::argument("--kv-slo has no effect without --kv-encoding adaptive"));
         }

@@ -1,42 +1,30 @@
+//! Streams of stored contexts before a deadline, over shaped and simulated links: `peers/streaming.py` makes
+//! the tables.
+
 mod load;
 mod simulate;
-#[cfg(feature = "cuda")]
+mod table;
 mod time;
 
-use std::path::PathBuf;
-use std::str::FromStr;
-
-use clap::{Args, Subcommand};
-use codec_core::{CHUNK_TOKENS, Encoding, Plans, StreamPolicy};
+use clap::{Args, Parser};
+use codec_core::{CHUNK_TOKENS, Plans, StreamPolicy};
+use kv_benches::cli::{JsonArgs, check_number};
 use kv_reference::stream::link::{Bandwidth, GBPS};
-use kv_reference::stream::{Choice, MOST_SECONDS, Options};
+use kv_reference::stream::{Choice, MOST_SECONDS, Options, RESERVE, first_level};
 use kv_reference::{Error, Result};
 
-use super::output::Output;
-use super::{Files, JsonArgs, Stdout, check_number, check_seconds, count, no_effect};
-
-#[derive(Args)]
-pub struct Stream {
-    #[command(subcommand)]
-    command: Command,
-}
-
-#[derive(Subcommand)]
+#[derive(Parser)]
 enum Command {
     Load(load::Load),
     Simulate(simulate::Simulate),
-    #[cfg(feature = "cuda")]
     Time(time::Time),
 }
 
-impl Stream {
-    pub fn run(self, out: &mut Stdout) -> Result<()> {
-        match self.command {
-            Command::Load(command) => command.run(out),
-            Command::Simulate(command) => command.run(out),
-            #[cfg(feature = "cuda")]
-            Command::Time(command) => command.run(out),
-        }
+fn main() -> Result<()> {
+    match Command::parse() {
+        Command::Load(command) => command.run(),
+        Command::Simulate(command) => command.run(),
+        Command::Time(command) => command.run(),
     }
 }
 
@@ -45,7 +33,7 @@ impl Stream {
 struct StreamArgs {
     /// Bandwidth: Gbit/s, `random:LOW-HIGH`, or a file with a line `SECONDS GBPS` for every change
     #[arg(long, value_name = "RATE|FILE", default_value = "3", allow_negative_numbers = true)]
-    link: LinkArg,
+    link: Bandwidth,
     /// Seconds between a request and its first byte
     #[arg(long, value_name = "SECONDS", default_value_t = 0.0, allow_negative_numbers = true)]
     latency: f64,
@@ -83,31 +71,10 @@ struct StreamArgs {
     strict: bool,
     #[command(flatten)]
     json: JsonArgs,
-    /// Write one HTML page with the decisions and a chart
-    #[arg(long, value_name = "FILE")]
-    report: Option<PathBuf>,
-}
-
-/// A bandwidth, and the file that it is from.
-#[derive(Clone)]
-struct LinkArg {
-    bandwidth: Bandwidth,
-    file: Option<PathBuf>,
-}
-
-impl FromStr for LinkArg {
-    type Err = Error;
-
-    fn from_str(text: &str) -> Result<Self> {
-        Ok(Self { bandwidth: text.parse()?, file: Bandwidth::file_of(text).map(Into::into) })
-    }
 }
 
 /// Bits a value of the levels unless others are asked for.
 const BITS: &str = "4.1,3.1,2.0";
-
-/// Fraction of a deadline that is kept in reserve.
-pub(super) const RESERVE: f64 = 0.1;
 
 /// Most requests of a run.
 const MOST_REQUESTS: usize = 256;
@@ -120,8 +87,9 @@ impl StreamArgs {
             return Err(Error::Argument(what));
         }
         let levels = bits.len();
-        check_seconds("--latency", self.latency)?;
-        check_seconds("--slo", self.slo)?;
+        for (option, seconds) in [("--latency", self.latency), ("--slo", self.slo)] {
+            check_number(option, seconds, "a number of seconds from 0 on", |x| x >= 0.0)?;
+        }
         check_number("--reserve", self.reserve, "a fraction from 0 to below 1", |x| (0.0..1.0).contains(&x))?;
         if !(1..=MOST_REQUESTS).contains(&self.requests) {
             return Err(Error::Argument(format!("--requests must be 1 to {MOST_REQUESTS}")));
@@ -148,51 +116,7 @@ impl StreamArgs {
             prior: self.prior.map(|gbps| gbps * GBPS),
             plans: Plans::TextFirst,
         };
-        let choice = choice("--encoding", &self.encoding, levels, policy)?;
-        let is_reserved = self.reserve != RESERVE;
-        if let Choice::Given(_) = choice {
-            let given = [
-                (self.first.is_some(), "--first"),
-                (self.prior.is_some(), "--prior"),
-                (is_reserved, "--reserve"),
-            ];
-            if let Some((_, option)) = given.iter().find(|(is_given, _)| *is_given) {
-                return Err(no_effect(option, "on encodings that are given"));
-            }
-        }
-        if self.first.is_some() && self.prior.is_some() {
-            return Err(no_effect("--first", "with --prior, by which the first chunk's level is chosen"));
-        }
-        if is_reserved && self.slo == 0.0 {
-            return Err(no_effect("--reserve", "without --slo"));
-        }
+        let choice = Choice::parse(&self.encoding, levels, policy)?;
         Ok(Options { choice, batch: self.batch, timeout: self.timeout, fall_back: !self.strict })
     }
-
-    /// The outputs of `--json` and `--report` of a command that reads `files` and the link's file.
-    fn outputs(&self, mut files: Files) -> Result<[Output; 2]> {
-        self.link.file.iter().for_each(|path| files.reads("--link", path));
-        Ok([files.writes("--json", self.json.json.clone())?, files.writes("--report", self.report.clone())?])
-    }
-}
-
-/// The level of the first chunk where no bandwidth is known.
-pub(super) fn first_level(slo: f64, levels: usize) -> usize {
-    if slo == 0.0 { levels.saturating_sub(1) } else { levels / 2 }
-}
-
-/// The encodings that an option names: `adaptive` by this policy, `uniform`, or a list of text and levels.
-pub(super) fn choice(option: &str, text: &str, levels: usize, policy: StreamPolicy) -> Result<Choice> {
-    let encoding = |text: &str| match text.trim() {
-        "text" => Ok(Encoding::Text),
-        level => level.parse().ok().filter(|&level| level < levels).map(Encoding::Level).ok_or_else(|| {
-            let levels = format!("one of {} from 0 on", count(levels, "level"));
-            Error::Argument(format!("{option}: `{text}` is neither `text` nor {levels}"))
-        }),
-    };
-    Ok(match text {
-        "adaptive" => Choice::Adaptive(policy),
-        "uniform" => Choice::Adaptive(StreamPolicy { plans: Plans::Uniform, ..policy }),
-        list => Choice::Given(list.split(',').map(encoding).collect::<Result<_>>()?),
-    })
 }

@@ -5,8 +5,7 @@ use std::sync::Arc;
 use codec_core::Frame;
 use cudarc::driver::CudaStream;
 
-use super::launch::LAYERS;
-use super::{Landing, Loader};
+use super::{LAYERS, Loader, Staging};
 use crate::Result;
 use crate::device::host_memory::HostWord;
 use crate::device::memory::Buffer;
@@ -15,38 +14,39 @@ use crate::device::memory::Buffer;
 const PADDING: usize = 3;
 
 /// A stream that decodes.
-pub(super) struct Lane {
+pub(super) struct DecodeStream {
     pub stream: Arc<CudaStream>,
     pub workspace: Buffer<u8>,
 }
 
-/// Room for a frame on the device.
-pub(super) struct Slot {
+/// The buffers of a frame on the device.
+pub(super) struct FrameBuffers {
     pub frame: Buffer<u8>,
     pub wrong: HostWord,  // whether a block of the frame has another checksum
     pub failed: HostWord, // whether a tile of the frame could not be decoded
-    pub landing: Option<Landing>,
+    pub staging: Option<Staging>,
 }
 
 impl Loader {
-    /// Makes a slot and the workspaces large enough.
-    pub(super) fn make_room(
+    /// Makes the buffers of a frame and the workspaces large enough.
+    pub(super) fn reserve(
         &mut self,
         slot: usize,
         level: usize,
         frame: &Frame<'_>,
         bytes: usize,
-        lands: bool,
+        is_staged: bool,
     ) -> Result<()> {
         let (info, decode) = (frame.info(), &self.levels[level].decode);
         let workspace = decode.workspace_len(info, LAYERS.min(info.layers), info.blocks());
         let fits = |buffer: &Buffer<u8>, len| buffer.len() >= len;
         let (bytes, tokens) = (bytes + PADDING, info.tokens);
-        let has_landing = |slot: &Slot| slot.landing.as_ref().is_some_and(|rows| rows.capacity() >= tokens);
-        let has_landing = !lands || has_landing(&self.slots[slot]);
-        if has_landing
+        let has_staging =
+            |slot: &FrameBuffers| slot.staging.as_ref().is_some_and(|rows| rows.capacity() >= tokens);
+        let has_staging = !is_staged || has_staging(&self.slots[slot]);
+        if has_staging
             && fits(&self.slots[slot].frame, bytes)
-            && self.lanes.iter().all(|lane| fits(&lane.workspace, workspace))
+            && self.decode_streams.iter().all(|on| fits(&on.workspace, workspace))
         {
             return Ok(());
         }
@@ -55,12 +55,12 @@ impl Loader {
         if !fits(&self.slots[slot].frame, bytes) {
             self.slots[slot].frame = Buffer::zeros(&self.gpu, bytes + bytes / 8)?;
         }
-        if !has_landing {
-            self.slots[slot].landing = None; // before there is another one
-            self.slots[slot].landing = Some(Landing::new(&self.gpu, &self.config, tokens)?);
+        if !has_staging {
+            self.slots[slot].staging = None; // before there is another one
+            self.slots[slot].staging = Some(Staging::new(&self.gpu, &self.config, tokens)?);
         }
-        for lane in self.lanes.iter_mut().filter(|lane| !fits(&lane.workspace, workspace)) {
-            lane.workspace = Buffer::zeros(&self.gpu, workspace)?;
+        for on in self.decode_streams.iter_mut().filter(|on| !fits(&on.workspace, workspace)) {
+            on.workspace = Buffer::zeros(&self.gpu, workspace)?;
         }
         self.gpu.synchronize() // before another stream writes to what has just been cleared
     }

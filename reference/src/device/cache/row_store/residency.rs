@@ -1,3 +1,5 @@
+//! Rows that stay resident on the device between steps: `kernels/residency.cu`.
+
 use kv_gpu::{DevicePtr, Grid, Kernel};
 
 use super::StoreShape;
@@ -23,7 +25,7 @@ const MOST_SPAN: usize = 1 << 18;
 /// PQCache (arXiv 2407.12820, 3.4) keeps blocks of tokens, since its host looks them up and copies each at
 /// once. Here a kernel looks up single rows, and at equal memory single rows take half of the bytes that
 /// blocks take over the link (`gpu/src/kernels/PERFORMANCE.md`).
-pub(super) struct Reuse {
+pub(super) struct Residency {
     kernel: Kernel,
     entries: Buffer<[u32; 2]>, // (layer, parity of the step, heads of sequences, held): tokens and slots
     steps: Buffer<u32>,        // (layer, heads of sequences): so far; none makes all slots empty
@@ -66,7 +68,7 @@ struct ReuseArguments {
 
 const _: () = assert!(size_of::<ReuseArguments>() == 112);
 
-impl Reuse {
+impl Residency {
     /// Empty slots for `held` rows of each head of every sequence, in every layer.
     pub fn new(gpu: &Gpu, shape: &StoreShape, held: usize) -> Result<Self> {
         let &StoreShape { n_layers, batch, heads, stored, most, .. } = shape;
@@ -84,7 +86,7 @@ impl Reuse {
             false => 1,
         };
         Ok(Self {
-            kernel: gpu.device.kernel(&programs::reuse(short), "reuse", shared)?.prefer_shared()?,
+            kernel: gpu.device.kernel(&programs::residency(short), "residency", shared)?.prefer_shared()?,
             entries: Buffer::zeros(gpu, 2 * n_layers * heads * held)?,
             steps: words(n_layers * heads)?,
             found_at: of_long(heads * held)?,

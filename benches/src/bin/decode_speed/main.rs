@@ -1,31 +1,35 @@
+//! Times decode steps and prompts of the reference's loop on a GPU: `peers/decode.py` and `peers/offload.py`
+//! make the tables.
+
+mod times;
+
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
-use clap::Args;
-use kv_reference::device::times::{PromptTimes, StepTimes, Times};
+use clap::Parser;
+use kv_benches::cli::{DeviceArgs, JsonArgs, asset, check_number};
 use kv_reference::device::{Decoder, Element, Gpu, Part, RANDOM_MODELS, Weights, method_cache};
 use kv_reference::method::Method;
+use kv_reference::model::Model;
 use kv_reference::{Error, Result};
-
-use super::{
-    DeviceArgs, Files, JsonArgs, ModelArgs, Stdout, at_least_one, distinct, profile_clustering, progress,
-};
+use times::{PromptTimes, StepTimes, Times};
 
 /// Time decode steps on a GPU, and prompts (--chunk)
 ///
 /// For steps the caches are filled with random rows or codes, so that any length is timed at once.
-#[derive(Args)]
+#[derive(Parser)]
 #[command(after_help = "Examples:
-  kv speed --random llama-3.1-8b --contexts 8192,131072 --batches 1,6
-  kv speed --random llama-3.1-8b --contexts 131072 --hits 0.5 --methods pqcache:exact=bf16,hybrid:exact=bf16
-  kv speed --random llama-3.1-8b --contexts 32768 --chunk 8192
+  decode_speed --random llama-3.1-8b --contexts 8192,131072 --batches 1,6
+  decode_speed --random llama-3.1-8b --contexts 131072 --hits 0.5 --methods pqcache:exact=bf16,hybrid:exact=bf16
+  decode_speed --random llama-3.1-8b --contexts 32768 --chunk 8192
 
 Methods and their settings: kv methods")]
-pub struct Speed {
-    #[command(flatten)]
-    model: ModelArgs,
+struct Speed {
+    /// Hugging Face folder or GGUF file [default: the shipped tiny-llama-12m]
+    #[arg(long, value_name = "DIR|FILE")]
+    model: Option<PathBuf>,
     /// A model shape with hashed weights: llama-2-7b, llama-3.1-8b or llama-3.1-70b/8
     #[arg(long, value_name = "NAME", conflicts_with = "model")]
     random: Option<String>,
@@ -50,7 +54,7 @@ pub struct Speed {
     #[arg(long, value_name = "N", default_value_t = 64)]
     steps: usize,
     /// Also time prefills as long as the context, in chunks of N tokens: to the first and to the second token
-    #[arg(long, value_name = "N", value_parser = at_least_one)]
+    #[arg(long, value_name = "N")]
     chunk: Option<NonZeroUsize>,
     /// Write the logits of the first step of every run, after token 1, and with --chunk those after the
     /// prompts: little-endian f32 (batch, vocabulary), one run after the other
@@ -60,47 +64,33 @@ pub struct Speed {
     device: DeviceArgs,
     #[command(flatten)]
     json: JsonArgs,
-    /// Write one HTML page with the table and a chart of the parts of a step's time
-    #[arg(long, value_name = "FILE")]
-    report: Option<PathBuf>,
+}
+
+fn main() -> Result<()> {
+    Speed::parse().run()
 }
 
 /// Untimed warm-up steps.
 const WARM_UP: usize = 3;
 
 impl Speed {
-    pub fn run(self, out: &mut Stdout) -> Result<()> {
+    fn run(self) -> Result<()> {
         if self.steps == 0 || self.contexts.contains(&0) || self.batches.contains(&0) {
             return Err(Error::argument("--steps, --contexts and --batches must be at least 1"));
         }
-        distinct("--contexts", &self.contexts)?;
-        distinct("--batches", &self.batches)?;
-        if !(0.0..=1.0).contains(&self.hits) {
-            return Err(Error::argument("--hits must be a fraction from 0 to 1"));
-        }
+        check_number("--hits", self.hits.into(), "a fraction from 0 to 1", |x| (0.0..=1.0).contains(&x))?;
         let methods = Method::parse_list(&self.methods)?;
-        let mut files = Files::default();
-        if self.random.is_none() {
-            files.reads("--model", &self.model.path());
-        }
-        files.reads_settings("--methods", &methods);
-        let json = files.writes("--json", self.json.json.clone())?;
-        let logits_file = files.writes("--logits", self.logits.clone())?;
-        let report = files.writes("--report", self.report.clone())?;
         if let Some(name) = self.random.as_ref().filter(|name| !RANDOM_MODELS.contains(&name.as_str())) {
             let known = RANDOM_MODELS.join(", ");
             return Err(Error::Argument(format!("--random: no random model `{name}`, only {known}")));
         }
-        let gpu = Arc::new(self.device.gpu("kv speed times a GPU")?);
-        let bar = progress();
-        bar.set_length((methods.len() * self.contexts.len() * self.batches.len()) as u64);
+        let gpu = self.device.require_gpu()?;
         let mut output =
             Times { model: String::new(), copy_bytes_per_second: gpu.copy_rate()?, rows: vec![] };
         let mut logits = vec![];
         let mut loaded: Option<Arc<Weights>> = None;
         for method in &methods {
             let element = method.device_element()?;
-            bar.set_message("weights");
             let weights = match loaded.take().filter(|weights| weights.element == element) {
                 Some(weights) => weights,
                 None => Arc::new(self.weights(&gpu, element, &mut output.model)?),
@@ -110,7 +100,7 @@ impl Speed {
                 .iter()
                 .flat_map(|context| self.batches.iter().map(move |batch| (context, batch)))
             {
-                bar.set_message(format!("{} {context} x {batch}", method.spec()));
+                eprintln!("{} {context} x {batch}", method.spec());
                 output.rows.push(self.row(
                     (&gpu, &weights),
                     method,
@@ -118,15 +108,13 @@ impl Speed {
                     output.copy_bytes_per_second,
                     &mut logits,
                 )?);
-                bar.inc(1);
             }
             loaded = Some(weights);
         }
-        bar.finish_and_clear();
-        out.print(format_args!("{}\n", output.table()));
-        json.write_json(&output)?;
-        report.write(|_| Ok(output.html()?.into_bytes()))?;
-        logits_file.write(|_| Ok(logits))
+        println!("{}", output.table());
+        self.json.write(&output)?;
+        let path = self.logits.as_deref();
+        path.map_or(Ok(()), |path| std::fs::write(path, logits).map_err(|e| Error::io(path, e)))
     }
 
     fn weights(&self, gpu: &Gpu, element: Element, name: &mut String) -> Result<Weights> {
@@ -134,7 +122,7 @@ impl Speed {
             name.clone_from(random);
             return Weights::random(gpu, random, element);
         }
-        let model = self.model.load()?;
+        let model = Model::load(&self.model.clone().unwrap_or_else(|| asset("tiny-llama-12m")))?;
         name.clone_from(&model.name);
         Weights::of(gpu, &model, element)
     }
@@ -148,7 +136,6 @@ impl Speed {
         logits: &mut Vec<u8>,
     ) -> Result<StepTimes> {
         let capacity = (context + self.steps + WARM_UP).next_multiple_of(64);
-        profile_clustering(gpu, method, &weights.config)?;
         let mut cache = method_cache(gpu, method, &weights.config, weights.element, None, batch, capacity)?;
         cache.force_hits(self.hits);
         if self.synchronous {

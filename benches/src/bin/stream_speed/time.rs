@@ -1,4 +1,4 @@
-//! `kv stream time`.
+//! Loads of contexts of a model's shape into its cache on a GPU.
 
 use std::num::NonZeroUsize;
 use std::ops::Range;
@@ -7,10 +7,10 @@ use std::time::Instant;
 
 use clap::Args;
 use codec_core::{
-    BlockIndex, Coder, Encoding, FitOptions, Frame, FrameInfo, ModelInfo, ModelKind, PlaneBuf, PredictorKind,
-    Profile, Side, Steps, TransformBuf, assemble_frame, encode_frame,
+    BlockIndex, CHUNK_TOKENS, Coder, Encoding, FitOptions, Frame, FrameInfo, ModelInfo, ModelKind, PlaneBuf,
+    PredictorKind, Profile, Side, Steps, TransformBuf, assemble_frame, encode_frame,
 };
-use comfy_table::{Table, presets};
+use kv_benches::cli::{DeviceArgs, JsonArgs, table};
 use kv_reference::device::{
     Chunk, Decoder, FRAMES, Gpu, Loader, PageLocked, RANDOM_MODELS, Stages, StreamTarget, Weights, hashed,
     method_cache,
@@ -26,16 +26,13 @@ use kv_reference::{Error, Result};
 use rayon::prelude::*;
 use serde::Serialize;
 
-use super::super::{DeviceArgs, Files, JsonArgs, Stdout, at_least_one, distinct, progress};
-use super::CHUNK_TOKENS;
-
 /// Time loads of contexts of a model's shape into its cache on a GPU
 ///
 /// Frames come out of page-locked memory, stage by stage and then overlapped, and over links. Keys and values
 /// are random numbers, with and without a transform. The levels have about 4, 3 and 2 bits a value.
 #[derive(Args)]
 #[command(
-    after_help = "Example:\n  kv stream time --random llama-3.1-8b --contexts 4096,32768 --links 10,100,400"
+    after_help = "Example:\n  stream_speed time --random llama-3.1-8b --contexts 4096,32768 --links 10,100,400"
 )]
 pub struct Time {
     /// The model's shape: llama-2-7b, llama-3.1-8b or llama-3.1-70b/8
@@ -52,7 +49,7 @@ pub struct Time {
     #[arg(allow_negative_numbers = true)]
     links: Vec<f64>,
     /// Runs of which the median counts
-    #[arg(long, value_name = "N", default_value = "5", value_parser = at_least_one)]
+    #[arg(long, value_name = "N", default_value = "5")]
     rounds: NonZeroUsize,
     #[command(flatten)]
     device: DeviceArgs,
@@ -107,12 +104,10 @@ struct Linked {
 }
 
 impl Time {
-    pub fn run(self, out: &mut Stdout) -> Result<()> {
+    pub fn run(self) -> Result<()> {
         if self.chunk == 0 || !self.contexts.iter().all(|tokens| (1..=MOST_TOKENS).contains(tokens)) {
             return Err(Error::Argument(format!("a chunk has tokens, and a context 1 to {MOST_TOKENS}")));
         }
-        distinct("--contexts", &self.contexts)?;
-        distinct("--links", &self.links)?;
         if !RANDOM_MODELS.contains(&self.random.as_str()) {
             let models = RANDOM_MODELS.join(", ");
             return Err(Error::Argument(format!("no random model `{}`, only {models}", self.random)));
@@ -122,10 +117,7 @@ impl Time {
             link.map_err(|e| Error::Argument(format!("--links: {e}")))
         };
         let links = self.links.iter().map(link).collect::<Result<Vec<_>>>()?;
-        let json = Files::default().writes("--json", self.json.json.clone())?;
-        let gpu = Arc::new(self.device.gpu("kv stream time times a GPU")?);
-        let bar = progress();
-        bar.set_message("weights");
+        let gpu = self.device.require_gpu()?;
         let dense: Method = "dense:dtype=bf16".parse()?;
         let element = dense.device_element()?;
         let weights = Arc::new(Weights::random(&gpu, &self.random, element)?);
@@ -134,7 +126,7 @@ impl Time {
         let shape = Shape::new(config, self.chunk.min(longest))?;
         let mut output = Output { model: self.random.clone(), chunk: self.chunk, rows: vec![] };
         for &tokens in &self.contexts {
-            bar.set_message(format!("{tokens} tokens"));
+            eprintln!("{tokens} tokens");
             let cache = method_cache(&gpu, &dense, config, element, None, 1, tokens + 1)?;
             let mut decoder = Decoder::new(gpu.clone(), weights.clone(), cache, 1)?;
             let mut loader = decoder.loader(&shape.profile)?;
@@ -143,9 +135,8 @@ impl Time {
                 output.rows.push(self.row(&mut decoder, &mut loader, &context, level, &links)?);
             }
         }
-        bar.finish_and_clear();
-        out.print(format_args!("{}\n\n{}\n", loads(&output).trim_fmt(), streams(&output).trim_fmt()));
-        json.write_json(&output)
+        println!("{}\n\n{}", loads(&output), streams(&output));
+        self.json.write(&output)
     }
 
     fn row(
@@ -346,10 +337,8 @@ fn cosines(info: &ModelInfo) -> Result<TransformBuf> {
 }
 
 /// The stages of loads out of page-locked memory.
-fn loads(output: &Output) -> Table {
-    let mut table = Table::new();
-    table.load_preset(presets::NOTHING);
-    table.set_header([
+fn loads(output: &Output) -> String {
+    let header = [
         "tokens",
         "transform",
         "bits/value",
@@ -361,12 +350,12 @@ fn loads(output: &Output) -> Table {
         "check, ms",
         "load, ms",
         "over the copy",
-    ]);
-    for row in &output.rows {
+    ];
+    let rows = output.rows.iter().map(|row| {
         let values = 8.0 * row.bytes as f64 / row.bits_per_value;
-        table.add_row([
+        [
             row.tokens.to_string(),
-            yes(row.transform),
+            row.transform.to_string(),
             format!("{:.2}", row.bits_per_value),
             format!("{:.1}", row.bytes as f64 / 1e6),
             format!("{:.2}", row.copy_ms),
@@ -376,16 +365,14 @@ fn loads(output: &Output) -> Table {
             format!("{:.2}", row.check_ms),
             format!("{:.2}", row.load_ms),
             format!("{:.2}", row.load_ms / row.copy_ms),
-        ]);
-    }
-    table
+        ]
+    });
+    table(header, rows)
 }
 
 /// The times to the first token behind links.
-fn streams(output: &Output) -> Table {
-    let mut table = Table::new();
-    table.load_preset(presets::NOTHING);
-    table.set_header([
+fn streams(output: &Output) -> String {
+    let header = [
         "tokens",
         "transform",
         "bits/value",
@@ -395,13 +382,12 @@ fn streams(output: &Output) -> Table {
         "rest",
         "first token, ms",
         "decode over the transfer",
-    ]);
-    for (row, linked) in output.rows.iter().flat_map(|row| row.links.iter().map(move |linked| (row, linked)))
-    {
-        let &Linked { gbps, transfer_ms, decode_after_ms, rest_ms } = linked;
-        table.add_row([
+    ];
+    let linked = output.rows.iter().flat_map(|row| row.links.iter().map(move |linked| (row, linked)));
+    let rows = linked.map(|(row, &Linked { gbps, transfer_ms, decode_after_ms, rest_ms })| {
+        [
             row.tokens.to_string(),
-            yes(row.transform),
+            row.transform.to_string(),
             format!("{:.2}", row.bits_per_value),
             gbps.to_string(),
             format!("{transfer_ms:.2}"),
@@ -409,11 +395,7 @@ fn streams(output: &Output) -> Table {
             format!("{rest_ms:.2}"),
             format!("{:.2}", transfer_ms + decode_after_ms + rest_ms),
             format!("{:.1} %", 100.0 * decode_after_ms / transfer_ms),
-        ]);
-    }
-    table
-}
-
-fn yes(is: bool) -> String {
-    if is { "yes" } else { "no" }.into()
+        ]
+    });
+    table(header, rows)
 }

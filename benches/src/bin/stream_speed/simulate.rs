@@ -1,19 +1,19 @@
-//! `kv stream simulate`.
+//! Streams on a simulated clock.
 
 use clap::Args;
-use kv_reference::stream::link::Bandwidth;
+use kv_benches::cli::check_number;
 use kv_reference::stream::simulated::{Machine, simulate};
 use kv_reference::stream::speeds::{GPU_DECODE_RATE, PrefillTime, Speeds};
-use kv_reference::stream::{ChunkCost, MOST_SECONDS, Trace, page};
+use kv_reference::stream::{ChunkCost, MOST_SECONDS, Trace};
 use kv_reference::{Error, Result};
 use serde::Serialize;
 
-use super::super::{Files, Stdout, check_number, count, no_effect};
-use super::{BITS, StreamArgs};
+use crate::table::table;
+use crate::{BITS, StreamArgs};
 
 /// Time streams of contexts of a given shape on a simulated clock
 #[derive(Args)]
-#[command(after_help = "Example:\n  kv stream simulate --tokens 32768 --values 65536 --bits 4.1,3.1,2.1 \
+#[command(after_help = "Example:\n  stream_speed simulate --tokens 32768 --values 65536 --bits 4.1,3.1,2.1 \
                   --recompute 8192=0.207,131072=10.712 --link random:0.1-10 --slo 1 --trials 1000")]
 pub struct Simulate {
     /// Tokens of the context
@@ -51,7 +51,7 @@ fn point(text: &str) -> std::result::Result<(f64, f64), String> {
     point.ok_or_else(|| format!("`{text}` is not TOKENS=SECONDS"))
 }
 
-/// A run of `kv stream simulate`.
+/// A run of `stream_speed simulate`.
 #[derive(Serialize)]
 struct Simulated {
     tokens: usize,
@@ -86,7 +86,7 @@ impl Trial {
 }
 
 impl Simulate {
-    pub fn run(self, out: &mut Stdout) -> Result<()> {
+    pub fn run(self) -> Result<()> {
         for &bits in &self.bits {
             check_number("--bits", bits, "numbers above 0", |x| x > 0.0)?;
         }
@@ -97,11 +97,6 @@ impl Simulate {
             check_number(option, count as f64, "above 0", |x| x > 0.0)?;
         }
         let options = self.stream.options(&self.bits)?;
-        let varies = matches!(self.stream.link.bandwidth, Bandwidth::Random { .. });
-        let random = [(self.trials > 1, "--trials"), (self.seed != 0, "--seed")];
-        if let Some((_, option)) = random.iter().find(|(is_given, _)| *is_given && !varies) {
-            return Err(no_effect(option, "without --link random:LOW-HIGH"));
-        }
         let machine = Machine {
             values_per_token: self.values,
             bits: self.bits.clone(),
@@ -111,12 +106,11 @@ impl Simulate {
                 decode_rate: self.decode_rate * 1e9,
             },
         };
-        let [json, report] = self.stream.outputs(Files::default())?;
         let requests: Vec<Vec<ChunkCost>> =
             vec![machine.chunks(self.tokens, self.stream.chunk)?; self.stream.requests];
         let (mut trials, mut first) = (vec![], None);
         for trial in 0..self.trials {
-            let link = self.stream.link.bandwidth.clone().seeded(self.seed.wrapping_add(trial));
+            let link = self.stream.link.clone().seeded(self.seed.wrapping_add(trial));
             let trace = simulate(&requests, link, self.stream.latency, &options)?;
             trials.push(Trial::new(&trace, self.rest, self.bits.len()));
             first.get_or_insert(trace);
@@ -131,10 +125,8 @@ impl Simulate {
             trials,
             trace,
         };
-        let notes = result.notes();
-        out.print(format_args!("{}\n\n{}\n", page::table(&result.trace), notes.join("\n")));
-        json.write_json(&result)?;
-        report.write(|_| Ok(page::html(&result.trace, result.slo, &notes)?.into_bytes()))
+        println!("{}\n\n{}", table(&result.trace), result.notes().join("\n"));
+        self.stream.json.write(&result)
     }
 }
 
@@ -144,15 +136,15 @@ impl Simulated {
         times.sort_by(f64::total_cmp);
         let late = times.iter().filter(|&&seconds| seconds > self.slo).count();
         let mut notes = vec![format!(
-            "Simulated: {} of {}; first token after {:.1} ms in the median of {}, {:.1} ms at most.",
-            count(self.requests, "request"),
-            count(self.tokens, "token"),
+            "Simulated: {} requests of {} tokens; first token after {:.1} ms in the median of {} trials, {:.1} ms at most.",
+            self.requests,
+            self.tokens,
             1e3 * times[times.len() / 2],
-            count(times.len(), "trial"),
+            times.len(),
             1e3 * times[times.len() - 1]
         )];
         if self.slo > 0.0 {
-            notes.push(format!("{late} of {} took longer than {} s.", count(times.len(), "trial"), self.slo));
+            notes.push(format!("{late} of {} trials took longer than {} s.", times.len(), self.slo));
         }
         notes
     }

@@ -11,7 +11,7 @@ use crate::model::Config;
 use crate::{Error, Result};
 
 /// Rows of the tokens of a frame: elements (layer, keys and values, heads, capacity, head_dim).
-pub(in crate::device) struct Landing {
+pub(in crate::device) struct Staging {
     rows: Buffer<u16>,
     sides: Buffer<DevicePtr<AnyElement>>, // (layer, keys and values)
     capacity: usize,
@@ -19,8 +19,8 @@ pub(in crate::device) struct Landing {
     head_dim: usize,
 }
 
-impl Landing {
-    /// Room for frames of up to `capacity` tokens.
+impl Staging {
+    /// Rows for frames of up to `capacity` tokens.
     ///
     /// # Errors
     /// [`Error::DeviceMemory`] where it does not fit; [`Error::Device`].
@@ -36,7 +36,7 @@ impl Landing {
         Ok(Self { rows, sides, capacity, heads, head_dim })
     }
 
-    /// Tokens that it has room for.
+    /// Capacity in tokens.
     pub(super) const fn capacity(&self) -> usize {
         self.capacity
     }

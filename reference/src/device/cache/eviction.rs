@@ -1,3 +1,5 @@
+//! When each layer encodes the tokens that its window evicts.
+
 use std::sync::Arc;
 
 use cudarc::driver::{CudaEvent, CudaStream};
@@ -9,19 +11,19 @@ use crate::device::memory::Buffer;
 use crate::device::{Gpu, driver, programs};
 use crate::{Error, Result};
 
-/// The schedule of encoding by layer, so that tokens have codes before the ring overwrites their rows.
+/// When each layer evicts: every half window, so that a token has a code before the ring overwrites its row.
 ///
 /// Every half ring, a layer encodes the tokens that will be overwritten within a ring, on the low-priority
-/// stream, while decoding goes on. Layers take turns, so that all steps have about the same work.
-pub(super) struct Turns {
+/// stream, while decoding goes on. Each step evicts some layers, so that all have about the same work.
+pub(super) struct Evictions {
     plan: Kernel,
     planned: Buffer<u32>, // (layer, batch): planned tokens after the sinks
-    firsts: Buffer<u32>,  // (layer, batch): first tokens of the last turn
+    firsts: Buffer<u32>,  // (layer, batch): first tokens of the last eviction
     counts: Buffer<u32>,  // (layer, batch)
     background: Arc<CudaStream>,
     /// Whether encoding runs on the low-priority stream; else decoding waits for it.
     pub asynchronous: bool,
-    encoded: Vec<Option<CudaEvent>>, // for each turn, of the background stream
+    encoded: Vec<Option<CudaEvent>>, // for each step of a half ring, of the background stream
     steps: usize,
     n_layers: usize,
     batch: usize,
@@ -42,22 +44,22 @@ struct PlanArguments {
     horizon: u32,
 }
 
-/// A turn whose tokens are planned.
-pub(super) struct Turn {
+/// An eviction whose tokens are planned.
+pub(super) struct Eviction {
     index: usize,
     step: usize,
     n_layers: usize,
 }
 
-impl Turn {
-    /// The layers of this turn.
+impl Eviction {
+    /// The layers that evict.
     pub fn layers(&self) -> impl Iterator<Item = usize> {
         (self.index..self.n_layers).step_by(self.step)
     }
 }
 
-impl Turns {
-    /// Turns of empty layers.
+impl Evictions {
+    /// The schedule of empty layers.
     ///
     /// # Errors
     /// [`Error::Argument`] for a window of an odd number of tokens, or none; [`Error::Device`].
@@ -70,7 +72,7 @@ impl Turns {
         }
         let words = || Buffer::<u32>::zeros(gpu, n_layers * batch);
         Ok(Self {
-            plan: gpu.device.kernel(&programs::leaving(), "plan", 0)?,
+            plan: gpu.device.kernel(&programs::evict(), "plan", 0)?,
             planned: words()?,
             firsts: words()?,
             counts: words()?,
@@ -85,7 +87,7 @@ impl Turns {
         })
     }
 
-    /// The first token after the sinks that a layer's last turn encodes, for every sequence.
+    /// The first token after the sinks that a layer's last eviction encodes, for every sequence.
     pub fn firsts(&self, layer: usize) -> DevicePtr<u32> {
         self.firsts.pointer().offset(layer * self.batch)
     }
@@ -95,9 +97,9 @@ impl Turns {
         self.counts.pointer().offset(layer * self.batch)
     }
 
-    /// Plans the turn of the next step, from the end of the tokens that the same turn has encoded. None if no
-    /// layer has this turn.
-    pub fn begin(&mut self, gpu: &Gpu, sequences: &Sequences) -> Result<Option<Turn>> {
+    /// Plans the eviction of the next step, from the end of the tokens that its layers have encoded. None if
+    /// no layer evicts.
+    pub fn begin(&mut self, gpu: &Gpu, sequences: &Sequences) -> Result<Option<Eviction>> {
         let index = self.steps % self.encoded.len();
         self.steps += 1;
         if index >= self.n_layers {
@@ -106,9 +108,9 @@ impl Turns {
         if let Some(encoded) = self.encoded[index].take() {
             gpu.stream.wait(&encoded).map_err(|e| driver("wait for codes", e))?;
         }
-        let turn = Turn { index, step: self.encoded.len(), n_layers: self.n_layers };
-        turn.layers().try_for_each(|layer| self.plan(gpu, sequences, layer))?;
-        Ok(Some(turn))
+        let eviction = Eviction { index, step: self.encoded.len(), n_layers: self.n_layers };
+        eviction.layers().try_for_each(|layer| self.plan(gpu, sequences, layer))?;
+        Ok(Some(eviction))
     }
 
     fn plan(&self, gpu: &Gpu, sequences: &Sequences, layer: usize) -> Result<()> {
@@ -137,11 +139,11 @@ impl Turns {
         Ok(&self.background)
     }
 
-    /// Ends a turn whose encoding has been launched on [`Self::background`].
-    pub fn end(&mut self, turn: &Turn) -> Result<()> {
+    /// Ends an eviction whose encoding has been launched on [`Self::background`].
+    pub fn end(&mut self, eviction: &Eviction) -> Result<()> {
         if self.asynchronous {
             let encoded = self.background.record_event(None);
-            self.encoded[turn.index] = Some(encoded.map_err(|e| driver("record codes", e))?);
+            self.encoded[eviction.index] = Some(encoded.map_err(|e| driver("record codes", e))?);
         }
         Ok(())
     }
@@ -162,14 +164,14 @@ impl Turns {
     }
 
     /// Sets the number of encoded tokens after the sinks of one sequence, after all pending encoding.
-    pub fn settle_one(&self, gpu: &Gpu, sequence: usize, encoded: usize) -> Result<()> {
+    pub fn set_length(&self, gpu: &Gpu, sequence: usize, encoded: usize) -> Result<()> {
         self.wait(gpu)?;
         (0..self.n_layers).try_for_each(|layer| {
             self.planned.write_at(gpu, layer * self.batch + sequence, &[encoded as u32])
         })
     }
 
-    /// Restarts with sequences of `tokens` tokens, as if the last turns had been half a ring ago.
+    /// Restarts with sequences of `tokens` tokens, as if the last evictions had been half a ring ago.
     pub fn restart_at(&mut self, gpu: &Gpu, tokens: usize) -> Result<()> {
         let encoded = (tokens + self.ring / 2).saturating_sub(self.sinks + self.ring);
         self.restart(gpu, &vec![encoded; self.batch])

@@ -1,44 +1,40 @@
-//! `kv stream load`.
+//! Loads an encoded prompt over a shaped link into a cache, and compares what it then computes.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
 use clap::Args;
+use kv_benches::cli::{DeviceArgs, asset};
 use kv_reference::cache::KvCache;
 use kv_reference::compare::{calibrated, check_room, run_start};
-#[cfg(feature = "cuda")]
 use kv_reference::device::{self, Gpu, PageLocked, StreamTarget, Weights, method_cache};
 use kv_reference::eval::{Divergence, SharedPrompt, score_text};
 use kv_reference::forward::Decoder;
 use kv_reference::method::{Method, Prepared};
 use kv_reference::model::{Model, Rope};
-#[cfg(feature = "cuda")]
-use kv_reference::stream::Bytes;
 use kv_reference::stream::encoded::{EncodedContext, Memory, SINKS, levels};
 use kv_reference::stream::link::{RealClock, ShapedLink};
 use kv_reference::stream::receiver::{Target, serve_into};
-use kv_reference::stream::{Options, Trace, page};
-use kv_reference::{Error, Profile, Result};
+use kv_reference::stream::{Bytes, Options, Trace};
+use kv_reference::{Error, Profile, Result, files};
 use serde::Serialize;
 
-#[cfg(feature = "cuda")]
-use super::super::device::Chosen;
-use super::super::{
-    DeviceArgs, Files, ModelArgs, Stdout, TextArgs, count, few_tokens, print_error, progress,
-};
-use super::{BITS, StreamArgs};
+use crate::table::table;
+use crate::{BITS, StreamArgs};
 
 /// Encode a prompt at several levels and load it over a shaped link into a cache
 #[derive(Args)]
 #[command(
-    after_help = "Example:\n  kv stream load --context 4096 --chunk 512 --link random:0.01-0.1 --slo 0.5 \
-                  --report page.html"
+    after_help = "Example:\n  stream_speed load --context 4096 --chunk 512 --link random:0.01-0.1 --slo 0.5"
 )]
 pub struct Load {
-    #[command(flatten)]
-    model: ModelArgs,
-    #[command(flatten)]
-    text: TextArgs,
+    /// Hugging Face folder or GGUF file [default: the shipped tiny-llama-12m]
+    #[arg(long, value_name = "DIR|FILE")]
+    model: Option<PathBuf>,
+    /// Text to run over [default: the shipped State of the Union addresses]
+    #[arg(long, value_name = "FILE")]
+    text: Option<PathBuf>,
     /// Tokens of the prompt
     #[arg(long, value_name = "N", default_value_t = 4096)]
     context: usize,
@@ -57,7 +53,7 @@ pub struct Load {
     device: DeviceArgs,
 }
 
-/// A run of `kv stream load`.
+/// The result of a run.
 #[derive(Serialize)]
 struct Loaded {
     model: String,
@@ -81,7 +77,7 @@ struct Level {
 }
 
 impl Load {
-    pub fn run(self, out: &mut Stdout) -> Result<()> {
+    pub fn run(self) -> Result<()> {
         if self.decode == 0 {
             return Err(Error::argument("decode needs at least one token"));
         }
@@ -93,31 +89,21 @@ impl Load {
         let specs: Vec<_> = self.bits.iter().map(|bits| format!("cachegen:bits={bits}")).collect();
         let methods = Method::parse_list(&specs.join(","))?;
         let options = self.stream.options(&self.bits)?;
-        let mut files = Files::default();
-        files.reads("--model", &self.model.path());
-        self.text.add_to(&mut files);
-        let [json, report] = self.stream.outputs(files)?;
-        let model = self.model.load()?;
-        let (text, tokens) = self.text.tokens(&model)?;
+        let model = self.model.clone().unwrap_or_else(|| asset("tiny-llama-12m"));
+        let model = Arc::new(Model::load(&model)?);
+        let path = self.text.clone().unwrap_or_else(|| asset("sotu-heldout.txt"));
+        let tokens = model.tokenizer()?.encode(&files::read_text(&path)?)?;
         check_room(&model, self.context, self.decode, "--context")?;
         let run = self.context + self.decode + 1;
         let start = run_start(&model, tokens.len(), run, self.calibration, "--context")?;
         let rope = Arc::new(Rope::new(&model.config, (self.context + self.decode).max(start)));
-        let bar = progress();
-        bar.set_message("calibrating");
-        let profile = few_tokens(
-            calibrated(&model, &rope, &tokens[..start], &methods),
-            "a longer --text, a larger --calibration, or a smaller --context or --decode",
-        )?;
+        let profile = calibrated(&model, &rope, &tokens[..start], &methods)?;
         let planes = levels(&methods, &model, &profile)?;
         let (prompt, rest) = tokens[start..].split_at(self.context);
         let decoded = &rest[..self.decode + 1];
-        bar.set_message("encoding");
         let context = EncodedContext::encode(&model, &rope, &planes, prompt, self.stream.chunk)?;
-        bar.set_message("loading");
         let run = Run { load: &self, model: &model, rope: &rope, planes: &planes, prompt, decoded, options };
         let Judged { trace, divergence, first_token } = run.judge(&context)?;
-        bar.finish_and_clear();
         let values = (self.context * model.config.kv_values_per_token()) as f64;
         let level = |(method, bytes): (&Method, usize)| Level {
             setting: method.spec(),
@@ -125,7 +111,7 @@ impl Load {
         };
         let result = Loaded {
             model: model.name.clone(),
-            text,
+            text: path.file_name().unwrap_or_default().to_string_lossy().into_owned(),
             context: self.context,
             encoding: self.stream.encoding.clone(),
             levels: methods.iter().zip(context.level_bytes()).map(level).collect(),
@@ -136,10 +122,8 @@ impl Load {
             first_token,
             trace,
         };
-        let notes = result.notes();
-        out.print(format_args!("{}\n\n{}\n", page::table(&result.trace), notes.join("\n")));
-        json.write_json(&result)?;
-        report.write(|_| Ok(page::html(&result.trace, result.slo, &notes)?.into_bytes()))
+        println!("{}\n\n{}", table(&result.trace), result.notes().join("\n"));
+        self.stream.json.write(&result)
     }
 }
 
@@ -163,24 +147,15 @@ struct Judged {
 
 impl Run<'_> {
     fn judge(&self, context: &EncodedContext) -> Result<Judged> {
-        #[cfg(feature = "cuda")]
-        let note = match self.load.device.choose()? {
-            Chosen::Gpu(gpu) => match self.on_device(&Arc::new(gpu), context) {
-                Ok(judged) => return Ok(judged),
-                Err(e) => Some(self.load.device.fall_back(e)?),
-            },
-            Chosen::Cpu { note } => note,
-        };
-        #[cfg(not(feature = "cuda"))]
-        let note = self.load.device.cpu()?;
-        let judged = self.on_cpu(context)?;
-        note.iter().for_each(|note| print_error(format_args!("kv: {note}\n")));
-        Ok(judged)
+        match self.load.device.gpu()? {
+            Some(gpu) => self.on_device(&gpu, context),
+            None => self.on_cpu(context),
+        }
     }
 
     fn link(&self, clock: RealClock, contexts: Vec<Arc<EncodedContext>>) -> ShapedLink<RealClock, Memory> {
         let StreamArgs { link, latency, .. } = &self.load.stream;
-        ShapedLink::new(clock, Memory(contexts), link.bandwidth.clone(), *latency)
+        ShapedLink::new(clock, Memory(contexts), link.clone(), *latency)
     }
 
     fn on_cpu(&self, context: &EncodedContext) -> Result<Judged> {
@@ -214,7 +189,6 @@ impl Run<'_> {
     }
 
     /// On a GPU, out of page-locked memory.
-    #[cfg(feature = "cuda")]
     fn on_device(&self, gpu: &Arc<Gpu>, context: &EncodedContext) -> Result<Judged> {
         let &Self { model, planes, prompt, decoded, .. } = self;
         if self.load.stream.requests > 1 {
@@ -257,13 +231,7 @@ impl Loaded {
             .map(|(i, level)| format!("level {i} has {:.2} bits a value", level.bits_per_value))
             .collect();
         vec![
-            format!(
-                "{} over {}, {}: {}.",
-                self.model,
-                self.text,
-                count(self.context, "token"),
-                levels.join(", ")
-            ),
+            format!("{} over {}, {} tokens: {}.", self.model, self.text, self.context, levels.join(", ")),
             format!(
                 "Loaded in {:.1} ms, the last byte arrived after {:.1} ms; \
                  {:.1} ms of decoding and recomputation; \

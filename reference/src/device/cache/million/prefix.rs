@@ -10,7 +10,7 @@ use crate::side::{Pair, Side};
 use crate::{Error, Result};
 
 /// What chunks need besides the rows of all tokens.
-pub(super) struct Past {
+pub(super) struct PrefixRows {
     decode: Pair<Kernel>,
 }
 
@@ -30,24 +30,28 @@ const _: () = assert!(size_of::<DecodeArguments>() == 48);
 
 impl MillionCache {
     /// The kernels of chunks, made for the first chunk.
-    fn new_past(&self, gpu: &Gpu) -> Result<Past> {
+    fn new_prefix(&self, gpu: &Gpu) -> Result<PrefixRows> {
         let kernel = |side: Side| {
-            gpu.device.kernel(&programs::past(self.element, &self.codes.layouts[side], side), "decode", 0)
+            gpu.device.kernel(
+                &programs::decode_prefix(self.element, &self.codes.layouts[side], side),
+                "decode",
+                0,
+            )
         };
-        Ok(Past { decode: Pair::try_of(|side| kernel(side).map_err(Error::from))? })
+        Ok(PrefixRows { decode: Pair::try_of(|side| kernel(side).map_err(Error::from))? })
     }
 
     /// [`ChunkCache::chunk_rows`](crate::device::cache::ChunkCache::chunk_rows).
     pub(super) fn rows_before(&mut self, gpu: &Gpu, layer: usize, chunk: &Chunk) -> Result<Rows> {
-        if self.past.is_none() {
-            self.past = Some(self.new_past(gpu)?);
+        if self.prefix.is_none() {
+            self.prefix = Some(self.new_prefix(gpu)?);
         }
-        self.turns.wait(gpu)?; // of the previous layer, from the same rows
+        self.evictions.wait(gpu)?; // of the previous layer, from the same rows
         let rows = self.window.open(gpu, layer, chunk)?;
-        let Some(past) = &self.past else { return Err(Error::argument("no kernels for a chunk")) };
+        let Some(prefix) = &self.prefix else { return Err(Error::argument("no kernels for a chunk")) };
         self.codes.begin_chunk(gpu, chunk)?;
         for (side, rows) in Side::ALL.into_iter().zip([rows.keys, rows.values]) {
-            self.decode(gpu, &past.decode[side], side, layer, (chunk, rows))?;
+            self.decode(gpu, &prefix.decode[side], side, layer, (chunk, rows))?;
         }
         Ok(rows)
     }
@@ -55,8 +59,8 @@ impl MillionCache {
     /// [`ChunkCache::append`](crate::device::cache::ChunkCache::append).
     pub(super) fn take(&mut self, gpu: &Gpu, layer: usize, chunk: &Chunk) -> Result<()> {
         self.window.close(gpu, layer, chunk)?;
-        let stream = self.turns.background(gpu)?;
-        self.codes.encode_chunk(stream, layer, chunk, self.window.past()?)
+        let stream = self.evictions.background(gpu)?;
+        self.codes.encode_chunk(stream, layer, chunk, self.window.prefix()?)
     }
 
     /// Decodes the tokens before a chunk that are not exact.

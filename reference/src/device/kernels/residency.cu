@@ -240,7 +240,7 @@ struct HeldEntries {
 // longest (LRU). They are at the front of a list that each step writes anew: entries that it neither finds nor gives to
 // another token keep their order, and those of chosen tokens follow. A step begins with a launch without PDL, so what
 // the step before has written is there before the wait.
-extern "C" __global__ void __launch_bounds__(THREADS) reuse(const Arguments a) {
+extern "C" __global__ void __launch_bounds__(THREADS) residency(const Arguments a) {
     extern __shared__ uint4 shared[];
     __shared__ u32 warp_sums[LANES];
     __shared__ u32 chosen_found[LANES], held_found[LANES]; // of every block: how many of its part

@@ -1,0 +1,332 @@
+use alloc::sync::Arc;
+use alloc::vec;
+use alloc::vec::Vec;
+use core::ops::Range;
+
+use half::f16;
+use kv_attend::owner::{Reader, Writer};
+
+use super::attend::{Block, attend_into_with, attend_scratch_len};
+use super::head_transform::HeadTransform;
+use super::keys::{Keys, encode_keys_into_with};
+use super::project::project;
+use super::rotate::rotate_by;
+use super::values::{Values, encode_values_into_with, mean_error_into};
+use crate::error::{check_at_least, check_len, count_rows};
+use crate::{Backend, Error, SoftmaxStats};
+
+/// The coded tokens of one head of one sequence, in blocks.
+///
+/// # Examples
+/// ```
+/// use pq_core::sq::{HeadCodes, HeadTransform, Shape, TransformParts};
+/// use pq_core::{Backend, SoftmaxStats, normalize_all};
+/// # let noise = |i: usize| ((i * 2_654_435_761) % 1000) as f32 / 500.0 - 1.0;
+/// let (dim, n) = (16, 64);
+/// let identity: Vec<f32> = (0..dim * dim).map(|i| f32::from(i % (dim + 1) == 0)).collect();
+/// let transform = HeadTransform::new(&TransformParts {
+///     frequencies: &[0.0; 8], // no RoPE
+///     mean: &[0.0; 16],
+///     basis: &identity,
+///     dual: &identity,
+///     keys: Shape::uniform(dim, 4)?,
+///     values: Shape::uniform(dim, 4)?,
+///     block: 32,
+///     mean_error: false,
+/// })?;
+/// let rows: Vec<f32> = (0..n * dim).map(noise).collect();
+/// let mut codes = HeadCodes::new(transform.into());
+/// codes.append(Backend::detect(), 0, &rows, &rows)?; // the values are the keys
+/// // Half a byte a component, 16 steps a block and a norm a token.
+/// assert_eq!((codes.len(), codes.size()), (64, 2 * (64 * 16 / 2) + 2 * 16 + 64));
+///
+/// let query = [0.5; 16];
+/// let mut scratch = vec![0.0; codes.scratch_len(1)];
+/// let (mut out, mut stats) = ([0.0; 16], [SoftmaxStats::EMPTY]);
+/// codes.attend_into(Backend::detect(), &query, 0..64, None, &mut scratch, &mut out, &mut stats)?;
+/// normalize_all(&stats, &mut out)?;
+/// assert!(out.iter().sum::<f32>() > 0.0); // tokens along the query have the weight
+/// # Ok::<(), pq_core::Error>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct HeadCodes {
+    transform: Arc<HeadTransform>,
+    first: usize,     // position of the first token
+    lens: Vec<u16>,   // tokens of every block: all of it, unless the block was truncated or is the last
+    steps: Vec<u8>,   // (blocks, dim)
+    keys: Vec<u32>,   // (blocks, words of a block)
+    norms: Vec<u8>,   // (blocks, block)
+    values: Vec<u32>, // (blocks, words of a block)
+    errors: Vec<f16>, // (blocks, dim of the values), or empty
+}
+
+impl HeadCodes {
+    /// No tokens.
+    #[must_use]
+    pub const fn new(transform: Arc<HeadTransform>) -> Self {
+        Self {
+            transform,
+            first: 0,
+            lens: Vec::new(),
+            steps: Vec::new(),
+            keys: Vec::new(),
+            norms: Vec::new(),
+            values: Vec::new(),
+            errors: Vec::new(),
+        }
+    }
+
+    /// Number of tokens.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.lens.iter().map(|&n| usize::from(n)).sum()
+    }
+
+    /// Whether there are no tokens.
+    #[must_use]
+    pub const fn is_empty(&self) -> bool {
+        self.lens.is_empty()
+    }
+
+    /// The transform.
+    #[must_use]
+    pub const fn transform(&self) -> &Arc<HeadTransform> {
+        &self.transform
+    }
+
+    /// Bytes of codes, steps, norms and errors.
+    #[must_use]
+    pub fn size(&self) -> usize {
+        size_of_val(&self.keys[..])
+            + size_of_val(&self.values[..])
+            + self.steps.len()
+            + self.norms.len()
+            + size_of_val(&self.errors[..])
+    }
+
+    /// Codes tokens. They fill whole blocks from the first on, so append multiples of a block: a block that is
+    /// not full stays so.
+    ///
+    /// # Shapes
+    /// `keys` (n, dim) after RoPE, the first at position `first`, which continues the sequence; `values`
+    /// (n, dim of the values) in their Hadamard basis, without their mean.
+    /// # Errors
+    /// [`Error::BackendUnavailable`], [`Error::PartialRow`], [`Error::Length`]; nothing is then changed.
+    /// # Cost
+    /// Per key dim * dim multiply-adds for the basis, dim / 2 sines and cosines for the mean, and what
+    /// [`encode_keys_into`](super::encode_keys_into) and [`encode_values_into`](super::encode_values_into) do.
+    pub fn append(
+        &mut self,
+        backend: Backend,
+        first: usize,
+        keys: &[f32],
+        values: &[f32],
+    ) -> Result<(), Error> {
+        backend.check()?;
+        let (dim, dim_v, block) =
+            (self.transform.keys().dim(), self.transform.values().dim(), self.transform.block());
+        let n = count_rows("keys", keys.len(), dim)?;
+        check_len("values", values.len(), n.saturating_mul(dim_v))?;
+        match self.lens.is_empty() {
+            true => self.first = first,
+            false => check_len("position", first, self.first + self.len())?,
+        }
+        let blocks = keys.chunks(block * dim).zip(values.chunks(block * dim_v));
+        for (i, (keys, values)) in blocks.enumerate() {
+            self.append_block(backend, first + i * block, keys, values)?;
+        }
+        Ok(())
+    }
+
+    fn append_block(
+        &mut self,
+        backend: Backend,
+        first: usize,
+        keys: &[f32],
+        values: &[f32],
+    ) -> Result<(), Error> {
+        let transform = &*self.transform;
+        let (shape, values_shape) = (transform.keys(), transform.values());
+        let (dim, block) = (shape.dim(), transform.block());
+        let n = keys.len() / dim;
+        let mut rows = keys.to_vec();
+        transform.mean().view().subtract(first, &mut rows)?;
+        rotate_by(transform.frequencies(), -middle(first, block), &mut rows)?;
+        let mut transformed = vec![0.0; rows.len()];
+        project(backend, &rows, transform.basis(), dim, &mut transformed);
+        let (mut steps, mut norms) = (vec![0; dim], vec![0; block]);
+        let mut words = [shape, values_shape].map(|shape| vec![0; shape.words_len(block)]);
+        let [key_words, value_words] = &mut words;
+        encode_keys_into_with(
+            backend,
+            shape,
+            &transformed,
+            &mut steps,
+            &mut key_words[..shape.words_len(n)],
+        )?;
+        let value_words = &mut value_words[..values_shape.words_len(n)];
+        encode_values_into_with(backend, values_shape, values, &mut norms[..n], value_words)?;
+        if transform.has_mean_error() {
+            let mut error = vec![f16::ZERO; values_shape.dim()];
+            mean_error_into(&Values::new(*values_shape, &norms[..n], value_words)?, values, &mut error)?;
+            self.errors.extend(error);
+        }
+        let [key_words, value_words] = words;
+        self.lens.push(n as u16); // at most 256
+        self.steps.extend(steps);
+        self.keys.extend(key_words);
+        self.norms.extend(norms);
+        self.values.extend(value_words);
+        Ok(())
+    }
+
+    /// Keeps the first `len` tokens. The block that the cut is in stays short.
+    pub fn truncate(&mut self, len: usize) {
+        let mut left = len;
+        let mut blocks = 0;
+        for n in &mut self.lens {
+            if left == 0 {
+                break;
+            }
+            *n = left.min(usize::from(*n)) as u16;
+            left -= usize::from(*n);
+            blocks += 1;
+        }
+        let (keys, values, block) = (self.transform.keys(), self.transform.values(), self.transform.block());
+        self.lens.truncate(blocks);
+        self.steps.truncate(blocks * keys.dim());
+        self.keys.truncate(blocks * keys.words_len(block));
+        self.norms.truncate(blocks * block);
+        self.values.truncate(blocks * values.words_len(block));
+        self.errors.truncate(blocks * values.dim());
+    }
+
+    /// Elements of the scratch of [`attend_into`](Self::attend_into).
+    #[must_use]
+    pub fn scratch_len(&self, group: usize) -> usize {
+        let (keys, block) = (self.transform.keys(), self.transform.block());
+        let attend = attend_scratch_len(keys, self.transform.values(), block, group);
+        group.saturating_mul(2 * keys.dim() + block).saturating_add(attend)
+    }
+
+    /// Attention of a group of query heads over the tokens of `range`, added to `out` and `stats` as by
+    /// [`attend_into`](super::attend_into), in the basis of the values.
+    ///
+    /// # Shapes
+    /// `queries` (group, dim), after RoPE and scaled; `range` of at most [`len`](Self::len) tokens; `scratch`
+    /// at least [`scratch_len`](Self::scratch_len); `out` (group, dim of the values); `stats` (group,).
+    /// # Errors
+    /// [`Error::BackendUnavailable`], [`Error::PartialRow`], [`Error::Length`], [`Error::TooShort`], and the
+    /// error of a bad softcap; `out` and `stats` are then untouched.
+    /// # Cost
+    /// That of [`attend_into`](super::attend_into); per block and query dim * dim multiply-adds for the dual
+    /// basis, per query and token dim for the mean; per block and 64 tokens dim / 2 sines and cosines. No
+    /// allocation.
+    #[expect(clippy::too_many_arguments, reason = "as attend_into, with a range, a cap and a backend")]
+    pub fn attend_into(
+        &self,
+        backend: Backend,
+        queries: &[f32],
+        range: Range<usize>,
+        softcap: Option<f32>,
+        scratch: &mut [f32],
+        out: &mut [f32],
+        stats: &mut [SoftmaxStats],
+    ) -> Result<(), Error> {
+        backend.check()?;
+        let (transform, len) = (&*self.transform, self.len());
+        let (keys, values, block) = (transform.keys(), transform.values(), transform.block());
+        let dim = keys.dim();
+        let group = count_rows("queries", queries.len(), dim)?;
+        check_len("stats", stats.len(), group)?;
+        check_len("out", out.len(), group.saturating_mul(values.dim()))?;
+        check_at_least("scratch", scratch.len(), self.scratch_len(group))?;
+        check_at_least("tokens", len, range.end)?;
+        let (rotated, scratch) = scratch.split_at_mut(queries.len());
+        let (probes, scratch) = scratch.split_at_mut(queries.len());
+        let (bias, scratch) = scratch.split_at_mut(group * block);
+        let mut start = 0;
+        for (b, &n) in self.lens.iter().enumerate() {
+            let (token, first) = (start, self.first + start);
+            start += usize::from(n);
+            let (from, n) = (range.start.max(token) - token, range.end.min(start).saturating_sub(token));
+            if from >= n {
+                continue;
+            }
+            rotated.copy_from_slice(queries);
+            rotate_by(transform.frequencies(), -middle(first, block), rotated)?;
+            project(backend, rotated, transform.dual(), dim, probes);
+            let bias = &mut bias[..group * n];
+            for (query, bias) in queries.chunks_exact(dim).zip(bias.chunks_exact_mut(n)) {
+                transform.mean().view().scores_into_with(backend, query, first, bias)?;
+                bias[..from].fill(f32::NEG_INFINITY);
+            }
+            let tokens = self.block(b, n)?.with_bias(&*bias).with_softcap(softcap)?;
+            attend_into_with(backend, probes, &tokens, scratch, out, stats)?;
+        }
+        Ok(())
+    }
+
+    /// The first `n` tokens of block `b`.
+    fn block(&self, b: usize, n: usize) -> Result<Block<'_>, Error> {
+        let (keys, values, block) = (self.transform.keys(), self.transform.values(), self.transform.block());
+        let words = &self.keys[b * keys.words_len(block)..][..keys.words_len(n)];
+        let coded_keys = Keys::new(*keys, n, &self.steps[b * keys.dim()..][..keys.dim()], words)?;
+        let words = &self.values[b * values.words_len(block)..][..values.words_len(n)];
+        let coded_values = Values::new(*values, &self.norms[b * block..][..n], words)?;
+        let coded_values = match self.errors.is_empty() {
+            true => coded_values,
+            false => coded_values.with_error(&self.errors[b * values.dim()..][..values.dim()])?,
+        };
+        Block::new(coded_keys, coded_values)
+    }
+
+    /// Writes everything but the transform, whose id it writes.
+    pub(super) fn write(&self, writer: &mut Writer) {
+        writer.u64(self.transform.id());
+        writer.usize(self.first);
+        writer.usize(self.lens.len());
+        self.lens.iter().for_each(|&n| writer.u32(n.into()));
+        writer.bytes(&self.steps);
+        self.keys.iter().for_each(|&word| writer.u32(word));
+        writer.bytes(&self.norms);
+        self.values.iter().for_each(|&word| writer.u32(word));
+        writer.elements(self.errors.iter().copied());
+    }
+
+    /// Reads what [`write`](Self::write) wrote.
+    pub(super) fn read(reader: &mut Reader<'_>, transform: &Arc<HeadTransform>) -> Result<Self, Error> {
+        if reader.u64()? != transform.id() {
+            return Err(Error::BadField { what: "transform id" });
+        }
+        let (keys, values, block) = (transform.keys(), transform.values(), transform.block());
+        let (first, blocks) = (reader.usize()?, reader.usize()?);
+        let of = |per_block: usize| blocks.checked_mul(per_block).ok_or(Error::TooLarge);
+        let lens = words(reader, blocks)?.into_iter().map(|n| match usize::try_from(n) {
+            Ok(1..) if n as usize <= block => Ok(n as u16),
+            _ => Err(Error::BadField { what: "tokens of a block" }),
+        });
+        let lens = lens.collect::<Result<Vec<_>, _>>()?;
+        let tokens = lens.iter().map(|&n| usize::from(n)).sum();
+        first.checked_add(tokens).ok_or(Error::TooLarge)?;
+        let steps = reader.bytes(of(keys.dim())?)?.to_vec();
+        let key_words = words(reader, of(keys.words_len(block))?)?;
+        let norms = reader.bytes(of(block)?)?.to_vec();
+        let value_words = words(reader, of(values.words_len(block))?)?;
+        let errors = if transform.has_mean_error() { of(values.dim())? } else { 0 };
+        let errors = reader.elements(errors)?;
+        let transform = transform.clone();
+        Ok(Self { transform, first, lens, steps, keys: key_words, norms, values: value_words, errors })
+    }
+}
+
+/// Reads words.
+fn words(reader: &mut Reader<'_>, len: usize) -> Result<Vec<u32>, Error> {
+    let bytes = reader.bytes(len.checked_mul(4).ok_or(Error::TooLarge)?)?;
+    Ok(bytes.as_chunks().0.iter().map(|&x| u32::from_le_bytes(x)).collect())
+}
+
+/// The position of the middle of a block whose first token is at `first`.
+fn middle(first: usize, block: usize) -> i64 {
+    first as i64 + (block / 2) as i64
+}
