@@ -11,7 +11,7 @@ use kv_reference::compare::calibrated;
 use kv_reference::device::{self, Gpu, Weights, method_cache};
 use kv_reference::forward::Decoder;
 use kv_reference::method::{Method, Prepared};
-use kv_reference::model::{Model, Rope};
+use kv_reference::model::{Model, Rope, TextStream};
 use kv_reference::{Error, Profile, Result, Sampler, Sampling, files};
 use serde::Serialize;
 
@@ -107,18 +107,15 @@ impl Generate {
         let json = files.writes("--json", self.json.json.clone())?;
         let model = self.model.load()?;
         let text = self.prompt()?;
-        let tokenizer = model.tokenizer()?;
-        let (added, prompt) = (tokenizer.encode("")?, tokenizer.encode(&text)?);
+        let prompt = model.tokenizer()?.encode(&text)?;
         if prompt.is_empty() {
             return Err(Error::argument("the prompt is empty"));
         }
+        if model.tokenizer()?.has_two_bos(&prompt)? {
+            print_error("kv: the prompt begins with the BOS token twice: the tokenizer adds one\n");
+        }
         let length = prompt.len().saturating_add(self.tokens);
         model.check_context(length)?;
-        if let ([first, second, ..], [bos, ..]) = (&prompt[..], &added[..])
-            && (first, second) == (bos, bos)
-        {
-            print_error("kv: the prompt begins with BOS, which the tokenizer adds: it is there twice\n");
-        }
         #[cfg(feature = "store")]
         self.kv.check()?;
         let rope = Arc::new(Rope::new(&model.config, length.max(CALIBRATION.min(model.config.max_seq_len))));
@@ -126,20 +123,26 @@ impl Generate {
         let Started { model, prefilled, mut next, note } =
             self.start(model, rope, &profile, &prompt, sampling)?;
         note.iter().for_each(|note| print_error(format_args!("kv: {note}\n")));
-        let mut stream = Stream { model: &model, tokens: vec![], shown: String::new() };
-        while stream.tokens.len() < self.tokens {
+        let (mut tokens, mut shown) = (vec![], String::new());
+        let mut stream = TextStream::new(model.tokenizer()?);
+        while tokens.len() < self.tokens {
             let token = next()?;
             if model.config.eos_tokens.contains(&token) {
                 break;
             }
-            out.print(stream.push(token)?);
+            tokens.push(token);
+            let part = stream.push(token)?;
+            shown.push_str(&part);
+            out.print(part);
             // Nobody would see the rest.
             if out.has_failed() && self.json.json.is_none() {
                 break;
             }
         }
+        let rest = stream.finish();
+        shown.push_str(&rest);
+        out.print(rest);
         out.print("\n");
-        let Stream { tokens, shown, .. } = stream;
         json.write_json(&Generated {
             prompt: &text,
             method: self.method.spec(),
@@ -269,6 +272,9 @@ impl Generate {
         match &self.profile {
             Some(path) => {
                 let profile = load_profile(path, model)?;
+                if let Some(warning) = profile.beyond(rope.len()) {
+                    print_error(format_args!("kv: {warning}\n"));
+                }
                 Method::check_profile(&self.methods(model)?, model, rope, &profile)?;
                 Ok(profile)
             }
@@ -340,27 +346,6 @@ fn on_device(
         Ok(decoder.next_tokens()?[0])
     };
     Ok((prefilled, Box::new(next)))
-}
-
-/// Incremental detokenizer. A character may take several tokens: an incomplete one is held back.
-struct Stream<'a> {
-    model: &'a Model,
-    tokens: Vec<u32>,
-    shown: String,
-}
-
-impl Stream<'_> {
-    /// The text that the token completes.
-    fn push(&mut self, token: u32) -> Result<String> {
-        self.tokens.push(token);
-        let text = self.model.tokenizer()?.decode(&self.tokens)?;
-        if text.ends_with('\u{fffd}') {
-            return Ok(String::new());
-        }
-        let added = text.strip_prefix(self.shown.as_str()).unwrap_or_default().to_owned();
-        self.shown = text;
-        Ok(added)
-    }
 }
 
 #[cfg(test)]

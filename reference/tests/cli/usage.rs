@@ -205,7 +205,7 @@ fn a_second_bos_is_named() {
         assert!(output.status.success(), "{output:?}");
         String::from_utf8(output.stderr).unwrap()
     };
-    assert!(stderr("<s>the").contains("begins with BOS") && stderr("the").is_empty());
+    assert!(stderr("<s>the").contains("BOS token twice") && stderr("the").is_empty());
 }
 
 /// Without a GPU the default device is the CPU, and one line says why; `--device cpu` says nothing.
