@@ -8,6 +8,7 @@ mod fetch;
 mod generate;
 mod logits;
 mod output;
+mod prefix;
 #[cfg(feature = "store")]
 mod store;
 
@@ -21,7 +22,7 @@ use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 use device::DeviceArgs;
 use indicatif::{ProgressBar, ProgressStyle};
 use kv_reference::compare::Progress;
-use kv_reference::method::methods_help;
+use kv_reference::method::{Method, methods_help};
 use kv_reference::model::Model;
 use kv_reference::{Error, Profile, Result, files};
 use output::Files;
@@ -109,11 +110,18 @@ struct ModelArgs {
 
 impl ModelArgs {
     fn path(&self) -> PathBuf {
-        self.model.clone().unwrap_or_else(|| asset("tiny-llama-12m"))
+        let shipped = || Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/tiny-llama-12m");
+        self.model.clone().unwrap_or_else(shipped)
     }
 
     fn load(&self) -> Result<Arc<Model>> {
         let path = self.path();
+        if self.model.is_none() && !path.exists() {
+            let path = path.display();
+            return Err(Error::Argument(format!(
+                "the shipped model is not in {path}, where this kv was built: pass --model"
+            )));
+        }
         if self.model.is_some() && !path.exists() {
             let mut what = format!("--model: {}: no such file or folder", path.display());
             // A path of this form may be meant as a Hub name.
@@ -132,6 +140,14 @@ impl ModelArgs {
 /// The profile of `--profile`.
 fn load_profile(path: &Path, model: &Model) -> Result<Profile> {
     of_option("--profile", Profile::load(path, model))
+}
+
+/// Rejects a profile from which no method takes an entry.
+fn check_profile_has_effect(profile: Option<&PathBuf>, methods: &[Method]) -> Result<()> {
+    match profile.is_some() && !methods.iter().any(Method::needs_profile) {
+        true => Err(no_effect("--profile", "on these methods, which need none")),
+        false => Ok(()),
+    }
 }
 
 /// Names the option in an error about a file that cannot be read.
@@ -156,6 +172,11 @@ fn distinct<T: PartialEq + Display>(option: &str, values: &[T]) -> Result<()> {
     twice.map_or(Ok(()), |(_, value)| Err(Error::Argument(format!("{option}: {value} is given twice"))))
 }
 
+/// The error of an option that is without effect where it was given.
+fn no_effect(option: &str, place: &str) -> Error {
+    Error::Argument(format!("{option} has no effect {place}"))
+}
+
 /// Rejects a negative time.
 #[cfg(feature = "store")]
 fn check_seconds(option: &str, value: f64) -> Result<()> {
@@ -173,6 +194,11 @@ fn at_least_one(text: &str) -> std::result::Result<NonZeroUsize, &'static str> {
 /// Maximum bytes of a text to use: about two million tokens, for which the tokenizer takes about a gigabyte.
 const MOST_TEXT: usize = 8 << 20;
 
+/// The State of the Union addresses, part of the binary: methods without a profile are calibrated on them.
+const SHIPPED_TEXT: &str = include_str!("../assets/sotu-heldout.txt");
+/// Its file name.
+const SHIPPED_TEXT_NAME: &str = "sotu-heldout.txt";
+
 /// The option that selects the text.
 #[derive(Args)]
 struct TextArgs {
@@ -182,14 +208,17 @@ struct TextArgs {
 }
 
 impl TextArgs {
-    fn path(&self) -> PathBuf {
-        self.text.clone().unwrap_or_else(|| asset("sotu-heldout.txt"))
+    /// Adds the text to the files of a command.
+    fn add_to(&self, files: &mut Files) {
+        self.text.iter().for_each(|path| files.reads("--text", path));
     }
 
     /// The text's name and its tokens.
     fn tokens(&self, model: &Model) -> Result<(String, Vec<u32>)> {
-        let path = self.path();
-        let text = of_option("--text", files::read_text(&path))?;
+        let Some(path) = &self.text else {
+            return Ok((SHIPPED_TEXT_NAME.to_owned(), model.tokenizer()?.encode(SHIPPED_TEXT)?));
+        };
+        let text = of_option("--text", files::read_text(path))?;
         let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
         let end = (0..=MOST_TEXT.min(text.len())).rev().find(|&end| text.is_char_boundary(end));
         let used = &text[..end.unwrap_or(0)];
@@ -198,11 +227,6 @@ impl TextArgs {
         }
         Ok((name, model.tokenizer()?.encode(used)?))
     }
-}
-
-/// A file shipped with the source.
-fn asset(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("assets").join(name)
 }
 
 /// The option that writes the result as JSON.

@@ -121,8 +121,8 @@ pub struct Comparison {
     pub calibration: usize,
     /// Seed of the questions.
     pub seed: u64,
-    /// Notes for the reader: that the profile has seen the text, why there are no pass keys, or that nothing
-    /// was compressed.
+    /// Notes for the reader: that the profile has seen the text, why there are no pass keys, that nothing was
+    /// compressed, or which methods the GPU does not support.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub notes: Vec<String>,
     /// One row per method, in the order asked for.
@@ -177,8 +177,8 @@ pub fn compare(
     let nothing = format!("nothing is compressed: sinks and window hold all tokens of {}", exact.join(", "));
     let no_words = needles.is_none().then(|| NO_WORDS.to_owned());
     let nothing = (!exact.is_empty()).then_some(nothing);
-    let notes = [overlap, beyond, no_words, nothing].into_iter().flatten().collect();
     let mut runner = Runner::new(model, rope, profile, methods, gpu)?;
+    let notes = [overlap, beyond, no_words, nothing, runner.fallbacks()].into_iter().flatten().collect();
     progress.advance();
 
     let mut rows = runner.score(prompt, decoded, progress)?;

@@ -111,7 +111,9 @@ pub struct Layer {
 pub struct Model {
     /// Its name: the file's or folder's.
     pub name: String,
-    /// SHA-256 over configuration and weight files, in hexadecimal, by which a profile identifies its model.
+    /// SHA-256 over what keys and values depend on, in hexadecimal, by which a profile and a store identify their
+    /// model: the weights, in any order and files, and the parts of the configuration that change attention.
+    /// Ends of a text, the length of the context, the tokenizer and the output are not among them.
     pub hash: String,
     /// Its shape.
     pub config: Config,
@@ -174,8 +176,8 @@ impl Model {
         let norm = Arc::new(tracked.load("model.norm.weight", &[hidden])?);
         tracked.finish(path, config.family)?;
         let mut hasher = Sha256::new();
-        hasher.update(format!("{config:?}"));
-        tensors.digest(&mut hasher)?;
+        hasher.update(attention_identity(&config));
+        tracked.digest(&["lm_head.weight", "model.norm.weight"], &mut hasher)?;
         let hash = hasher.finalize().iter().map(|byte| format!("{byte:02x}")).collect();
         let name = path.file_name().unwrap_or(path.as_os_str()).to_string_lossy().into_owned();
         Ok(Self { name, hash, config, tokenizer: tokenizer.map(Arc::new), embedding, layers, norm, output })
@@ -221,6 +223,18 @@ impl Model {
         }
         Ok(())
     }
+}
+
+/// The parts of a configuration that change keys and values, beyond what the names and shapes of the weights
+/// say. Two spellings of the same rotary frequencies are the same.
+fn attention_identity(config: &Config) -> String {
+    let Config { n_layers, n_heads, n_kv_heads, head_dim, rms_norm_eps, attention, rope_scaling, .. } =
+        config;
+    let (rope, score_factor) = (Rope::new(config, 0), rope_scaling.score_factor());
+    let frequencies = rope.frequencies();
+    format!(
+        "{n_layers} {n_heads} {n_kv_heads} {head_dim} {rms_norm_eps:?} {score_factor:?} {attention:?} {frequencies:?}"
+    )
 }
 
 fn load_layer(config: &Config, tensors: &Tracked<'_>, l: usize) -> Result<Layer> {

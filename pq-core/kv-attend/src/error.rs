@@ -88,6 +88,11 @@ macro_rules! define_error {
                 /// The field.
                 what: &'static str,
             },
+            /// The bytes do not match the checksum that was saved with them.
+            BadChecksum {
+                /// The expected type.
+                what: &'static str,
+            },
             $($(#[$variant_doc])* $variant $({ $($(#[$field_doc])* $field: $type,)+ })?,)*
             $(
                 /// An error of rows or exact attention that no other variant covers.
@@ -112,6 +117,7 @@ macro_rules! define_error {
                     Self::Truncated { .. } => 10,
                     Self::TrailingBytes { .. } => 11,
                     Self::BadField { .. } => 12,
+                    Self::BadChecksum { .. } => 13,
                     $(Self::$variant { .. } => $code,)*
                     $(Self::Attend(error) => <$attend>::code(error),)?
                 }
@@ -144,6 +150,7 @@ macro_rules! define_error {
                         write!(f, "{extra} bytes follow those of {what}")
                     }
                     Self::BadField { what } => write!(f, "the saved {what} does not fit"),
+                    Self::BadChecksum { what } => write!(f, "the bytes of {what} do not match their checksum"),
                     $(Self::$variant $({ $($field,)+ })? => write!(f, $message),)*
                     $(Self::Attend(error) => <$attend as core::fmt::Display>::fmt(&error, f),)?
                 }
@@ -169,6 +176,7 @@ macro_rules! define_error {
                         Inner::Truncated { what } => Self::Truncated { what },
                         Inner::TrailingBytes { what, extra } => Self::TrailingBytes { what, extra },
                         Inner::BadField { what } => Self::BadField { what },
+                        Inner::BadChecksum { what } => Self::BadChecksum { what },
                         other => Self::Attend(other),
                     }
                 }

@@ -10,8 +10,8 @@ use kv_reference::report::{html, table};
 use kv_reference::{Error, Result};
 
 use super::{
-    DeviceArgs, Files, JsonArgs, ModelArgs, Shown, Stdout, TextArgs, at_least_one, few_tokens, load_profile,
-    print_error, progress,
+    DeviceArgs, Files, JsonArgs, ModelArgs, Shown, Stdout, TextArgs, at_least_one, check_profile_has_effect,
+    few_tokens, load_profile, print_error, progress,
 };
 
 #[derive(Args)]
@@ -61,10 +61,11 @@ impl Compare {
             return Err(Error::argument("context and decode need at least one token"));
         }
         let methods = Method::parse_list(&self.methods)?;
-        let gpu = self.device.gpu_for(self.chunk, self.context)?;
+        check_profile_has_effect(self.profile.as_ref(), &methods)?;
+        let (gpu, note) = self.device.gpu_for(self.chunk, self.context)?;
         let mut files = Files::default();
         files.reads("--model", &self.model.path());
-        files.reads("--text", &self.text.path());
+        self.text.add_to(&mut files);
         self.profile.iter().for_each(|path| files.reads("--profile", path));
         let json = files.writes("--json", self.json.json)?;
         let report = files.writes("--report", self.report)?;
@@ -88,7 +89,7 @@ impl Compare {
             "a longer --text, a larger --calibration, a smaller --context or --decode, or a --profile",
         )?;
         bar.finish_and_clear();
-        for note in &comparison.notes {
+        for note in note.iter().chain(&comparison.notes) {
             print_error(format_args!("kv: {note}\n"));
         }
         out.print(table(&comparison));

@@ -16,8 +16,8 @@ use kv_reference::{Error, Result};
 use serde::Serialize;
 
 use super::{
-    DeviceArgs, Files, JsonArgs, ModelArgs, Shown, Stdout, TextArgs, at_least_one, distinct, few_tokens,
-    load_profile, print_error, progress,
+    DeviceArgs, Files, JsonArgs, ModelArgs, Shown, Stdout, TextArgs, at_least_one, check_profile_has_effect,
+    distinct, few_tokens, load_profile, no_effect, print_error, progress,
 };
 
 #[derive(Args)]
@@ -123,10 +123,14 @@ impl Eval {
         distinct("--lengths", &self.lengths)?;
         distinct("--depths", &self.depths)?;
         let longest = self.lengths.iter().copied().max().unwrap_or(0);
-        let gpu = self.device.gpu_for(self.chunk, longest)?;
+        check_profile_has_effect(self.profile.as_ref(), &methods)?;
+        if self.trials == 0 && self.seed != 0 {
+            return Err(no_effect("--seed", "with --trials 0"));
+        }
+        let (gpu, note) = self.device.gpu_for(self.chunk, longest)?;
         let mut files = Files::default();
         files.reads("--model", &self.model.path());
-        files.reads("--text", &self.text.path());
+        self.text.add_to(&mut files);
         self.profile.iter().for_each(|path| files.reads("--profile", path));
         let json = files.writes("--json", self.json.json.clone())?;
         let model = self.model.load()?;
@@ -165,6 +169,7 @@ impl Eval {
         bar.set_length((self.lengths.len() * prompts * methods.len()) as u64);
         let (mut exact, mut rows) = (vec![], vec![]);
         let mut runner = Runner::new(&model, rope.clone(), profile, methods, gpu.as_ref())?;
+        let fallbacks = runner.fallbacks();
         for (&length, tasks) in self.lengths.iter().zip(&tasks) {
             let windows = self.windows.min(tokens.len() / length);
             if windows > 0 {
@@ -175,9 +180,9 @@ impl Eval {
             rows.extend(self.rows(&mut runner, &tokens[start..], length, tasks, &Shown(&bar))?);
         }
         bar.finish_and_clear();
-        if self.trials > 0 && TaskMaker::new(model.tokenizer()?, self.seed).is_none() {
-            print_error(format_args!("kv: {NO_WORDS}\n"));
-        }
+        let no_words = self.trials > 0 && TaskMaker::new(model.tokenizer()?, self.seed).is_none();
+        let notes = note.into_iter().chain(fallbacks).chain(no_words.then(|| NO_WORDS.to_owned()));
+        notes.for_each(|note| print_error(format_args!("kv: {note}\n")));
         for Exact { length, windows, perplexity } in &exact {
             out.print(format_args!(
                 "exact attention, {windows} windows of {length} tokens: perplexity {perplexity:.3}\n"

@@ -3,27 +3,32 @@
 use std::sync::Arc;
 
 use super::run::{Measured, Progress, Run};
-use super::{OnGpu, Place, QUESTION_ROOM};
+use super::{OnGpu, QUESTION_ROOM};
 use crate::cache::FetchedPerStep;
 use crate::device::{Decoder, Element, Weights, answer_questions, method_cache, score_text, unsupported};
 use crate::eval::RetrievalTask;
 use crate::method::Method;
 use crate::model::Model;
-use crate::{Profile, Result};
+use crate::{Error, Profile, Result};
 
 /// Tokens of the cache created to test support for a method.
 const PROBE: usize = 256;
 
-/// The device of a method: the GPU if a cache of it can be created there.
-pub(super) fn place(on: &OnGpu, model: &Model, profile: &Profile, method: &Method) -> Result<Place> {
+/// The reason why a method runs on the CPU; `None` for the GPU, if a cache of it can be created there.
+pub(super) fn fallback(
+    on: &OnGpu,
+    model: &Model,
+    profile: &Profile,
+    method: &Method,
+) -> Result<Option<Error>> {
     let config = &model.config;
     let made = Weights::check(config).and_then(|()| {
         let element = method.device_element()?;
         method_cache(&on.gpu, method, config, element, Some(profile), 1, PROBE)
     });
     match made {
-        Ok(_) => Ok(Place::Cuda),
-        Err(e) if on.others_on_cpu && unsupported(&e) => Ok(Place::Cpu),
+        Ok(_) => Ok(None),
+        Err(e) if on.others_on_cpu && unsupported(&e) => Ok(Some(e)),
         Err(e) => Err(e),
     }
 }

@@ -19,6 +19,7 @@ fn at(places: &[Place], place: Place) -> Vec<usize> {
 pub struct Runner<'a> {
     run: Run<'a>,
     places: Vec<Place>, // of the methods
+    fallbacks: Option<String>,
     #[cfg(feature = "cuda")]
     models: Option<super::gpu::Models<'a>>,
 }
@@ -37,11 +38,17 @@ impl<'a> Runner<'a> {
         methods: Vec<Method>,
         gpu: Option<&'a OnGpu>,
     ) -> Result<Self> {
-        #[cfg(feature = "cuda")]
-        let place = |method| gpu.map_or(Ok(Place::Cpu), |on| super::gpu::place(on, model, &profile, method));
-        #[cfg(not(feature = "cuda"))]
-        let place = |_| gpu.map_or(Ok(Place::Cpu), |none| match *none {});
-        let places = methods.iter().map(place).collect::<Result<Vec<_>>>()?;
+        let (mut places, mut fallbacks) = (vec![], vec![]);
+        for method in &methods {
+            #[cfg(feature = "cuda")]
+            let fallback = gpu.map(|on| super::gpu::fallback(on, model, &profile, method)).transpose()?;
+            #[cfg(not(feature = "cuda"))]
+            let fallback = gpu.map(|none| -> Option<crate::Error> { match *none {} });
+            places.push(if matches!(fallback, Some(None)) { Place::Cuda } else { Place::Cpu });
+            fallbacks.extend(fallback.flatten().map(|e| format!("{} ({e})", method.spec())));
+        }
+        let fallbacks = (!fallbacks.is_empty())
+            .then(|| format!("--device auto takes the CPU for {}", fallbacks.join(", ")));
         let on_cpu = methods.iter().zip(&places).filter(|(_, place)| **place == Place::Cpu);
         on_cpu.map(|(method, _)| method).try_for_each(Method::check_on_cpu)?;
         #[cfg(feature = "cuda")]
@@ -49,9 +56,16 @@ impl<'a> Runner<'a> {
         Ok(Self {
             run: Run { model, rope, profile, methods },
             places,
+            fallbacks,
             #[cfg(feature = "cuda")]
             models,
         })
+    }
+
+    /// The methods that the GPU does not support, and why; none if there is no GPU.
+    #[must_use]
+    pub fn fallbacks(&self) -> Option<String> {
+        self.fallbacks.clone()
     }
 
     /// A row for every method: `decoded` after the prompt, relative to the dense cache on the same device.

@@ -159,6 +159,9 @@ impl Coded {
         self.codes.truncate(len);
         let end = len * self.codes.view().shape().dim();
         self.outliers.retain(|x| (x.index as usize) < end);
+        if len == 0 {
+            self.centre.clear();
+        }
     }
 
     /// Decodes codes and outliers to rows.

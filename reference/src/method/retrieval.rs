@@ -325,8 +325,11 @@ impl Store for RetrievalStore {
     }
 
     fn truncate(&mut self, len: usize) -> Result<()> {
-        if let Scorer::Pq { heads, .. } = &mut self.scorer {
+        if let Scorer::Pq { heads, trained_on, .. } = &mut self.scorer {
             heads.iter_mut().for_each(|head| head.codes.truncate(len));
+            if len == 0 && *trained_on < usize::MAX {
+                (*heads, *trained_on) = (vec![], 0);
+            }
         }
         self.exact.truncate(len);
         Ok(())

@@ -11,7 +11,7 @@ mod header;
 use std::io::BufReader;
 use std::path::Path;
 
-use sha2::Sha256;
+use sha2::{Digest as _, Sha256};
 
 use crate::error::Quoted;
 use crate::model::family::{AttentionBias, AttentionKeys, Family};
@@ -350,8 +350,14 @@ impl Tensors for Gguf {
         gguf_name(name)
     }
 
-    fn digest(&self, hasher: &mut Sha256) -> Result<()> {
-        self.source.digest(hasher)
+    fn digest(&self, stored_name: &str, hasher: &mut Sha256) -> Result<()> {
+        let Some(info) = self.header.tensors.get(stored_name) else { return Ok(()) };
+        hasher.update(format!(" {} {:?} ", info.kind, info.shape));
+        let ends_inside = || self.error(format!("tensor `{stored_name}`: the file ends inside it"));
+        let start = self.header.data_start;
+        let range =
+            info.range().and_then(|at| Some(start.checked_add(at.start)?..start.checked_add(at.end)?));
+        self.source.digest(range.ok_or_else(ends_inside)?, hasher)
     }
 }
 

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use safetensors::Dtype;
 use safetensors::tensor::Metadata;
-use sha2::Sha256;
+use sha2::{Digest as _, Sha256};
 
 use super::source::Source;
 use crate::error::Quoted;
@@ -26,8 +26,8 @@ pub(crate) trait Tensors {
     fn stored_name(&self, name: &str) -> Option<String> {
         Some(name.to_owned())
     }
-    /// Feeds the files' bytes to a hash.
-    fn digest(&self, hasher: &mut Sha256) -> Result<()>;
+    /// Feeds the type, shape and bytes of a tensor, named as stored, to a hash; nothing if there is none.
+    fn digest(&self, stored_name: &str, hasher: &mut Sha256) -> Result<()>;
 }
 
 /// A source of tensors that records which tensors were requested: an unrequested tensor shows that the
@@ -56,6 +56,17 @@ impl<'a> Tracked<'a> {
 
     fn note(&self, name: &str) {
         self.asked.borrow_mut().extend(self.tensors.stored_name(name));
+    }
+
+    /// Feeds all requested tensors but `without` to a hash, in the order of their names: their order in the
+    /// files, and the number of files, make no difference.
+    pub fn digest(&self, without: &[&str], hasher: &mut Sha256) -> Result<()> {
+        let without: Vec<_> = without.iter().filter_map(|name| self.tensors.stored_name(name)).collect();
+        let asked = self.asked.borrow();
+        asked.iter().filter(|name| !without.contains(name)).try_for_each(|name| {
+            hasher.update(name);
+            self.tensors.digest(name, hasher)
+        })
     }
 
     /// Rejects files with unrequested tensors, and names them.
@@ -178,8 +189,13 @@ impl Tensors for SafetensorsFiles {
         self.file_of.keys().map(String::as_str).collect()
     }
 
-    fn digest(&self, hasher: &mut Sha256) -> Result<()> {
-        self.files.iter().try_for_each(|shard| shard.source.digest(hasher))
+    fn digest(&self, stored_name: &str, hasher: &mut Sha256) -> Result<()> {
+        let shard = self.file_of.get(stored_name).map(|&file| &self.files[file]);
+        let info = shard.and_then(|shard| Some((shard, shard.header.info(stored_name)?)));
+        let Some((shard, info)) = info else { return Ok(()) };
+        hasher.update(format!(" {:?} {:?} ", info.dtype, info.shape));
+        let (start, end) = info.data_offsets;
+        shard.source.digest(shard.data_start + start as u64..shard.data_start + end as u64, hasher)
     }
 }
 

@@ -520,7 +520,8 @@ fn chunks_are_loaded_and_decoded_as_rows() {
 
 /// Few and short waits, for stores that fail at once.
 fn quick() -> Options {
-    Options { attempts: 2, backoff: std::time::Duration::from_millis(1), ..Options::default() }
+    let wait = std::time::Duration::from_millis(1);
+    Options { retry: wait, attempts: 2, backoff: wait, ..Options::default() }
 }
 
 fn files(folder: &Path) -> Vec<PathBuf> {

@@ -106,7 +106,8 @@ fn caches_survive_a_server_that_is_killed() {
     context.check(&store, &objects);
     server.kill();
 
-    let quick = Options { attempts: 2, timeout: Duration::from_secs(2), ..Options::default() };
+    let quick =
+        Options { retry: Duration::from_secs(3), timeout: Duration::from_secs(2), ..Options::default() };
     let server = Server::start(&weed, folder.path());
     let store = KvStore::new(AsyncStore::new(server.store(), root.clone(), options())).unwrap();
     context.check(&store, &objects);
@@ -160,7 +161,8 @@ fn a_stream_goes_on_as_text_when_its_server_dies() {
     let space = Space::new(&model.hash, &profile, Grid { chunk: 60, tail: 20 }).unwrap();
     let prompt = &tokens[1024..1345];
     let server = Server::start(&weed, folder.path());
-    let quick = Options { attempts: 2, timeout: Duration::from_secs(2), ..Options::default() };
+    let quick =
+        Options { retry: Duration::from_secs(3), timeout: Duration::from_secs(2), ..Options::default() };
     let store = KvStore::new(AsyncStore::new(server.store(), Path::from("a"), quick)).unwrap();
     let prompts = PromptStore { store: &store, space: &space, profile: &profile };
     assert_eq!(prompts.calculate(&model, &rope, prompt, Check::Length, |_, _| ()).unwrap().stored, 6);
