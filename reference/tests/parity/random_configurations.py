@@ -57,7 +57,7 @@ def random_configuration(family, pick):
     config = dict(
         model_type=family,
         vocab_size=pick([32, 67]),
-        hidden_size=pick([heads * head_dim, 16, 20, 48]),
+        hidden_size=heads * pick([head_dim, head_dim, 4, 10]),  # a multiple: transformers refuses other Llamas
         intermediate_size=pick([8, 33, 64]),
         num_hidden_layers=layers,
         num_attention_heads=heads,
@@ -125,13 +125,14 @@ def make(folder, family, seed):
     stored |= {key: value for key, value in written.items() if key != "model_type"}
     defaults = AutoConfig.for_model(family).to_dict()
     for key in OPTIONAL:  # as hand-written and old files do
-        if key in stored and (stored[key] == defaults.get(key, stored[key]) and pick([True, False])):
-            if key != "layer_types" or "layer_types" not in written:
-                del stored[key]
-    if "layer_types" not in written:
-        stored.pop("layer_types", None)
-    if "no_rope_layers" not in written:
-        stored.pop("no_rope_layers", None)
+        default = defaults.get(key)
+        if key == "head_dim" and family != "qwen3":
+            default = written["hidden_size"] // written["num_attention_heads"]
+        if stored.get(key, default) == default and pick([True, False]):
+            stored.pop(key, None)
+    for key in ("layer_types", "no_rope_layers"):  # which transformers derives from the others
+        if key not in written:
+            stored.pop(key, None)
     path.write_text(json.dumps(older(stored, pick), indent=1))
     tokens = [pick(range(written["vocab_size"])) for _ in range(pick([1, 7, 40]))]
     return tokens
