@@ -7,7 +7,7 @@ use cudarc::nvrtc::{result, sys};
 use crate::Error;
 use crate::library::has_nvrtc;
 
-/// A file of `kernels/`.
+/// The text of a file of `kernels/`, which NVRTC gets from memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Source {
     /// Its path below `kernels/`, as in `#include`.

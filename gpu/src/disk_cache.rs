@@ -1,3 +1,5 @@
+//! Machine code of kernels between runs of a process.
+
 use std::fs;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io::{self, Write};

@@ -1,3 +1,5 @@
+//! Centroids by columns, with the half norms that the search for the nearest one needs.
+
 use crate::error::{check_finite, check_len};
 use crate::{Element, Error, PqShape};
 #[cfg(feature = "alloc")]
@@ -72,7 +74,7 @@ impl<'a> Codebook<'a> {
         Ok(Self { shape, columns, half_norms, largest: largest(half_norms) })
     }
 
-    /// The quantizer's shape.
+    /// The quantizer that the centroids belong to.
     #[must_use]
     pub const fn shape(&self) -> PqShape {
         self.shape

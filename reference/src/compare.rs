@@ -157,7 +157,9 @@ pub fn compare(
     let rope = Arc::new(Rope::new(&model.config, (context + room).max(start)));
 
     progress.message("calibrating");
-    let overlap = profile.as_ref().and_then(|profile| profile.overlap(text, start));
+    let given = profile.as_ref();
+    let overlap = given.and_then(|profile| profile.overlap(text, start));
+    let beyond = given.and_then(|profile| profile.beyond(context + room));
     let profile = match profile {
         Some(profile) => {
             Method::check_profile(&methods, model, &rope, &profile)?;
@@ -175,7 +177,7 @@ pub fn compare(
     let nothing = format!("nothing is compressed: sinks and window hold all tokens of {}", exact.join(", "));
     let no_words = needles.is_none().then(|| NO_WORDS.to_owned());
     let nothing = (!exact.is_empty()).then_some(nothing);
-    let notes = [overlap, no_words, nothing].into_iter().flatten().collect();
+    let notes = [overlap, beyond, no_words, nothing].into_iter().flatten().collect();
     let mut runner = Runner::new(model, rope, profile, methods, gpu)?;
     progress.advance();
 
@@ -203,7 +205,7 @@ pub fn compare(
 /// # Errors
 /// Errors of gathering and calibrating.
 pub fn calibrated(model: &Model, rope: &Rope, tokens: &[u32], methods: &[Method]) -> Result<Profile> {
-    let mut profile = Profile::of_tokens(tokens);
+    let mut profile = Profile::new(tokens, rope.len());
     if methods.iter().any(Method::needs_profile) {
         let samples = Calibration::gather(model, rope, tokens)?;
         methods.iter().try_for_each(|method| method.calibrate(model, rope, &samples, &mut profile))?;

@@ -18,7 +18,7 @@ use sha2::{Digest, Sha256};
 
 pub use config::{Config, LayerAttention, RopeScaling, Yarn};
 pub use rope::Rope;
-pub use tokenizer::Tokenizer;
+pub use tokenizer::{TextStream, Tokenizer};
 
 use crate::ops::{add, matmul};
 use crate::{Error, Result};
@@ -137,8 +137,7 @@ impl Model {
     }
 
     fn load_folder(dir: &Path) -> Result<Self> {
-        let config_path = dir.join("config.json");
-        let config = Config::from_json(&config_path)?;
+        let config = Config::from_folder(dir)?;
         Self::assemble(dir, config, Tokenizer::of_folder(dir)?, &SafetensorsFiles::open(dir)?)
     }
 
@@ -158,14 +157,19 @@ impl Model {
     ) -> Result<Self> {
         let tracked = Tracked::new(tensors);
         let (hidden, vocab) = (config.hidden_size, config.vocab_size);
-        let embedding = Arc::new(tracked.load("model.embed_tokens.weight", &[vocab, hidden])?);
-        // Some checkpoints claim untied embeddings but store none, or vice versa: the stored tensors decide.
-        config.tie_word_embeddings |= !tracked.contains("lm_head.weight");
-        let output = if config.tie_word_embeddings {
-            embedding.clone()
-        } else {
-            Arc::new(tracked.load("lm_head.weight", &[vocab, hidden])?)
-        };
+        let matrix = |name: &str| tracked.load(name, &[vocab, hidden]).map(Arc::new);
+        let [first, last] = ["model.embed_tokens.weight", "lm_head.weight"];
+        // Whatever the configuration says, the stored tensors decide: a stored output matrix is used, and tied
+        // matrices may be stored as either.
+        let has_last = tracked.contains(last);
+        let only_last = has_last && config.tie_word_embeddings && !tracked.contains(first);
+        let embedding = matrix(if only_last { last } else { first })?;
+        let output = (has_last && !only_last).then(|| matrix(last)).transpose()?;
+        let output = output.filter(|output| *output != embedding).unwrap_or_else(|| embedding.clone());
+        config.tie_word_embeddings = Arc::ptr_eq(&embedding, &output);
+        config.eos_tokens.extend(tokenizer.iter().flat_map(Tokenizer::stop_tokens));
+        config.eos_tokens.sort_unstable();
+        config.eos_tokens.dedup();
         let layers = (0..config.n_layers).map(|l| load_layer(&config, &tracked, l)).collect::<Result<_>>()?;
         let norm = Arc::new(tracked.load("model.norm.weight", &[hidden])?);
         tracked.finish(path, config.family)?;

@@ -139,8 +139,11 @@ impl Eval {
         let calibrates = given.is_none() && methods.iter().any(Method::needs_profile);
         let run = longest + self.decode + 1;
         let start = run_start(&model, tokens.len(), run, self.calibration, "--lengths")?;
-        if let Some(warning) = given.as_ref().and_then(|profile| profile.overlap(&tokens, start)) {
-            print_error(format_args!("kv: {warning}\n"));
+        if let Some(profile) = &given {
+            let warnings = [profile.overlap(&tokens, start), profile.beyond(longest + room)];
+            for warning in warnings.into_iter().flatten() {
+                print_error(format_args!("kv: {warning}\n"));
+            }
         }
         // Checked before the long work: the tasks may not fit in a prompt.
         let tasks = self.lengths.iter().map(|&length| self.tasks(&model, &tokens[start..], length));

@@ -11,7 +11,7 @@ use kv_reference::compare::calibrated;
 use kv_reference::device::{self, Gpu, Weights, method_cache};
 use kv_reference::forward::Decoder;
 use kv_reference::method::{Method, Prepared};
-use kv_reference::model::{Model, Rope};
+use kv_reference::model::{Model, Rope, TextStream};
 use kv_reference::{Error, Profile, Result, Sampler, Sampling, files};
 use serde::Serialize;
 
@@ -19,7 +19,7 @@ use serde::Serialize;
 use super::store::{KvArgs, PromptLoader};
 use super::{
     DeviceArgs, Files, JsonArgs, MOST_TEXT, ModelArgs, Stdout, TextArgs, at_least_one, few_tokens,
-    load_profile, of_option, progress,
+    load_profile, of_option, print_error, progress,
 };
 
 #[derive(Args)]
@@ -118,6 +118,9 @@ impl Generate {
         if prompt.is_empty() {
             return Err(Error::argument("the prompt is empty"));
         }
+        if model.tokenizer()?.has_two_bos(&prompt)? {
+            print_error("kv: the prompt begins with the BOS token twice: the tokenizer adds one\n");
+        }
         let length = prompt.len().saturating_add(self.tokens);
         model.check_context(length)?;
         #[cfg(feature = "store")]
@@ -125,20 +128,26 @@ impl Generate {
         let rope = Arc::new(Rope::new(&model.config, length.max(CALIBRATION.min(model.config.max_seq_len))));
         let profile = self.profile(&model, &rope)?;
         let Started { model, prefilled, mut next } = self.start(model, rope, &profile, &prompt, sampling)?;
-        let mut stream = Stream { model: &model, tokens: vec![], shown: String::new() };
-        while stream.tokens.len() < self.tokens {
+        let (mut tokens, mut shown) = (vec![], String::new());
+        let mut stream = TextStream::new(model.tokenizer()?);
+        while tokens.len() < self.tokens {
             let token = next()?;
             if model.config.eos_tokens.contains(&token) {
                 break;
             }
-            out.print(stream.push(token)?);
+            tokens.push(token);
+            let part = stream.push(token)?;
+            shown.push_str(&part);
+            out.print(part);
             // Nobody would see the rest.
             if out.has_failed() && self.json.json.is_none() {
                 break;
             }
         }
+        let rest = stream.finish();
+        shown.push_str(&rest);
+        out.print(rest);
         out.print("\n");
-        let Stream { tokens, shown, .. } = stream;
         json.write_json(&Generated {
             prompt: &text,
             method: self.method.spec(),
@@ -247,6 +256,9 @@ impl Generate {
         match &self.profile {
             Some(path) => {
                 let profile = load_profile(path, model)?;
+                if let Some(warning) = profile.beyond(rope.len()) {
+                    print_error(format_args!("kv: {warning}\n"));
+                }
                 Method::check_profile(&self.methods(model)?, model, rope, &profile)?;
                 Ok(profile)
             }
@@ -317,27 +329,6 @@ fn on_device(
         Ok(decoder.next_tokens()?[0])
     };
     Ok((prefilled, Box::new(next)))
-}
-
-/// Incremental detokenizer. A character may take several tokens: an incomplete one is held back.
-struct Stream<'a> {
-    model: &'a Model,
-    tokens: Vec<u32>,
-    shown: String,
-}
-
-impl Stream<'_> {
-    /// The text that the token completes.
-    fn push(&mut self, token: u32) -> Result<String> {
-        self.tokens.push(token);
-        let text = self.model.tokenizer()?.decode(&self.tokens)?;
-        if text.ends_with('\u{fffd}') {
-            return Ok(String::new());
-        }
-        let added = text.strip_prefix(self.shown.as_str()).unwrap_or_default().to_owned();
-        self.shown = text;
-        Ok(added)
-    }
 }
 
 #[cfg(test)]

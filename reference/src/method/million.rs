@@ -15,7 +15,7 @@ use super::paged::PagedMemory;
 use super::plan::{CodedRows, Plan};
 use super::pq_code::{CODE_TILE, PqCode, attend_to_codes};
 use crate::cache::{Footprint, Geometry, Store, attend_rows};
-use crate::calibrate::Calibration;
+use crate::calibrate::{Calibration, rotated_keys};
 use crate::model::{Config, Model, Rope};
 use crate::ops::mean_row;
 use crate::side::{Pair, Side};
@@ -74,28 +74,35 @@ impl Kind for Million {
     }
 
     /// Trains codebooks for every head of every layer.
-    fn calibrate(&self, model: &Model, _: &Rope, samples: &Calibration, profile: &mut Profile) -> Result<()> {
+    fn calibrate(
+        &self,
+        model: &Model,
+        rope: &Rope,
+        samples: &Calibration,
+        profile: &mut Profile,
+    ) -> Result<()> {
         let geometry = Geometry::of(&model.config);
         let options = TrainOptions { iterations: self.iterations, seed: SEED, ..Default::default() };
-        for side in Side::ALL {
-            let (mut keys, mut sets) = (vec![], vec![]);
-            for (l, layer) in samples.layers.iter().enumerate() {
-                for head in 0..geometry.n_kv_heads {
-                    let rows = Pair::new(&layer.rotated_keys, &layer.values)[side];
-                    let mut rows = geometry.head_rows(head, rows);
+        for (l, layer) in samples.layers.iter().enumerate() {
+            for side in Side::ALL {
+                let rows = |head| -> Result<Vec<f32>> {
+                    let mut rows = match side {
+                        Side::Keys => rotated_keys(rope.layer(l), &geometry.head_rows(head, &layer.keys)),
+                        Side::Values => geometry.head_rows(head, &layer.values),
+                    };
                     if self.outliers > 0 {
                         let centre = mean_row(&rows, geometry.head_dim);
                         take_outliers(&mut rows, &centre, self.outliers)?;
                     }
-                    keys.push(self.key(side, l, head));
-                    sets.push(rows);
+                    Ok(rows)
+                };
+                let sets = (0..geometry.n_kv_heads).map(rows).collect::<Result<Vec<_>>>()?;
+                let sets: Vec<&[f32]> = sets.iter().map(Vec::as_slice).collect();
+                let trained = train_batch(self.codes[side].shape(geometry.head_dim)?, &sets, &options)?;
+                for (head, trained) in trained.into_iter().enumerate() {
+                    profile.put_floats(self.key(side, l, head), trained.centroids);
                 }
             }
-            let sets: Vec<&[f32]> = sets.iter().map(Vec::as_slice).collect();
-            let trained = train_batch(self.codes[side].shape(geometry.head_dim)?, &sets, &options)?;
-            keys.into_iter()
-                .zip(trained)
-                .for_each(|(key, trained)| profile.put_floats(key, trained.centroids));
         }
         Ok(())
     }

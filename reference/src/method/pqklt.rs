@@ -7,7 +7,7 @@ mod store;
 
 use std::sync::Arc;
 
-use pq_core::{CodebookBuf, RopeMeanBuf, TrainOptions, train};
+use pq_core::{CodebookBuf, TrainOptions, train};
 use rayon::prelude::*;
 use svd_core::{Gram, MapBuf, NoRope, Rotation, Rows, balanced_order};
 
@@ -18,7 +18,7 @@ use super::plan::{CodedRows, Plan};
 use super::pq_code::{CODE_TILE, PqCode};
 use super::settings::{Settings, Switch, words};
 use crate::cache::{Geometry, Store};
-use crate::calibrate::{Calibration, output_gram, single};
+use crate::calibrate::{Calibration, output_gram, rotated_keys, single};
 use crate::model::{Config, Model, Rope};
 use crate::ops::mean_row;
 use crate::side::{Pair, Side};
@@ -213,15 +213,12 @@ impl Kind for PqKlt {
                     self.fit(self.codes.keys, &layer.plain_query_grams[head], &covariance, keys)?
                 }
                 KeySpace::RotatedMean => {
-                    keys = geometry.head_rows(head, &layer.rotated_keys);
-                    RopeMeanBuf::new(&mean, rope.layer(l).frequencies())?
-                        .view()
-                        .subtract(Calibration::FIRST, &mut keys)?;
+                    keys = rotated_keys(rope.layer(l), &keys); // less their rotated mean
                     let covariance = gram_of(&keys, geometry.head_dim)?;
                     self.fit(self.codes.keys, &layer.query_grams[head], &covariance, keys)?
                 }
                 KeySpace::AfterRope => {
-                    let rows = geometry.head_rows(head, &layer.rotated_keys);
+                    let rows = rotated_keys(rope.layer(l), &geometry.head_rows(head, &layer.keys));
                     keys.clone_from(&rows);
                     take_mean(&mut keys, geometry.head_dim);
                     mean.fill(0.0);

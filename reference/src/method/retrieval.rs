@@ -20,7 +20,7 @@ use super::plan::{Plan, Retrieval};
 use super::pq_code::PqCode;
 use super::settings::words;
 use crate::cache::{Fetched, Footprint, Geometry, OffloadedRows, Store};
-use crate::calibrate::Calibration;
+use crate::calibrate::{Calibration, rotated_keys};
 use crate::model::{Config, Model, Rope};
 use crate::ops::dot;
 use crate::{Error, Profile, Result};
@@ -129,20 +129,25 @@ impl Kind for TopK {
     }
 
     /// Trains key codebooks for every head of every layer, if the profile's are used.
-    fn calibrate(&self, model: &Model, _: &Rope, samples: &Calibration, profile: &mut Profile) -> Result<()> {
+    fn calibrate(
+        &self,
+        model: &Model,
+        rope: &Rope,
+        samples: &Calibration,
+        profile: &mut Profile,
+    ) -> Result<()> {
         let Some(quantizer) = self.quantizer.as_ref().filter(|_| self.needs_profile()) else { return Ok(()) };
         let geometry = Geometry::of(&model.config);
-        let (mut keys, mut sets) = (vec![], vec![]);
+        let shape = quantizer.code.shape(geometry.head_dim)?;
         for (l, layer) in samples.layers.iter().enumerate() {
-            for head in 0..geometry.n_kv_heads {
-                keys.push(quantizer.key(l, head));
-                sets.push(geometry.head_rows(head, &layer.rotated_keys));
+            let keys = |head| rotated_keys(rope.layer(l), &geometry.head_rows(head, &layer.keys));
+            let sets: Vec<Vec<f32>> = (0..geometry.n_kv_heads).map(keys).collect();
+            let sets: Vec<&[f32]> = sets.iter().map(Vec::as_slice).collect();
+            let trained = train_batch(shape, &sets, &train_options(quantizer.iterations))?;
+            for (head, trained) in trained.into_iter().enumerate() {
+                profile.put_floats(quantizer.key(l, head), trained.centroids);
             }
         }
-        let sets: Vec<&[f32]> = sets.iter().map(Vec::as_slice).collect();
-        let shape = quantizer.code.shape(geometry.head_dim)?;
-        let trained = train_batch(shape, &sets, &train_options(quantizer.iterations))?;
-        keys.into_iter().zip(trained).for_each(|(key, trained)| profile.put_floats(key, trained.centroids));
         Ok(())
     }
 

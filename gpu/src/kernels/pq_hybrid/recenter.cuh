@@ -8,7 +8,6 @@
 // highest of the others, and attends to the whole row again. One block takes as long for it as all blocks of the row
 // together, but no other row pays for it: the sum of the exact rows is known last.
 #pragma once
-#include "pq_hybrid/plan.cuh"
 #include "pq_hybrid/scored_tile.cuh"
 #include "pq_hybrid/stats.cuh"
 
@@ -28,33 +27,33 @@ __device__ __forceinline__ bool is_lost(const Sum& sum, float base) {
     return has_codes && !(sum.max + __log2f(sum.weight) >= base + WEIGHT_BITS - MOST_LOSS);
 }
 
-// Called by all threads of a block: hides the selected tokens, stores the scores relative to the highest one and finds
-// the bases of the queries. `results`: [WARPS][VEC][RESULT], scratch.
-template <int WARPS>
-__device__ __forceinline__ void recenter(const AttendArguments& a, const Plan<AttendArguments>& plan, u64 row,
-                                         float* results, float* bases) {
-    const u32 warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
-    ScoredTile* scores = a.scores_of(row);
-    if (!a.hides)
-        for (u32 i = threadIdx.x; i < plan.selected; i += WARPS * LANES)
-            hide(scores, __ldcg(a.selected + row * a.selected_len + i));
-    __syncthreads();
-    // Calls `f(tile, scores)` for the warp's tiles, with the scores of the token at place `lane`.
-    const auto for_each = [&](const auto& f) {
+// Calls `f(tile, scores)` for the warp's tiles of a row, with the scores of the token at place `lane`.
+template <int WARPS, class F>
+__device__ __forceinline__ void for_each_tile(ScoredTile* scores, u32 length, const F& f) {
 #pragma unroll 1
-        for (u32 t = warp; warp_uniform(t * TILE < plan.length); t += WARPS) {
-            ScoredTile& tile = scores[t];
-            float of_token[GROUP];
+    for (u32 t = threadIdx.x / LANES; warp_uniform(t * TILE < length); t += WARPS) {
+        ScoredTile& tile = scores[t];
+        float of_token[GROUP];
 #pragma unroll
-            for (int q = 0; q < GROUP; q++) // written by other threads
-                of_token[q] = any_score(__ldcg(&tile.scores[q][lane])) + __ldcg(&tile.levels[q]);
-            f(tile, of_token);
-        }
-    };
+        for (int q = 0; q < GROUP; q++) // written by other threads
+            of_token[q] = any_score(__ldcg(&tile.scores[q][threadIdx.x % LANES])) + __ldcg(&tile.levels[q]);
+        f(tile, of_token);
+    }
+}
+
+// Called by all threads of a block: hides the `selected` tokens, stores the scores of a row of `length` tokens relative
+// to the highest one and finds the bases of the queries. `results`: [WARPS][VEC][RESULT], scratch. Not inlined: what it
+// needs would take registers from the loops over tiles.
+template <int WARPS>
+__device__ __noinline__ void recenter(ScoredTile* scores, u32 length, const u32* selected, u32 count, float* results,
+                                      float* bases) {
+    const u32 warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
+    for (u32 i = threadIdx.x; i < count; i += WARPS * LANES) hide(scores, __ldcg(selected + i));
+    __syncthreads();
     Stats stats[GROUP];
 #pragma unroll
     for (int q = 0; q < GROUP; q++) stats[q] = no_scores();
-    for_each([&](const ScoredTile&, const float(&of_token)[GROUP]) {
+    for_each_tile<WARPS>(scores, length, [&](const ScoredTile&, const float(&of_token)[GROUP]) {
 #pragma unroll
         for (int q = 0; q < GROUP; q++) stats[q] = merged(stats[q], {of_token[q], 1});
     });
@@ -75,7 +74,7 @@ __device__ __forceinline__ void recenter(const AttendArguments& a, const Plan<At
         }
     }
     __syncthreads();
-    for_each([&](ScoredTile& tile, const float(&of_token)[GROUP]) {
+    for_each_tile<WARPS>(scores, length, [&](ScoredTile& tile, const float(&of_token)[GROUP]) {
         __syncwarp(); // all lanes have read the levels
 #pragma unroll
         for (int q = 0; q < GROUP; q++) {

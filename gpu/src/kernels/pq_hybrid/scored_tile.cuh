@@ -2,8 +2,8 @@
 //
 // A level is at most 8 below the highest score of the warp so far. Scores down to FARTHEST (144 as a natural logarithm)
 // below it are exact to 2^-9, about the rounding of the table's entries. So the tokens that are left are as exact as
-// those that lead, however far the selected tokens lead: an f16 of the distance is exact to 2^-11 of it, which is 4 % of
-// a weight at 120. Farther scores have the 10 bits of mantissa of an f16. This takes half the bytes of f32.
+// those that lead, however far the selected tokens lead: an f16 of the distance is exact to 2^-11 of it, which is 4 %
+// of a weight at 120. Farther scores have the 10 bits of mantissa of an f16. This takes half the bytes of f32.
 //
 // With c the code, 32768 + c / 256 is the float of bits 0x47000000 | c, so one permutation of bytes and one addition
 // decode a score. Levels, and what is subtracted from scores, are multiples of the step: equal scores of different
@@ -29,11 +29,11 @@ __device__ __forceinline__ u16 near_code(float score) { return (u16)__float_as_u
 __device__ __forceinline__ u16 any_code(float score) {
     if (score >= -FARTHEST) return near_code(score);
     if (!(score > -infinity())) return NO_SCORE;
-    const u32 steps = (__float_as_uint(-score) - FARTHEST_BITS) >> FAR_SHIFT;
+    const u32 half = 1u << (FAR_SHIFT - 1), steps = (__float_as_uint(-score) - FARTHEST_BITS + half) >> FAR_SHIFT;
     return FAR_CODES - 1 - min(steps, FAR_CODES - 2);
 }
 
-// The score of code `i` of a pair, less the level and plus ORIGIN, if it is near. Others give at most -FARTHEST, so that
+// The score of code `i` of a pair, less the level and plus ORIGIN, if it is near. Others give at most -FARTHEST, so
 // their weights are 0 if the level is at most 80 above the score of weight 1.
 __device__ __forceinline__ float near_score(u32 pair, int i = 0) {
     return __uint_as_float(prmt(pair, 0x4700, i ? 0x5432 : 0x5410));

@@ -88,14 +88,14 @@ impl Writer {
         self.0.extend_from_slice(bytes);
     }
 
-    /// All bytes.
+    /// The bytes that have been written.
     #[must_use]
     pub fn finish(self) -> Vec<u8> {
         self.0
     }
 }
 
-/// Deserializes fields in order.
+/// Reads fields in the order in which a [`Writer`] wrote them.
 #[derive(Debug)]
 pub struct Reader<'a> {
     what: &'static str,
