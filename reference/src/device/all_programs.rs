@@ -26,7 +26,8 @@ pub fn programs(capability: (i32, i32), shared_memory: usize) -> Vec<Program> {
         }
         let heads = [(64, 3), (128, 1), (128, 4), (128, 16)];
         programs.extend(heads.map(|(dim, group)| zack(element, dim, group)));
-        programs.extend(heads.map(|(dim, group)| int4(element, dim, group)));
+        // N.B. With 16 queries of a head `attend` of int4 spills 8 bytes for sm_90.
+        programs.extend(heads[..3].iter().map(|&(dim, group)| int4(element, dim, group)));
         programs.extend(heads.map(|(dim, group)| bases(element, dim, group)));
         programs.extend([bases(element, 64, 0), bases(element, 128, 0)]);
         for (mean, norms) in [(true, false), (false, true), (true, true)] {
