@@ -57,7 +57,7 @@ pub struct HybridShape {
     pub adaptive: bool,
 }
 
-/// Bytes of `Pass` of the attention kernel, padded.
+/// Bytes of `is_again` and `lost` of the attention kernel, padded.
 const PASS_BYTES: usize = 16;
 
 /// Shared memory and warps of the attention kernel.

@@ -25,19 +25,14 @@ constexpr bool IS_BY_CODE = false;
 
 constexpr int WARPS = ATTEND_WARPS, THREADS = WARPS * LANES;
 
-// What the block does with its current sequence: in shared memory, for the registers of the loops.
-enum Pass : u32 {
-    FIRST, // it attends to its part
-    LOST,  // an output of the first pass has lost too much to rounding
-    AGAIN  // it attends to the whole sequence once more
-};
-
 struct Shared {
     u8 values[VALUE_SHARED_BYTES]; // centroids or counters
     float results[WARPS][VEC][RESULT];
     float bases[GROUP];
     Plan<AttendArguments> plan;
-    Pass pass;
+    // In shared memory, for the registers of the loops.
+    u32 is_again; // whether the block attends to the whole sequence, once more
+    u32 lost;     // whether an output has lost too much to rounding
 };
 extern __shared__ __align__(128) u8 shared[];
 static_assert(sizeof(Shared) <= ATTEND_SHARED_BYTES, "the host reserves it");
@@ -136,11 +131,11 @@ extern "C" __global__ void __launch_bounds__(THREADS + NEIGHBORS, 1) pq_hybrid_a
         plan.find_first(a);
         if (IS_BESIDE) await_scores(a);
     }
-    if (threadIdx.x == 0) block().pass = FIRST;
+    if (threadIdx.x == 0) block().is_again = block().lost = 0;
     __syncthreads();
     while (warp_uniform(plan.entry < a.batch)) {
         const u64 row = (u64)plan.entry * a.heads + blockIdx.y;
-        if (warp_uniform(block().pass == FIRST)) {
+        if (warp_uniform(!block().is_again)) {
             if (const u32 query = threadIdx.x / LANES; query < GROUP) {
                 const float base = weight_base(row_stats(a, row, query));
                 if (threadIdx.x % LANES == 0) block().bases[query] = base;
@@ -150,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + NEIGHBORS, 1) pq_hybrid_a
         }
         attend_to_tiles(a);
         if (!waits_first) pdl_wait(), pdl_trigger();
-        if (IS_BESIDE && warp_uniform(block().pass == FIRST)) subtract_selected(a);
+        if (IS_BESIDE && warp_uniform(!block().is_again)) subtract_selected(a);
         attend_to_rows(a);
         add_coded_sums(a, blockIdx.y, block().bases, shared, warp_results());
         reduce<VEC, D, WARPS, RESULT>(&block().results[0][0][0], GROUP, plan, blockIdx.x,
@@ -160,17 +155,19 @@ extern "C" __global__ void __launch_bounds__(THREADS + NEIGHBORS, 1) pq_hybrid_a
                                               sum.normalized();
                                           if (component > 0) return;
                                           if (a.log_sum_exp) a.log_sum_exp[row * GROUP + query] = sum.log_sum_exp();
-                                          if (block().pass == FIRST && is_lost(sum, block().bases[query]))
-                                              block().pass = LOST;
+                                          if (is_lost(sum, block().bases[query])) block().lost = 1;
                                       });
         __syncthreads();
-        if (warp_uniform(block().pass == LOST)) {
+        const bool recenters = warp_uniform(!block().is_again && block().lost);
+        __syncthreads(); // all threads have read
+        if (recenters) {
             recenter<WARPS>(a.scores_of(row), plan.length, a.selected + row * a.selected_len,
                             IS_BESIDE ? plan.selected : 0, &block().results[0][0][0], block().bases);
-            if (threadIdx.x == 0) plan.take_whole(blockIdx.x), block().pass = AGAIN;
+            if (threadIdx.x == 0) plan.take_whole(blockIdx.x);
         } else if (threadIdx.x == 0) {
-            plan.find_next(a), block().pass = FIRST;
+            plan.find_next(a);
         }
+        if (threadIdx.x == 0) block().is_again = recenters, block().lost = 0;
         __syncthreads();
     }
 }

@@ -61,7 +61,7 @@ struct ValueOffsets {
 
 // The weight of a stored score of a tile in units of the counters; 0 for NaN.
 __device__ __forceinline__ u32 weight_of(u16 code, float level, float base) {
-    return __float2uint_rn(exp2_approx(near_score(code) + (level - base - ORIGIN)));
+    return __float2uint_rn(exp2_approx(near_score(code) - ORIGIN + (level - base)));
 }
 
 // Scores of a lane's token in a tile.

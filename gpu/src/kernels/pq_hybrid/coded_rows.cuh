@@ -40,7 +40,7 @@ struct CodedRows : RowSums {
             const u32 token = token_of(g + i / 2 * 8), q = min(2 * l + i % 2, GROUP - 1);
             const ScoredTile& tile = scores[token / TILE];
             const bool exists = 2 * l + i % 2 < GROUP && g + i / 2 * 8 < count;
-            p[i] = near_score(exists ? __ldcg(&tile.scores[q][place_of(token % TILE)]) : NO_SCORE);
+            p[i] = near_score(exists ? __ldcg(&tile.scores[q][place_of(token % TILE)]) : NO_SCORE) - ORIGIN;
             level[i] = exists ? __ldcg(&tile.levels[q]) : NOTHING;
         }
         u32 words[PARTS][4][4]; // [group of chunks][token 2 l + i % 2 + i / 2 * 8][word of a chunk]
@@ -62,8 +62,7 @@ struct CodedRows : RowSums {
             }
         }
 #pragma unroll
-        for (int i = 0; i < 4; i++)
-            p[i] = exp2_approx(p[i] + (level[i] - max[i % 2] - ORIGIN)), weight[i % 2] -= p[i];
+        for (int i = 0; i < 4; i++) p[i] = exp2_approx(p[i] + (level[i] - max[i % 2])), weight[i % 2] -= p[i];
         const u32 weights[2] = {movmatrix_trans(pack_half2(-p[0], -p[1])), movmatrix_trans(pack_half2(-p[2], -p[3]))};
 #pragma unroll
         for (int part = 0; part < PARTS; part++)

@@ -13,7 +13,7 @@
 
 // The score (a logarithm to base 2) of weight 1 for a query, given the statistics of the coded scores.
 __device__ __forceinline__ float weight_base(const Stats& scores) {
-    return scores.sum == 0 ? NOTHING : in_steps(scores.max + __log2f(scores.sum) - WEIGHT_BITS);
+    return scores.sum == 0 ? NOTHING : scores.max + __log2f(scores.sum) - WEIGHT_BITS;
 }
 
 // The logarithm to base 2 of the coded weight over the weight of the output at which the errors of a pass are below
@@ -27,6 +27,9 @@ __device__ __forceinline__ bool is_lost(const Sum& sum, float base) {
     return has_codes && !(sum.max + __log2f(sum.weight) >= base + WEIGHT_BITS - MOST_LOSS);
 }
 
+// Written by other threads, too.
+__device__ __forceinline__ float level_of(const ScoredTile& tile, int query) { return __ldcg(&tile.levels[query]); }
+
 // Calls `f(tile, scores)` for the warp's tiles of a row, with the scores of the token at place `lane`.
 template <int WARPS, class F>
 __device__ __forceinline__ void for_each_tile(ScoredTile* scores, u32 length, const F& f) {
@@ -35,8 +38,8 @@ __device__ __forceinline__ void for_each_tile(ScoredTile* scores, u32 length, co
         ScoredTile& tile = scores[t];
         float of_token[GROUP];
 #pragma unroll
-        for (int q = 0; q < GROUP; q++) // written by other threads
-            of_token[q] = any_score(__ldcg(&tile.scores[q][threadIdx.x % LANES])) + __ldcg(&tile.levels[q]);
+        for (int q = 0; q < GROUP; q++)
+            of_token[q] = any_score(__ldcg(&tile.scores[q][threadIdx.x % LANES])) + level_of(tile, q);
         f(tile, of_token);
     }
 }
@@ -70,16 +73,18 @@ __device__ __noinline__ void recenter(ScoredTile* scores, u32 length, const u32*
         __syncwarp(); // all lanes have read
         if (lane == 0) {
             if (bases[warp] < infinity()) bases[warp] = weight_base(all); // that of a NaN or infinite score stays
-            result(0, warp)[2] = in_steps(all.max);
+            result(0, warp)[2] = all.max;
         }
     }
     __syncthreads();
     for_each_tile<WARPS>(scores, length, [&](ScoredTile& tile, const float(&of_token)[GROUP]) {
-        __syncwarp(); // all lanes have read the levels
 #pragma unroll
         for (int q = 0; q < GROUP; q++) {
-            const float level = result(0, q)[2];
+            // The level moves by whole steps, so that no score is rounded again.
+            const float before = level_of(tile, q), steps = rintf((result(0, q)[2] - before) * 256);
+            const float level = before == NOTHING ? before : before + steps * (1.f / 256); // or it has no scores
             tile.scores[q][lane] = any_code(of_token[q] - level);
+            __syncwarp(); // all lanes have read the level
             if (lane == 0) tile.levels[q] = level;
         }
     });

@@ -5,9 +5,8 @@
 // those that lead, however far the selected tokens lead: an f16 of the distance is exact to 2^-11 of it, which is 4 %
 // of a weight at 120. Farther scores have the 10 bits of mantissa of an f16. This takes half the bytes of f32.
 //
-// With c the code, 32768 + c / 256 is the float of bits 0x47000000 | c, so one permutation of bytes and one addition
-// decode a score. Levels, and what is subtracted from scores, are multiples of the step: equal scores of different
-// tiles then have equal weights, bit for bit.
+// With c the code, 32768 + c / 256 is the float of bits 0x47000000 | c: one permutation of bytes and an addition decode
+// a score. Where its rounding to a step does not matter, that addition is also that of the level.
 #pragma once
 #include "pq_hybrid/shape.cuh"
 #include "primitives_sm80.cuh"
@@ -18,9 +17,6 @@ constexpr float ORIGIN = 32768 + 240;      // of the level: codes reach from 240
 constexpr float FARTHEST = 208;            // 240 - FAR_CODES / 256
 constexpr u32 FARTHEST_BITS = 0x43500000u; // of the float FARTHEST
 constexpr int FAR_SHIFT = 13;              // bits of the float that a far code leaves out
-
-// The nearest multiple of the step.
-__device__ __forceinline__ float in_steps(float score) { return rintf(score * 256) * (1.f / 256); }
 
 // The code of a score less its level, from -FARTHEST to 8.
 __device__ __forceinline__ u16 near_code(float score) { return (u16)__float_as_uint(score + ORIGIN); }

@@ -166,7 +166,7 @@ __device__ __forceinline__ void score_sequence(const SelectArguments& a, const L
 #pragma unroll
                 for (int set = 0; set < SETS; set++)
                     if (of_tile.sums[set][q] < infinity()) max = fmaxf(max, of_tile.sums[set][q]);
-                max = in_steps(max_of_lanes<OF_QUERY>(max));
+                max = max_of_lanes<OF_QUERY>(max);
                 stats[q] = {max, stats[q].sum * exp2_approx(stats[q].max - max)};
             }
         }

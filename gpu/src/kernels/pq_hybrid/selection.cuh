@@ -24,7 +24,7 @@ __device__ __forceinline__ Selection selection_of(const SelectArguments& a, u32 
 
 // Softmax statistics of a row's queries, in shared memory.
 struct Normalizers {
-    float log_sum[GROUP];           // logarithm to base 2 of the sum of 2^score, in steps of stored scores
+    float log_sum[GROUP];           // logarithm to base 2 of the sum of 2^score
     float max[GROUP], scale[GROUP]; // as in keys.cuh, for natural logarithms
 
     // Called by the first GROUP warps of a block: merges the statistics of the blocks of scores.cu.
@@ -32,7 +32,7 @@ struct Normalizers {
         const u32 query = threadIdx.x / LANES;
         const Stats all = row_stats(a, row, query);
         if (threadIdx.x % LANES > 0) return;
-        log_sum[query] = in_steps(all.max + __log2f(all.sum));
+        log_sum[query] = all.max + __log2f(all.sum);
         max[query] = all.max * LN_2, scale[query] = 1.f / all.sum;
     }
 

@@ -128,11 +128,11 @@ struct ValueSums {
         const bool has_second = half_of(lane);
 #pragma unroll
         for (int m = 0; m < MMAS; m++) {
-            const float level = levels[m] - base[m] - ORIGIN;
+            const float level = levels[m] - base[m];
             const u32 pairs[2] = {scores[m].x, scores[m].y};
             float p[4];
 #pragma unroll
-            for (int i = 0; i < 4; i++) p[i] = exp2_approx(near_score(pairs[i / 2], i % 2) + level);
+            for (int i = 0; i < 4; i++) p[i] = exp2_approx(near_score(pairs[i / 2], i % 2) - ORIGIN + level);
             weight[m] += (p[0] + p[1]) + (p[2] + p[3]);
 #pragma unroll
             for (int i = 0; i < 2; i++) {

@@ -77,8 +77,12 @@ impl Lead {
             books[Side::Keys as usize] = CodebookBuf::new(case.shape.keys, &centroids).unwrap();
         }
         for codes in &mut inputs.codes {
-            for (t, codes) in codes[Side::Keys as usize].chunks_exact_mut(m).enumerate() {
-                codes[0] = if self.leaders.contains(&t) { u8::MAX } else { 0 };
+            // A block of tokens has one run of codes per subspace.
+            let (block, run) = (case.shape.keys.block_size(), case.shape.keys.block_size() / m);
+            for (i, codes) in codes[Side::Keys as usize].chunks_exact_mut(block).enumerate() {
+                for (t, code) in codes[..run].iter_mut().enumerate() {
+                    *code = if self.leaders.contains(&(i * run + t)) { u8::MAX } else { 0 };
+                }
             }
         }
         case.decode_rows(&mut inputs);
