@@ -64,13 +64,13 @@ impl RowBudget {
     /// Number of tokens to read exactly, given the combined scores and the softmax statistics of the codes.
     /// `score_variances` and `others` are those of [`Hybrid`](crate::Hybrid).
     pub(super) fn to_read(
-        &self,
+        self,
         score_variances: &[f32],
         others: &[SoftmaxStats],
         combined: &[f32],
         stats: &[SoftmaxStats],
     ) -> usize {
-        let Self::Error { bound, value_error, most } = *self else { return self.most(combined.len()) };
+        let Self::Error { bound, value_error, most } = self else { return self.most(combined.len()) };
         // The maximum over the queries of the squared weights' factor.
         let mut factor = 0.0_f64;
         for (g, stats) in stats.iter().enumerate() {

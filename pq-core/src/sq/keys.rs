@@ -9,11 +9,11 @@ use crate::{Backend, Error};
 /// The coded keys of a block of at most [`MAX_BLOCK`](super::MAX_BLOCK) tokens.
 #[derive(Clone, Copy, Debug)]
 pub struct Keys<'a> {
-    shape: Shape,     // of all bits
-    read: Shape,      // of the bits that are read: `shape` or its prefix
+    stored: Shape,    // of all bits
+    read: Shape,      // of the bits that are read: `stored` or its prefix
     n: usize,         // 1 to MAX_BLOCK
     steps: &'a [u8],  // (dim,)
-    words: &'a [u32], // whole tiles of `shape`
+    words: &'a [u32], // whole tiles of `stored`
 }
 
 impl<'a> Keys<'a> {
@@ -28,13 +28,13 @@ impl<'a> Keys<'a> {
         check_block(n)?;
         check_len("steps", steps.len(), shape.dim())?;
         check_len("words", words.len(), shape.words_len(n))?;
-        Ok(Self { shape, read: shape, n, steps, words })
+        Ok(Self { stored: shape, read: shape, n, steps, words })
     }
 
     /// The same tokens at the fewer bits of [`Shape::prefix`], read in place.
     #[must_use]
     pub fn prefix(&self) -> Option<Self> {
-        Some(Self { read: self.shape.prefix()?, ..*self })
+        Some(Self { read: self.stored.prefix()?, ..*self })
     }
 
     /// Number of tokens.
@@ -50,13 +50,13 @@ impl<'a> Keys<'a> {
     }
 
     pub(super) const fn tiles(&self) -> Tiles<'_> {
-        Tiles { shape: &self.read, stride: self.shape.tile_words(), words: self.words }
+        Tiles { shape: &self.read, stride: self.stored.tile_words(), words: self.words }
     }
 
     /// The distance between levels of component `i`.
     #[inline(always)]
     pub(super) fn step(&self, i: usize) -> f32 {
-        step(self.steps[i]) * (1_u32 << (self.shape.width(i) - self.read.width(i))) as f32
+        step(self.steps[i]) * (1_u32 << (self.stored.width(i) - self.read.width(i))) as f32
     }
 }
 

@@ -11,11 +11,11 @@ use crate::{Backend, Error, encode_norm};
 /// The coded values of a block of at most [`MAX_BLOCK`](super::MAX_BLOCK) tokens.
 #[derive(Clone, Copy, Debug)]
 pub struct Values<'a> {
-    shape: Shape,             // uniform, of all bits
-    read: Shape,              // of the bits that are read: `shape` or its prefix
+    stored: Shape,            // uniform, of all bits
+    read: Shape,              // of the bits that are read: `stored` or its prefix
     bits: [u32; 2],           // of both
     norms: &'a [u8],          // (n,)
-    words: &'a [u32],         // whole tiles of `shape`
+    words: &'a [u32],         // whole tiles of `stored`
     error: Option<&'a [f16]>, // (dim,)
 }
 
@@ -31,7 +31,7 @@ impl<'a> Values<'a> {
         let bits = uniform(&shape)?;
         check_block(norms.len())?;
         check_len("words", words.len(), shape.words_len(norms.len()))?;
-        Ok(Self { shape, read: shape, bits: [bits; 2], norms, words, error: None })
+        Ok(Self { stored: shape, read: shape, bits: [bits; 2], norms, words, error: None })
     }
 
     /// Adds a vector to the value of every token of the block: the mean of what coding lost, see
@@ -40,14 +40,14 @@ impl<'a> Values<'a> {
     /// # Errors
     /// [`Error::Length`] if it does not have `dim` elements.
     pub fn with_error(self, error: &'a [f16]) -> Result<Self, Error> {
-        check_len("error", error.len(), self.shape.dim())?;
+        check_len("error", error.len(), self.stored.dim())?;
         Ok(Self { error: Some(error), ..self })
     }
 
     /// The same tokens at the fewer bits of [`Shape::prefix`], read in place, without an error vector.
     #[must_use]
     pub fn prefix(&self) -> Option<Self> {
-        let read = self.shape.prefix()?;
+        let read = self.stored.prefix()?;
         Some(Self { read, bits: [self.bits[0], read.uniform_width()?], error: None, ..*self })
     }
 
@@ -64,13 +64,13 @@ impl<'a> Values<'a> {
     }
 
     const fn tiles(&self) -> Tiles<'_> {
-        Tiles { shape: &self.read, stride: self.shape.tile_words(), words: self.words }
+        Tiles { shape: &self.read, stride: self.stored.tile_words(), words: self.words }
     }
 
     /// The distance between levels of a value of norm 1.
     fn step(&self) -> f32 {
         let [bits, read] = self.bits;
-        unit_step(self.shape.dim(), bits) * (1_u32 << (bits - read)) as f32
+        unit_step(self.stored.dim(), bits) * (1_u32 << (bits - read)) as f32
     }
 
     /// Adds the values with the weights of a group of queries, and `shares` times the error vector.
@@ -86,7 +86,7 @@ impl<'a> Values<'a> {
         [integers, sums]: [&mut [f32]; 2],
         out: &mut [f32],
     ) {
-        let dim = self.shape.dim();
+        let dim = self.stored.dim();
         let padded = self.n().next_multiple_of(TILE);
         let mut norms = [0.0; MAX_BLOCK];
         norms.iter_mut().zip(self.norms).for_each(|(norm, &code)| *norm = exp2::norm(code));
@@ -274,7 +274,7 @@ pub fn mean_error_into(values: &Values<'_>, rows: &[f32], error: &mut [f16]) -> 
     check_len("rows", rows.len(), values.n() * dim)?;
     check_len("error", error.len(), dim)?;
     let mut sums = [0.0; MAX_DIM];
-    let (mut decoded, stride) = ([0.0; MAX_DIM * TILE], values.shape.tile_words());
+    let (mut decoded, stride) = ([0.0; MAX_DIM * TILE], values.stored.tile_words());
     let tiles = values.words.chunks_exact(stride).zip(values.norms.chunks(TILE));
     for ((words, norms), rows) in tiles.zip(rows.chunks(TILE * dim)) {
         let decoded = &mut decoded[..rows.len()];
