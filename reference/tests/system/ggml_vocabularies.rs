@@ -83,7 +83,7 @@ fn both(gguf: &mut Gguf, one: &dyn Fn(&mut Gguf), other: &dyn Fn(&mut Gguf)) {
 fn bos_and_eos_of_byte_level_vocabularies() {
     let bos = |gguf: &mut Gguf| gguf.int("tokenizer.ggml.bos_token_id", S);
     let eos = |gguf: &mut Gguf| gguf.int("tokenizer.ggml.eos_token_id", S);
-    let adds = |name: &str, flag: bool| {
+    let adds = |name: &'static str, flag: bool| {
         move |gguf: &mut Gguf| gguf.flag(&format!("tokenizer.ggml.add_{name}_token"), flag)
     };
     let the = |pre: Option<&str>, edit: &dyn Fn(&mut Gguf)| encode(byte_level(pre, CONTROL), edit, "the");
