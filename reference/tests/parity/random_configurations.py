@@ -163,7 +163,7 @@ def main():
             folder.mkdir(parents=True, exist_ok=True)
             try:
                 tokens = make(folder, family, args.seed + i)
-                model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+                model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
                 with torch.no_grad():
                     theirs = model(torch.tensor([tokens])).logits[0].numpy()
             except Exception as error:  # a configuration that transformers itself refuses
