@@ -4,8 +4,7 @@
     python reference/tests/parity/random_configurations.py target/release/kv [--count 200] [--seed 0] [--keep FOLDER]
 
 Kinds of RoPE in old and new places, head lengths, biases, windows, layers without RoPE, element types, shards, tied
-and untied heads, keys left out where the family has a default. Weights are larger than usual, so that each of them
-matters to the logits.
+and untied heads, keys left out where the family has a default.
 """
 
 import argparse
@@ -117,7 +116,9 @@ def make(folder, family, seed):
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**json.loads(json.dumps(written)))).eval()
     with torch.no_grad():
         for name, p in model.named_parameters():
-            p.copy_(1 + 0.2 * torch.randn_like(p) if "norm" in name else 0.3 * torch.randn_like(p))
+            # Rows of length 1.2: that the logits depend on every weight, but f32 still has the digits.
+            scale = 1.2 / p.shape[-1] ** 0.5
+            p.copy_(1 + 0.2 * torch.randn_like(p) if "norm" in name else scale * torch.randn_like(p))
     dtype = pick([torch.float32, torch.float32, torch.bfloat16, torch.float16])
     model.to(dtype).save_pretrained(folder, max_shard_size=pick(["5GB", "5GB", "20KB"]))
     path = folder / "config.json"
@@ -162,7 +163,7 @@ def main():
             folder.mkdir(parents=True, exist_ok=True)
             try:
                 tokens = make(folder, family, args.seed + i)
-                model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+                model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
                 with torch.no_grad():
                     theirs = model(torch.tensor([tokens])).logits[0].numpy()
             except Exception as error:  # a configuration that transformers itself refuses

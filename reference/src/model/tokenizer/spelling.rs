@@ -132,7 +132,9 @@ mod tests {
             |scheme: &str| json!({"type": "Metaspace", "replacement": "\u{2581}", "prepend_scheme": scheme});
         assert_eq!(of(metaspace("always")), Spelling::Sentencepiece { bytes: false, prefixed: true });
         assert_eq!(of(metaspace("never")), Spelling::Sentencepiece { bytes: false, prefixed: false });
-        assert_eq!(of(sequence(json!([{"type": "ByteLevel"}]))), Spelling::ByteLevel);
+        let bytes =
+            json!({"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true, "use_regex": true});
+        assert_eq!(of(sequence(json!([bytes]))), Spelling::ByteLevel);
         assert_eq!(of(json!({"type": "WordPiece", "prefix": "##", "cleanup": true})), Spelling::Other);
         assert_eq!(of(fallback), Spelling::Other);
         assert_eq!(Spelling::of(None), Spelling::Other);
