@@ -18,6 +18,9 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
 }
 
 /// The centroids (ksub, dsub) of one subspace, in `f16`: k-means of 512 Gaussian vectors per centroid.
+///
+/// # Errors
+/// Those of the shape and of training.
 pub fn trained(dsub: usize, nbits: u32) -> Result<Vec<f16>, Error> {
     let options = TrainOptions { iterations: 64, start: Start::PlusPlus, seed: 0x6b76, ..Default::default() };
     let vectors = gaussians((512 << nbits) * dsub);

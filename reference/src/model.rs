@@ -177,7 +177,9 @@ impl Model {
         tracked.finish(path, config.family)?;
         let mut hasher = Sha256::new();
         hasher.update(attention_identity(&config));
-        tracked.digest(&["lm_head.weight", "model.norm.weight"], &mut hasher)?;
+        // What comes after the last layer changes no key and no value.
+        let after: &[&str] = if only_last { &["model.norm.weight"] } else { &[last, "model.norm.weight"] };
+        tracked.digest(after, &mut hasher)?;
         let hash = hasher.finalize().iter().map(|byte| format!("{byte:02x}")).collect();
         let name = path.file_name().unwrap_or(path.as_os_str()).to_string_lossy().into_owned();
         Ok(Self { name, hash, config, tokenizer: tokenizer.map(Arc::new), embedding, layers, norm, output })
