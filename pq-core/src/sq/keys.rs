@@ -154,6 +154,7 @@ impl Kernel for Encode<'_, '_> {
 
 /// Chooses the steps of a group of 16 components.
 #[inline(always)]
+#[expect(clippy::needless_range_loop, reason = "one index counts the components of eight arrays")]
 fn choose_steps(shape: &Shape, rows: &[f32], group: usize, steps: &mut [u8]) {
     let dim = shape.dim();
     let rows = || rows.chunks_exact(dim).map(|row| &row[LANES * group..][..LANES]);
