@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Decode steps and prompts of `kv speed` against other loops on one GPU: decode.{json,md}, prefill.{json,md}.
+"""Decode steps and prompts of `decode_speed` against other loops on one GPU: decode.{json,md}, prefill.{json,md}.
 
-    cargo build --release -p kv-reference
+    cargo build --release -p kv-benches --bin decode_speed
     pip install torch flashinfer-python transformers
-    python benches/peers/decode.py target/release/kv benches/results
-    python benches/peers/decode.py target/release/kv benches/results --prefill
+    python benches/peers/decode.py target/release/decode_speed benches/results
+    python benches/peers/decode.py target/release/decode_speed benches/results --prefill
 
 All have the same weights and the same cache: hashes of their index (reference/src/device/kernels/random.cuh), so nothing is stored.
-Their logits after token 1 check those of `kv speed`. All run in one call, one after the other; a peer that cannot run, because it is not
+Their logits after token 1 check those of `decode_speed`. All run in one call, one after the other; a peer that cannot run, because it is not
 installed or out of memory, is reported as missing.
 
 torch         a plain loop with a static cache in bf16, one CUDA graph a step, compiled norms, RoPE and SwiGLU, and cuDNN's attention;
@@ -355,10 +355,10 @@ def peers(shape, context, batch, capacity, path):
     return results
 
 
-def case(kv, shape, context, batch):
+def case(decode_speed, shape, context, batch):
     with tempfile.TemporaryDirectory() as folder:
         path = lambda name: os.path.join(folder, name)
-        common = [kv, "speed", "--random", shape, "--contexts", str(context), "--batches", str(batch)]
+        common = [decode_speed, "--random", shape, "--contexts", str(context), "--batches", str(batch)]
         rows = []
         for method in METHODS.split(","):
             run(common + ["--methods", method, "--json", path("kv.json"), "--logits", path(method)])
@@ -383,15 +383,14 @@ def case(kv, shape, context, batch):
     }
 
 
-def prefill_case(kv, shape, context, chunk):
+def prefill_case(decode_speed, shape, context, chunk):
     with tempfile.TemporaryDirectory() as folder:
         path = lambda name: os.path.join(folder, name)
         rows = []
         for method in PREFILL_METHODS.split(","):
             run(
                 [
-                    kv,
-                    "speed",
+                    decode_speed,
                     "--random",
                     shape,
                     "--contexts",
@@ -424,7 +423,7 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("kv")
+    parser.add_argument("decode_speed")
     parser.add_argument("results")
     parser.add_argument("--cases", default="", help="indices of cases, separated by commas")
     parser.add_argument("--prefill", action="store_true", help="time prompts instead of steps")
@@ -437,7 +436,7 @@ def main():
     chosen = [int(i) for i in arguments.cases.split(",") if i] or range(len(cases))
     results = []
     for i in chosen:
-        results.append(run_case(os.path.abspath(arguments.kv), *cases[i]))
+        results.append(run_case(os.path.abspath(arguments.decode_speed), *cases[i]))
         # Written after every case, so that an interrupted run keeps its results.
         result = {"date": tables.today(), "commit": commit, "cases": results}
         tables.write(os.path.join(arguments.results, f"{name}.json"), result)

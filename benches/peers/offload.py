@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Caches whose exact rows are in host memory, by `kv speed` on one GPU: offload.{json,md}.
+"""Caches whose exact rows are in host memory, by `decode_speed` on one GPU: offload.{json,md}.
 
-    cargo build --release -p kv-reference
-    python benches/peers/offload.py target/release/kv benches/results [--cases INDICES]
+    cargo build --release -p kv-benches --bin decode_speed
+    python benches/peers/offload.py target/release/decode_speed benches/results [--cases INDICES]
 
 Weights and rows are hashes of their index, so nothing is stored. `--hits` sets the part of a step's rows that are resident on the
 device, since random queries lack the locality of a model's; the look-up of resident rows is part of the step all the same.
@@ -40,7 +40,7 @@ CASES = [
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("kv")
+    parser.add_argument("decode_speed")
     parser.add_argument("results", help="a folder")
     parser.add_argument("--cases", default="", help="indices of cases, separated by commas")
     parser.add_argument("--commit")
@@ -55,11 +55,11 @@ def main():
     runs = []
     for i in [int(i) for i in args.cases.split(",") if i] or range(len(CASES)):
         contexts, hits, methods, more = CASES[i]
-        options = f"speed --random llama-3.1-8b --contexts {contexts} --hits {hits} {more}".split()
+        options = f"--random llama-3.1-8b --contexts {contexts} --hits {hits} {more}".split()
         options += ["--methods", ",".join(methods)]
         with tempfile.NamedTemporaryFile() as file:
-            subprocess.run([args.kv, *options, "--json", file.name], check=True)
-            runs.append({"command": f"kv {' '.join(options)}", "hits": hits, **json.load(open(file.name))})
+            subprocess.run([args.decode_speed, *options, "--json", file.name], check=True)
+            runs.append({"command": f"decode_speed {' '.join(options)}", "hits": hits, **json.load(open(file.name))})
         # Written after every case, so that an interrupted run keeps its results.
         tables.write(os.path.join(args.results, "offload.json"), made | {"runs": runs})
 

@@ -246,12 +246,6 @@ def offload(data):
     ]
 
 
-def fitted_iterations(profile, n):
-    """The iterations that take as long as a layer, by a fit of both times."""
-    c, layer = profile["iteration"], profile["layer"]
-    return min(max(int((layer[0] + layer[1] * n + layer[2] * n * n) / (c[0] + c[1] * n) * (1 + 5e-7)), 1), 25)
-
-
 def pqcache(data):
     lines = [
         "# PQCache on the CPU",
@@ -264,25 +258,7 @@ def pqcache(data):
     ]
     percent = lambda part: f"{100 * part:.1f} %"
     for study in data["studies"]:
-        profile = study["prefill"]
-        lines += [
-            f"## {study['name']}",
-            "",
-            f"Prefill, {profile['code']}, {profile['threads']} threads, ms:",
-            "",
-        ]
-        lines += table(
-            ["tokens", "layer", "offload", "iteration", "iterations", "in turn", "overlapped"],
-            [
-                [
-                    at["tokens"],
-                    *(f"{1000 * at[key]:.2f}" for key in ("layer", "offload", "iteration")),
-                    fitted_iterations(profile, at["tokens"]),
-                    *(f"{1000 * at[key]:.2f}" for key in ("in_turn", "overlapped")),
-                ]
-                for at in profile["times"]
-            ],
-        )
+        lines += [f"## {study['name']}", ""]
         for text in study["quality"]:
             rows = []
             for row in text["rows"]:
@@ -306,19 +282,10 @@ def pqcache(data):
                 "top-1",
             ]
             lines += table(columns, rows)
-        c = profile["iteration"]
         lines += [f"Iterations, {study['code']}, {study['context']} tokens:", ""]
         lines += table(
-            ["iterations", "seconds", "KL", "top-1"],
-            [
-                [
-                    row["label"],
-                    f"{study['layers'] * row['iterations'] * (c[0] + c[1] * (study['context'] - study['exact'])):.2f}",
-                    f"{row['kl']:.5f}",
-                    percent(row["top1"]),
-                ]
-                for row in study["iterations"]
-            ],
+            ["iterations", "KL", "top-1"],
+            [[row["iterations"], f"{row['kl']:.5f}", percent(row["top1"])] for row in study["iterations"]],
         )
         lines += [f"Hits, {study['code']}, {study['context']} tokens:", ""]
         lines += table(
@@ -412,7 +379,7 @@ def loads(run):
         [
             "## Loading on a GPU",
             "",
-            f"{run['on']}, `kv stream time`: {run['model']}, dense bf16, chunks of {run['chunk']} tokens, ms.",
+            f"{run['on']}, `stream_speed time`: {run['model']}, dense bf16, chunks of {run['chunk']} tokens, ms.",
             "",
         ]
         + table(

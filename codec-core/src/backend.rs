@@ -1,3 +1,5 @@
+//! The instruction sets that kernels are compiled for, and the dispatch to one of them.
+
 use crate::Error;
 use crate::simd::Kernel;
 

@@ -35,7 +35,7 @@ pub(crate) fn side_len(plane: &Plane<'_>, tokens: usize) -> usize {
     }
 }
 
-/// Checks the side information.
+/// Checks that the scales of anchors or tokens are finite and not negative.
 fn check_side(plane: &Plane<'_>, side: &[u8]) -> Result<(), Error> {
     let valid = match (plane.predictor, plane.scaling) {
         (Predictor::Anchor { .. }, _) => side

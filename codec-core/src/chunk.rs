@@ -16,7 +16,7 @@ const ENTRY: usize = 24;
 pub struct ChunkEntry {
     /// Position of the first token.
     pub first_token: u64,
-    /// Tokens.
+    /// Number of tokens of the frame.
     pub tokens: usize,
     /// The encoding level.
     pub level: u8,

@@ -1,3 +1,5 @@
+//! The element types of rows: `f32`, and the two types of 16 bits that frames can also keep losslessly.
+
 use half::{bf16, f16};
 
 use crate::ElementType;

@@ -1,3 +1,5 @@
+//! One variant per way in which an argument, a stream or a pairing of both can be bad, and its stable number.
+
 use core::fmt;
 
 /// An invalid argument, or bytes that cannot be read.

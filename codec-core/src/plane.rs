@@ -1,3 +1,5 @@
+//! What encodes and decodes one plane: transform, mean, predictor, steps, models and coder, checked together.
+
 #[cfg(feature = "alloc")]
 mod bytes;
 #[cfg(feature = "alloc")]

@@ -17,7 +17,7 @@ const MAX_LEVELS: usize = 1 << 8;
 pub struct ModelInfo {
     /// The user's identifier of the model: a hash of its weights, or [`Self::id_of`] its name.
     pub model_id: u64,
-    /// Layers.
+    /// Number of layers.
     pub layers: usize,
     /// Key/value heads per layer.
     pub heads: usize,
@@ -53,9 +53,9 @@ impl ModelInfo {
 /// The rows of one layer, keys and values in the same layout ([`Place`]).
 #[derive(Clone, Copy, Debug)]
 pub struct LayerRows<'a, E> {
-    /// Keys.
+    /// Rows of the keys, in a layout that [`Place`] names.
     pub keys: &'a [E],
-    /// Values.
+    /// Rows of the values, in the same layout.
     pub values: &'a [E],
 }
 

@@ -1,4 +1,4 @@
-//! Reading of serialized forms.
+//! Reads fields of serialized forms, which may be truncated or hostile.
 
 use alloc::vec::Vec;
 

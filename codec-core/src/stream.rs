@@ -79,7 +79,7 @@ pub struct StreamPolicy {
 pub struct Progress {
     /// Throughput of the last transfer in bytes per second, if there was one.
     pub measured: Option<f64>,
-    /// Seconds since the request.
+    /// Seconds since the context was requested.
     pub elapsed: f64,
     /// Seconds of decoding and recomputation that earlier chunks still need.
     pub computing: f64,
@@ -112,9 +112,9 @@ pub enum Reason {
 pub struct Decision {
     /// The encoding to send.
     pub encoding: Encoding,
-    /// The reason for it.
+    /// Why that encoding was chosen.
     pub reason: Reason,
-    /// The assumed throughput.
+    /// The throughput that the choice assumes, and where it comes from.
     pub throughput: Throughput,
     /// Seconds until the service level objective.
     pub remaining: f64,

@@ -1,3 +1,5 @@
+//! Maps of a head to coefficients and back, and the rotation of decoded keys to their positions.
+
 use crate::Error;
 use crate::error::check_len;
 use crate::quant::clamp_finite;

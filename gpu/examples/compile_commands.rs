@@ -1,6 +1,6 @@
 //! Prints `compile_commands.json` for clangd: every kernel file with the flags of one shape.
 //!
-//! `cargo run -p kv-gpu --example compile_commands > compile_commands.json`
+//! `cargo example compile_commands > compile_commands.json`
 
 use std::error::Error;
 

@@ -7,7 +7,7 @@ use cudarc::nvrtc::{result, sys};
 use crate::Error;
 use crate::library::has_nvrtc;
 
-/// A file of `kernels/`.
+/// The text of a file of `kernels/`, which NVRTC gets from memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Source {
     /// Its path below `kernels/`, as in `#include`.
@@ -63,7 +63,9 @@ const HEADERS: &[Source] = &[
     source!("pq_hybrid/codes.cuh"),
     source!("pq_hybrid/lut.cuh"),
     source!("pq_hybrid/plan.cuh"),
+    source!("pq_hybrid/recenter.cuh"),
     source!("pq_hybrid/rows.cuh"),
+    source!("pq_hybrid/scored_tile.cuh"),
     source!("pq_hybrid/selection.cuh"),
     source!("pq_hybrid/shape.cuh"),
     source!("pq_hybrid/stats.cuh"),
@@ -191,9 +193,12 @@ impl Program {
         reached
     }
 
-    /// The key of the disk cache: options, source texts and the version of the compiler, which together
-    /// determine the machine code.
-    pub(crate) fn key(&self, architecture: &str) -> Result<Vec<u8>, Error> {
+    /// Options, source texts and the version of the compiler, which together determine the machine code: the key
+    /// of a cache of compiled kernels.
+    ///
+    /// # Errors
+    /// [`Error::NoNvrtc`]; [`Error::Compile`] if NVRTC does not tell its version.
+    pub fn key(&self, architecture: &str) -> Result<Vec<u8>, Error> {
         let mut key = format!("kv-gpu {:?}\n{}\n", nvrtc_version()?, self.options(architecture).join(" "));
         for Source { path, text } in [self.source].into_iter().chain(self.headers()) {
             key.extend([path, "\n", text, "\n"]);

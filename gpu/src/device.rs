@@ -1,3 +1,5 @@
+//! A GPU: its context and stream, and the kernels that are compiled or loaded once for it.
+
 use std::collections::HashMap;
 use std::ffi::c_void;
 use std::path::PathBuf;
@@ -110,7 +112,7 @@ impl Device {
         Ok(())
     }
 
-    /// The device's own stream.
+    /// The stream that was opened with the device, for launches that need no other.
     #[must_use]
     pub const fn stream(&self) -> &Arc<CudaStream> {
         &self.stream
@@ -205,7 +207,7 @@ impl Device {
     }
 }
 
-/// A loaded kernel.
+/// A kernel that is loaded on a device, ready to launch.
 #[derive(Clone)]
 pub struct Kernel {
     context: Arc<CudaContext>,

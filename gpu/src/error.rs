@@ -1,3 +1,5 @@
+//! What can fail between a shape and a finished launch.
+
 use std::fmt;
 use std::path::PathBuf;
 
@@ -29,21 +31,21 @@ pub enum Error {
     Unsupported {
         /// The operation and the shape.
         operation: String,
-        /// The supported shapes.
+        /// Which shapes the kernels support.
         supported: &'static str,
     },
     /// An argument is out of range, or does not fit the shape or the other arguments.
     Argument {
         /// The operation.
         operation: &'static str,
-        /// The problem.
+        /// Which argument is wrong, and why.
         problem: String,
     },
     /// A folder cannot hold compiled kernels.
     CacheFolder {
         /// The folder.
         folder: PathBuf,
-        /// The problem.
+        /// Why it cannot: it is not private, or the system's error.
         problem: String,
     },
     /// The device computed a wrong result.

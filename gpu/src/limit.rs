@@ -1,3 +1,5 @@
+//! An older device to compile for, as text and as numbers.
+
 use std::str::FromStr;
 
 use crate::Error;

@@ -1,3 +1,5 @@
+//! A small kernel that shows whether compiler, driver and device work together.
+
 use cudarc::driver::DevicePtr as _;
 
 use crate::compile::source;

@@ -1,3 +1,5 @@
+//! Descriptors of rows for the copies of TMA.
+
 use std::mem::MaybeUninit;
 
 use cudarc::driver::sys::{self, CUtensorMap};

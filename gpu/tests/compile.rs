@@ -3,11 +3,15 @@
 #![allow(clippy::unwrap_used, clippy::panic)]
 
 mod common;
+#[path = "common/kernels.rs"]
+mod kernels;
 
 use std::collections::HashSet;
-use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 
 use codec_core::{FitOptions, ModelKind, PlaneBuf, PredictorKind, Steps, TransformBuf};
+use kernels::compiled;
 use kv_gpu::codec::{self, Planes};
 use kv_gpu::pq::{
     AppendShape, AttendGenericShape, AttendShape, CodeLayout, EncodeGenericShape, EncodeShape, Gather,
@@ -15,7 +19,7 @@ use kv_gpu::pq::{
     TrainShape,
 };
 use kv_gpu::svd::{self, ProjectShape};
-use kv_gpu::{Element, Error, Program, VectorElement, compile, self_test_program};
+use kv_gpu::{Element, Error, Program, VectorElement, self_test_program};
 use pq_core::{GroupRule, PqShape};
 
 /// Architectures, and the bytes of shared memory of their blocks.
@@ -26,7 +30,7 @@ const CAPABILITIES: [(&str, (i32, i32)); 2] = [("sm_80", (8, 0)), ("sm_90", (9, 
 
 /// Bytes that `program` spills on an architecture; `None` if there is no compiler.
 fn spilled(program: &Program, architecture: &str) -> Option<usize> {
-    match compile(program, architecture) {
+    match compiled(program, architecture) {
         Ok(image) => {
             assert!(image.log.contains("Used "), "the compiler no longer reports registers: {}", image.log);
             Some(image.spilled_bytes())
@@ -41,15 +45,23 @@ fn spilled(program: &Program, architecture: &str) -> Option<usize> {
 
 /// Every program compiles for every architecture; with `hot`, without a spill.
 fn check(programs: impl Fn(usize) -> Vec<Program>, hot: bool) {
-    let mut spilling = String::new();
-    for (architecture, shared_memory) in ARCHITECTURES {
-        for program in programs(shared_memory) {
-            let Some(spilled) = spilled(&program, architecture) else { return };
+    let of_architecture = |(architecture, shared_memory)| {
+        programs(shared_memory).into_iter().map(move |program| (program, architecture))
+    };
+    let all: Vec<_> = ARCHITECTURES.into_iter().flat_map(of_architecture).collect();
+    let (next, spilling) = (AtomicUsize::new(0), Mutex::new(String::new()));
+    let work = || {
+        while let Some((program, architecture)) = all.get(next.fetch_add(1, Ordering::Relaxed)) {
+            let Some(spilled) = spilled(program, architecture) else { return };
             if hot && spilled > 0 {
-                spilling += &format!("{program} for {architecture} spills {spilled} bytes\n");
+                *spilling.lock().unwrap() +=
+                    &format!("{program} for {architecture} spills {spilled} bytes\n");
             }
         }
-    }
+    };
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    std::thread::scope(|scope| (0..threads).for_each(|_| drop(scope.spawn(work))));
+    let spilling = spilling.into_inner().unwrap();
     assert!(spilling.is_empty(), "{spilling}");
 }
 
@@ -67,89 +79,70 @@ const QUANTIZERS: [(usize, usize, u32); 9] = [
 ];
 
 /// The quantizers that have a layout for the paging.
-fn quantizers(paging: Paging) -> impl Iterator<Item = PqShape> {
+fn quantizers(paging: Paging) -> Vec<PqShape> {
     let all = QUANTIZERS.map(|(dim, m, nbits)| PqShape::new(dim, m, nbits).unwrap());
     let layout = |quantizer| CodeLayout::new(quantizer, Side::Keys).unwrap();
     all.into_iter()
-        .filter(move |&quantizer| paging != Paging::HalfTiles || layout(quantizer).half_tiles().is_ok())
+        .filter(|&quantizer| paging != Paging::HalfTiles || layout(quantizer).half_tiles().is_ok())
+        .collect()
 }
 
-/// The environment variable with which every quantizer is compiled with every group for all variants of
-/// attention, which takes ten minutes on two cores. Otherwise only contiguous codes are, and a quantizer of
-/// another variant has one group: the variant is compiled for each quantizer and for each group.
-const EVERY: &str = "EVERY_KERNEL";
+/// Variants of attention: groups of queries, element of exact rows, pages of codes, and whether there are addends,
+/// norms, and exact rows in FP8.
+const VARIANTS: [(&[usize], Element, Paging, [bool; 3]); 10] = [
+    (&[1, 2, 4, 8], Element::F16, Paging::Contiguous, [false, false, false]),
+    (&[1, 2, 3, 8], Element::Bf16, Paging::Tiles, [false, false, false]),
+    (&[1, 3, 8], Element::Bf16, Paging::HalfTiles, [false, false, false]),
+    (&[2, 4], Element::F16, Paging::HalfTiles, [false, false, false]),
+    (&[1, 2, 4, 8], Element::F16, Paging::Contiguous, [true, true, false]),
+    (&[2, 4], Element::Bf16, Paging::HalfTiles, [true, true, true]),
+    (&[1, 2, 4], Element::F16, Paging::Contiguous, [true, false, false]),
+    (&[2, 8], Element::Bf16, Paging::Contiguous, [false, true, false]),
+    (&[1, 2, 4, 8], Element::F16, Paging::Contiguous, [false, false, true]),
+    (&[1, 4], Element::Bf16, Paging::Tiles, [false, false, true]),
+];
 
-/// Attention on contiguous codes.
-fn attention(groups: &[usize]) {
-    attention_of(groups, Element::F16, Paging::Contiguous, [false; 3], true);
+/// Attention of the variants with the quantizers and groups that `of` selects by their indices, of which the latter
+/// two come with their counts.
+fn attention(of: impl Fn(usize, (usize, usize), (usize, usize)) -> bool) {
+    let mut shapes = vec![];
+    for (v, (groups, element, paging, options)) in VARIANTS.into_iter().enumerate() {
+        let [addends, norms, exact_fp8] = options;
+        let quantizers = quantizers(paging);
+        for (i, &quantizer) in quantizers.iter().enumerate() {
+            for (j, &group) in groups.iter().enumerate() {
+                if of(v, (i, quantizers.len()), (j, groups.len())) {
+                    let (keys, values) = (quantizer, quantizer);
+                    shapes.push(AttendShape {
+                        keys,
+                        values,
+                        group,
+                        element,
+                        paging,
+                        addends,
+                        norms,
+                        exact_fp8,
+                    });
+                }
+            }
+        }
+    }
+    check(|shared_memory| shapes.iter().map(|shape| shape.program(shared_memory).unwrap()).collect(), true);
 }
 
-/// A variant of attention.
-fn attention_with(groups: &[usize], element: Element, paging: Paging, options: [bool; 3]) {
-    attention_of(groups, element, paging, options, std::env::var_os(EVERY).is_some());
-}
-
-fn attention_of(groups: &[usize], element: Element, paging: Paging, options: [bool; 3], every: bool) {
-    let [addends, norms, exact_fp8] = options;
-    check(
-        |shared_memory| {
-            let shapes = quantizers(paging).enumerate().flat_map(|(i, quantizer)| {
-                let (keys, values) = (quantizer, quantizer);
-                let of_quantizer = move |&(j, _): &(usize, &usize)| every || j == i % groups.len();
-                groups.iter().enumerate().filter(of_quantizer).map(move |(_, &group)| AttendShape {
-                    keys,
-                    values,
-                    group,
-                    element,
-                    paging,
-                    addends,
-                    norms,
-                    exact_fp8,
-                })
-            });
-            shapes.map(|shape| shape.program(shared_memory).unwrap()).collect()
-        },
-        true,
-    );
-}
-
+/// Every group of every variant, with the quantizers in turn: 30 shapes. With the environment variable
+/// `EVERY_KERNEL` all quantizers with all groups, which takes ten minutes on two cores.
 #[test]
-fn attention_of_one_query() {
-    attention(&[1]);
+fn attention_of_every_variant() {
+    let every = std::env::var_os("EVERY_KERNEL").is_some();
+    attention(|v, (i, quantizers), (j, _)| every || (4 * v + j) % quantizers == i);
 }
 
+/// Every quantizer of every variant, with the groups in turn, and with every group on contiguous codes: 108 shapes.
 #[test]
-fn attention_of_groups() {
-    attention(&[2, 4, 8]);
-}
-
-#[test]
-fn attention_in_pages() {
-    attention_with(&[1, 2, 3, 8], Element::Bf16, Paging::Tiles, [false; 3]);
-}
-
-#[test]
-fn attention_in_pages_of_half_tiles() {
-    attention_with(&[1, 3, 8], Element::Bf16, Paging::HalfTiles, [false; 3]);
-    attention_with(&[2, 4], Element::F16, Paging::HalfTiles, [false; 3]);
-}
-
-#[test]
-fn attention_with_addends_and_norms() {
-    attention_with(&[1, 2, 4, 8], Element::F16, Paging::Contiguous, [true, true, false]);
-    attention_with(&[2, 4], Element::Bf16, Paging::HalfTiles, [true, true, true]);
-}
-
-#[test]
-fn attention_with_either() {
-    attention_with(&[1, 2, 4], Element::F16, Paging::Contiguous, [true, false, false]);
-    attention_with(&[2, 8], Element::Bf16, Paging::Contiguous, [false, true, false]);
-}
-
-#[test]
-fn attention_with_exact_tokens_in_fp8() {
-    attention_with(&[1, 2, 4, 8], Element::F16, Paging::Contiguous, [false, false, true]);
-    attention_with(&[1, 4], Element::Bf16, Paging::Tiles, [false, false, true]);
+#[ignore = "long: 216 programs"]
+fn attention_of_every_quantizer() {
+    attention(|v, (i, _), (j, groups)| v == 0 || i % groups == j);
 }
 
 /// Blocks of 99 KiB, as consumer devices have them, hold both tables of codes of 8 bits for 64 components.
@@ -219,7 +212,12 @@ fn encoding() {
     check(
         |_| {
             let shape = |side, element, paging| {
-                quantizers(paging).map(move |quantizer| EncodeShape { quantizer, side, element, paging })
+                quantizers(paging).into_iter().map(move |quantizer| EncodeShape {
+                    quantizer,
+                    side,
+                    element,
+                    paging,
+                })
             };
             let shapes = shape(Side::Keys, VectorElement::F16, Paging::Contiguous)
                 .chain(shape(Side::Values, VectorElement::F32, Paging::Tiles))
@@ -236,7 +234,7 @@ fn appending() {
         |_| {
             let element = VectorElement::Bf16;
             let shape = |paging| {
-                quantizers(paging).map(move |quantizer| AppendShape {
+                quantizers(paging).into_iter().map(move |quantizer| AppendShape {
                     keys: quantizer,
                     values: quantizer,
                     element,
@@ -294,7 +292,7 @@ fn attention_on_ragged_ranks() {
         for &shape in &shapes {
             for program in [svd::Prefill::program, svd::Prefill::paged_program] {
                 let program = program(shape, capability).unwrap();
-                let Ok(image) = compile(&program, architecture) else { return };
+                let Ok(image) = compiled(&program, architecture) else { return };
                 assert_eq!(image.spilled_bytes(), 0, "{program} for {architecture}");
                 assert!(!image.log.contains("serialized"), "wgmma waits after each product: {}", image.log);
             }

@@ -371,89 +371,83 @@ impl Kernel for ScanQuantized<'_, '_> {
 }
 
 impl ScanQuantized<'_, '_> {
-    /// Four blocks share the loads of a table if there are registers for their sums.
+    /// Several blocks share the loads of a table if there are registers for their sums.
     #[inline(always)]
     fn scan<S: Simd, const NBITS: u32>(self, s: S) {
-        match (self.codes.parts(), self.lut.precision(), S::LANES) {
-            (1, LutPrecision::U8, 16) => self.scan_groups::<S, NBITS, 4, 1, false>(s),
-            (1, LutPrecision::U8, _) => self.scan_groups::<S, NBITS, 1, 1, false>(s),
-            (1, LutPrecision::U16, 16) => self.scan_groups::<S, NBITS, 2, 2, false>(s),
-            (1, LutPrecision::U16, _) => self.scan_groups::<S, NBITS, 1, 2, false>(s),
-            (_, LutPrecision::U8, _) => self.scan_groups::<S, NBITS, 1, 1, true>(s),
-            (_, LutPrecision::U16, _) => self.scan_groups::<S, NBITS, 1, 2, true>(s),
+        match self.lut.precision() {
+            LutPrecision::U8 if const { S::LANES == 16 } => self.scan_groups::<S, NBITS, 4, 1>(s),
+            LutPrecision::U8 => self.scan_groups::<S, NBITS, 1, 1>(s),
+            LutPrecision::U16 if const { S::LANES == 16 } => self.scan_groups::<S, NBITS, 2, 2>(s),
+            LutPrecision::U16 => self.scan_groups::<S, NBITS, 1, 2>(s),
         }
     }
 
+    /// Scans `BLOCKS` blocks at a time, and the last ones, or those of small pages, one by one.
     #[inline(always)]
-    fn scan_groups<S: Simd, const NBITS: u32, const BLOCKS: usize, const PLANES: usize, const SMALL: bool>(
-        self,
-        s: S,
-    ) {
-        let mut groups = self.scores.chunks_exact_mut(BLOCKS * BLOCK);
-        let (mut b, mut room) = (0, None);
-        let parts_len = BLOCKS * self.codes.parts();
-        for scores in &mut groups {
-            let mut parts = [&[][..]; MOST_PARTS];
-            let blocks = self.codes.blocks(b, &mut parts[..parts_len]);
-            scan_blocks::<S, NBITS, BLOCKS, PLANES, SMALL>(s, self.lut, blocks, scores, &mut room);
-            b += BLOCKS;
+    fn scan_groups<S: Simd, const NBITS: u32, const BLOCKS: usize, const PLANES: usize>(self, s: S) {
+        let Self { lut, codes, mut scores } = self;
+        let mut b = 0;
+        if const { BLOCKS > 1 } && codes.parts() == 1 {
+            let mut groups = scores.chunks_exact_mut(BLOCKS * BLOCK);
+            for scores in &mut groups {
+                let runs = core::array::from_fn(|i| codes.block(b + i));
+                scan_blocks::<S, NBITS, BLOCKS, PLANES>(s, lut, runs, scores);
+                b += BLOCKS;
+            }
+            scores = groups.into_remainder();
         }
-        for (i, scores) in groups.into_remainder().chunks_mut(BLOCK).enumerate() {
-            let mut parts = [&[][..]; MOST_PARTS];
-            let blocks = self.codes.blocks(b + i, &mut parts[..self.codes.parts()]);
-            scan_blocks::<S, NBITS, 1, PLANES, SMALL>(s, self.lut, blocks, scores, &mut room);
+        let mut room = None;
+        for (i, scores) in scores.chunks_mut(BLOCK).enumerate() {
+            let (mut parts, mut list) = ([&[][..]; MOST_PARTS], None);
+            let blocks = codes.blocks(b + i, &mut parts[..codes.parts()]);
+            // All subspaces fit: a sum has at most `QuantizedLut::MAX_M`.
+            let runs = blocks.runs(s, NBITS, (0, lut.shape().m(), 1), &mut room, &mut list);
+            let mut whole = [0.0; BLOCK];
+            scan_blocks::<S, NBITS, 1, PLANES>(s, lut, [runs.blocks[0]], &mut whole);
+            if codes.parts() > 1 {
+                blocks.order_as_tokens(NBITS, &mut whole);
+            }
+            scores.copy_from_slice(&whole[..scores.len()]);
         }
     }
 }
 
-/// Maximum blocks, or small pages of a block, per call of [`scan_blocks`].
+/// Maximum small pages of a block.
 const MOST_PARTS: usize = 4;
 
-/// Scores `BLOCKS` blocks; the last may be incomplete. Blocks of small pages, `SMALL`, have their own
-/// instantiation: a call in the loop would spill the sums.
+/// Scores `BLOCKS` blocks, given the runs of all subspaces of each.
 #[inline(always)]
-fn scan_blocks<S: Simd, const NBITS: u32, const BLOCKS: usize, const PLANES: usize, const SMALL: bool>(
+fn scan_blocks<S: Simd, const NBITS: u32, const BLOCKS: usize, const PLANES: usize>(
     s: S,
     lut: &QuantizedLut<'_>,
-    blocks: Blocks<'_>,
+    blocks: [&[u8]; BLOCKS],
     scores: &mut [f32],
-    room: &mut Room,
 ) {
     let (m, run_len) = (lut.shape().m(), 8 * NBITS as usize);
+    let blocks = blocks.map(|block| &block[..m * run_len]);
     let mut sums = [[s.no_sums(); PLANES]; BLOCKS];
-    let mut end = 0;
-    while end < m {
-        let (first, mut list) = (end, None);
-        let runs = match SMALL {
-            true => blocks.runs(s, NBITS, (first, m, 1), room, &mut list),
-            false => blocks.whole(m),
-        };
-        end = runs.end;
-        let codes: [&[u8]; BLOCKS] = core::array::from_fn(|b| &runs.blocks[b][..(end - first) * run_len]);
-        for j in first..end {
-            // N.B. `array::from_fn` keeps the tables on the stack: half the speed.
-            // SAFETY: a row has max(16, ksub) bytes.
-            let mut tables = [unsafe { s.table::<NBITS>(lut.row(0, j).as_ptr()) }; PLANES];
-            for (plane, table) in tables.iter_mut().enumerate().skip(1) {
-                // SAFETY: as above.
-                *table = unsafe { s.table::<NBITS>(lut.row(plane, j).as_ptr()) };
-            }
-            for (b, sums) in sums.iter_mut().enumerate() {
-                // SAFETY: each of the blocks has the runs of `first` to `end - 1`.
-                let codes = unsafe { s.unpack::<NBITS>(codes[b].as_ptr().add((j - first) * run_len)) };
-                for (sums, &table) in sums.iter_mut().zip(&tables) {
-                    *sums = s.add_bytes(*sums, s.look_up::<NBITS>(table, codes));
-                }
+    for j in 0..m {
+        // N.B. `array::from_fn` keeps the tables on the stack: half the speed.
+        // SAFETY: a row has max(16, ksub) bytes.
+        let mut tables = [unsafe { s.table::<NBITS>(lut.row(0, j).as_ptr()) }; PLANES];
+        for (plane, table) in tables.iter_mut().enumerate().skip(1) {
+            // SAFETY: as above.
+            *table = unsafe { s.table::<NBITS>(lut.row(plane, j).as_ptr()) };
+        }
+        for (b, sums) in sums.iter_mut().enumerate() {
+            // SAFETY: each of the blocks has m runs.
+            let codes = unsafe { s.unpack::<NBITS>(blocks[b].as_ptr().add(j * run_len)) };
+            for (sums, &table) in sums.iter_mut().zip(&tables) {
+                *sums = s.add_bytes(*sums, s.look_up::<NBITS>(table, codes));
             }
         }
     }
     let (scale, offset) = (s.splat(lut.scale()), s.splat(lut.offset()));
-    for (sums, scores) in sums.into_iter().zip(scores.chunks_mut(BLOCK)) {
+    for (sums, scores) in sums.into_iter().zip(scores.as_chunks_mut::<BLOCK>().0) {
         let mut integers = [[0; BLOCK]; PLANES];
         for (integers, sums) in integers.iter_mut().zip(sums) {
             s.store_sums(integers, sums);
         }
-        let mut floats = [0.0; BLOCK];
         for at in (0..BLOCK).step_by(S::LANES) {
             // SAFETY: at + LANES <= 64, the length of all arrays.
             unsafe {
@@ -463,12 +457,8 @@ fn scan_blocks<S: Simd, const NBITS: u32, const BLOCKS: usize, const PLANES: usi
                     let high = s.load_u16(integers[PLANES - 1].as_ptr().add(at));
                     sum = s.add(sum, s.mul(high, s.splat(256.0)));
                 }
-                s.store(floats.as_mut_ptr().add(at), s.add(s.mul(scale, sum), offset));
+                s.store(scores.as_mut_ptr().add(at), s.add(s.mul(scale, sum), offset));
             }
         }
-        if SMALL {
-            blocks.order_as_tokens(NBITS, &mut floats);
-        }
-        scores.copy_from_slice(&floats[..scores.len()]);
     }
 }

@@ -5,9 +5,11 @@
 //! across lanes at any `dsub`. A block of centroids is multiplied against four registers of points at a time.
 //! Floor: `64 * ksub * dsub` fused multiply-adds, plus three operations per distance to keep the minimum.
 
+use core::ops::Range;
+
 use crate::codebook::Subspace;
 use crate::simd::{BLOCK, Kernel, Run, Simd, transpose_rows};
-use crate::{Backend, Element};
+use crate::{Backend, Element, Rows};
 
 /// The result of [`assign`] for each point of a tile.
 pub(crate) struct Nearest {
@@ -21,22 +23,41 @@ impl Nearest {
     pub const NONE: Self = Self { index: [0; BLOCK], distance: [f32::INFINITY; BLOCK] };
 }
 
-/// Fills `tile` (components, 64) with the components from `first` on of `points` rows, up to 64, which `row`
-/// returns; a NaN or an infinity becomes 0. The columns of missing rows keep their values or get those of the
-/// last row. Returns the sum of all squares.
-pub(crate) fn fill_tile<'a, E: Element + 'a>(
+/// Rows in order, or those of a list.
+#[derive(Clone, Copy)]
+pub(crate) struct Vectors<'a, E> {
+    pub rows: Rows<'a, E>,
+    pub chosen: Option<&'a [usize]>,
+}
+
+impl<'a, E> Vectors<'a, E> {
+    /// Number of vectors.
+    pub fn len(&self) -> usize {
+        self.chosen.map_or(self.rows.rows(), <[usize]>::len)
+    }
+
+    #[inline(always)]
+    fn row(&self, i: usize) -> &'a [E] {
+        self.rows.row(self.chosen.map_or(i, |chosen| chosen[i]))
+    }
+}
+
+/// Fills `tile` (components, 64) with the components from `first` on of the vectors `range`, 1 to 64; a NaN
+/// or an infinity becomes 0. The columns of missing points keep their values or get those of the last one.
+/// Returns the sum of all squares.
+pub(crate) fn fill_tile<E: Element>(
     backend: Backend,
-    points: usize,
-    row: impl Fn(usize) -> &'a [E],
+    vectors: Vectors<'_, E>,
+    range: Range<usize>,
     first: usize,
     tile: &mut [f32],
 ) -> f64 {
-    backend.run(FillTile { points, row, first, tile })
+    backend.run(FillTile { vectors, range, first, tile })
 }
 
-struct FillTile<'t, F> {
-    points: usize,
-    row: F,
+struct FillTile<'a, 't, E> {
+    vectors: Vectors<'a, E>,
+    range: Range<usize>,
     first: usize,
     tile: &'t mut [f32],
 }
@@ -44,7 +65,7 @@ struct FillTile<'t, F> {
 /// Rows transposed at a time.
 const AT_ONCE: usize = 4;
 
-impl<'a, E: Element + 'a, F: Fn(usize) -> &'a [E]> Kernel for FillTile<'_, F> {
+impl<E: Element> Kernel for FillTile<'_, '_, E> {
     type Output = f64;
 
     fn scalar(self) -> f64 {
@@ -60,24 +81,25 @@ impl<'a, E: Element + 'a, F: Fn(usize) -> &'a [E]> Kernel for FillTile<'_, F> {
     }
 }
 
-impl<'a, E: Element + 'a, F: Fn(usize) -> &'a [E]> FillTile<'_, F> {
+impl<E: Element> FillTile<'_, '_, E> {
     /// Fills the tile, four rows and some components at a time: `transpose` writes component `i` of the rows
     /// from `BLOCK * i` on.
     #[inline(always)]
     fn fill(self, transpose: impl Fn([&[f32]; AT_ONCE], &mut [f32])) -> f64 {
-        let Self { points, row, first, tile } = self;
-        let mut rows = [[0.0; BLOCK]; AT_ONCE];
+        let Self { vectors, range, first, tile } = self;
+        let mut four = [[0.0; BLOCK]; AT_ONCE];
         for (i, tile) in tile.chunks_mut(BLOCK * BLOCK).enumerate() {
             let (first, components) = (first + i * BLOCK, tile.len() / BLOCK);
-            for point in (0..points).step_by(AT_ONCE) {
-                for (i, out) in rows.iter_mut().enumerate() {
-                    let row = &row((point + i).min(points - 1))[first..][..components];
+            for point in (0..range.len()).step_by(AT_ONCE) {
+                for (i, out) in four.iter_mut().enumerate() {
+                    let at = (range.start + point + i).min(range.end - 1);
+                    let row = &vectors.row(at)[first..][..components];
                     row.iter().zip(out).for_each(|(&x, out)| *out = finite(x));
                 }
-                transpose(rows.each_ref().map(|row| &row[..components]), &mut tile[point..]);
+                transpose(four.each_ref().map(|row| &row[..components]), &mut tile[point..]);
             }
         }
-        squares_of(tile, points)
+        squares_of(tile, range.len())
     }
 }
 
@@ -166,7 +188,7 @@ pub(crate) fn assign_from(
     summed_error(subspace, tile, nearest)
 }
 
-/// The summed squared error of an assignment. Points whose distances may have overflowed are assigned again,
+/// The summed squared error of an assignment. Vectors whose distances may have overflowed are assigned again,
 /// in `f64`.
 #[inline(never)]
 pub(crate) fn summed_error(subspace: Subspace<'_>, tile: Tile<'_>, nearest: &mut Nearest) -> f64 {
@@ -252,11 +274,26 @@ impl Kernel for Assign<'_> {
 
     #[inline(always)]
     fn vector<S: Simd>(mut self, s: S) {
-        match (self.subspace.ksub() >= RARE, S::WIDE && self.subspace.ksub() >= 4) {
-            (true, true) => self.of_dsub::<S, 4, true>(s),
-            (true, false) => self.of_dsub::<S, 2, true>(s),
-            (false, true) => self.of_dsub::<S, 4, false>(s),
-            (false, false) => self.of_dsub::<S, 2, false>(s),
+        if self.subspace.ksub() >= RARE {
+            // A call takes nothing here, and all kernels share the function.
+            s.call(
+                #[inline(always)]
+                || {
+                    if const { S::WIDE } {
+                        self.of_dsub::<S, 4, true>(s);
+                    } else {
+                        self.of_dsub::<S, 2, true>(s);
+                    }
+                },
+            );
+        } else if const { !S::WIDE } {
+            self.of_dsub::<S, 2, false>(s);
+        } else if self.subspace.ksub() < 4 {
+            for first in (0..self.tile.points).step_by(S::LANES) {
+                blocked::<S, 1, 1, 2, 0, false>(s, self.subspace, self.tile.values, first, self.nearest);
+            }
+        } else {
+            self.of_dsub::<S, 4, false>(s);
         }
     }
 }
@@ -279,24 +316,34 @@ impl Assign<'_> {
         let mut first = 0;
         while first < points {
             let registers = (points - first).div_ceil(S::LANES).min(most);
-            match (registers, S::WIDE, dsub) {
-                (1, true, 2) if in_chains => {
+            match (registers, dsub) {
+                (1, 2) if const { S::WIDE } && in_chains => {
                     blocked::<S, 1, CHAINS, C, 2, SKIP>(s, subspace, values, first, nearest)
                 }
-                (1, ..) if in_chains => {
+                (1, _) if in_chains => {
                     blocked::<S, 1, CHAINS, C, 0, SKIP>(s, subspace, values, first, nearest)
                 }
-                (1, ..) => blocked::<S, 1, 1, C, 0, SKIP>(s, subspace, values, first, nearest),
-                (2 | 3, false, 1) => blocked::<S, 2, 1, C, 1, SKIP>(s, subspace, values, first, nearest),
-                (2 | 3, false, 2) => blocked::<S, 2, 1, C, 2, SKIP>(s, subspace, values, first, nearest),
+                (1, _) => blocked::<S, 1, 1, C, 0, SKIP>(s, subspace, values, first, nearest),
+                (2 | 3, 1) if const { !S::WIDE } => {
+                    blocked::<S, 2, 1, C, 1, SKIP>(s, subspace, values, first, nearest)
+                }
+                (2 | 3, 2) if const { !S::WIDE } => {
+                    blocked::<S, 2, 1, C, 2, SKIP>(s, subspace, values, first, nearest)
+                }
                 // Inlined here, it took 1.5 times as long at (32, 8) in one of two programs.
-                (2 | 3, ..) => s.call(
+                (2 | 3, _) => s.call(
                     #[inline(always)]
                     || blocked::<S, 2, 1, C, 0, SKIP>(s, subspace, values, first, nearest),
                 ),
-                (_, true, 1) => blocked::<S, 4, 1, C, 1, SKIP>(s, subspace, values, first, nearest),
-                (_, true, 2) => blocked::<S, 4, 1, C, 2, SKIP>(s, subspace, values, first, nearest),
-                (_, true, 4) => blocked::<S, 4, 1, C, 4, SKIP>(s, subspace, values, first, nearest),
+                (_, 1) if const { S::WIDE } => {
+                    blocked::<S, 4, 1, C, 1, SKIP>(s, subspace, values, first, nearest)
+                }
+                (_, 2) if const { S::WIDE } => {
+                    blocked::<S, 4, 1, C, 2, SKIP>(s, subspace, values, first, nearest)
+                }
+                (_, 4) if const { S::WIDE } => {
+                    blocked::<S, 4, 1, C, 4, SKIP>(s, subspace, values, first, nearest)
+                }
                 _ => blocked::<S, 4, 1, C, 0, SKIP>(s, subspace, values, first, nearest),
             }
             first += S::LANES * if registers == 3 { 2 } else { registers };

@@ -26,7 +26,7 @@ pub struct Load {
 /// The location of a cached token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Hit {
-    /// The token.
+    /// Position in the sequence, as it was requested.
     pub token: u32,
     /// Its row in the cache's memory: `slot * block_len + offset in the block`.
     pub row: usize,

@@ -14,7 +14,8 @@
 //! Units of 2 to 16 bytes copied one by one, without [`Simd::interleave`], took 1.5 times as long at 6 bits
 //! and 1.3 times at 4.
 
-use crate::simd::{BLOCK, Simd, for_nbits};
+use crate::QuantizedLut;
+use crate::simd::{BLOCK, Simd};
 
 /// Consecutive blocks of 64 vectors.
 #[derive(Clone, Copy)]
@@ -39,8 +40,8 @@ pub(crate) const CHUNK: usize = 16 * BLOCK;
 pub(crate) const QUERIES: usize = 4;
 
 /// Maximum bytes gathered at a time: with 32 blocks of pages of 16 tokens, two cache lines of each page. With
-/// half as many, attention takes 1 to 2 % longer.
-const ROOM: usize = 16384;
+/// half as many, attention takes 1 to 2 % longer. One block of as many subspaces as integer sums allow fits.
+const ROOM: usize = QuantizedLut::MAX_M * BLOCK;
 
 /// Maximum blocks gathered.
 const MOST: usize = 64;
@@ -90,28 +91,29 @@ impl<'b> Blocks<'b> {
     {
         match self.of_block {
             1 => self.whole(m),
-            2 => for_nbits!(nbits, N => s.call(
+            2 => s.call(
                 #[inline(always)]
-                || self.gather::<S, N, 2>(s, (j, m, least), room, list),
-            )),
-            _ => for_nbits!(nbits, N => s.call(
+                || self.gather::<S, 2>(s, nbits, (j, m, least), room, list),
+            ),
+            _ => s.call(
                 #[inline(always)]
-                || self.gather::<S, N, 4>(s, (j, m, least), room, list),
-            )),
+                || self.gather::<S, 4>(s, nbits, (j, m, least), room, list),
+            ),
         }
     }
 
     /// Gathers as many subspaces as fit, so that each cache line of a page is read once: it would not stay in
     /// L1 until the next subspace.
     #[inline(always)]
-    fn gather<'r, S: Simd, const NBITS: u32, const PARTS: usize>(
+    fn gather<'r, S: Simd, const PARTS: usize>(
         &self,
         s: S,
+        nbits: u32,
         (j, m, least): (usize, usize, usize),
         room: &'r mut Room,
         list: &'r mut List<'r>,
     ) -> Runs<'r> {
-        let run_len = 8 * NBITS as usize;
+        let run_len = 8 * nbits as usize;
         let (blocks, part_len) = (self.parts.as_chunks::<PARTS>().0, run_len / PARTS);
         let count = (ROOM / (blocks.len() * run_len) / least * least).min(m - j);
         let room = room.get_or_insert_with(|| [0; ROOM]);
@@ -122,7 +124,7 @@ impl<'b> Blocks<'b> {
             for part in &mut parts {
                 *part = &part[j * part_len..][..count * part_len];
             }
-            match unit(NBITS, PARTS) {
+            match unit(nbits, PARTS) {
                 2 => s.interleave::<2, PARTS>(parts, runs),
                 4 => s.interleave::<4, PARTS>(parts, runs),
                 8 => s.interleave::<8, PARTS>(parts, runs),

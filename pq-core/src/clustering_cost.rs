@@ -1,3 +1,5 @@
+//! How many k-means iterations overlap with a prefill: PQCache's cost model and its fit.
+
 use core::ops::RangeInclusive;
 
 use crate::Error;

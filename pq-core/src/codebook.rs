@@ -1,3 +1,5 @@
+//! Centroids by columns, with the half norms that the search for the nearest one needs.
+
 use crate::error::{check_finite, check_len};
 use crate::{Element, Error, PqShape};
 #[cfg(feature = "alloc")]
@@ -72,7 +74,7 @@ impl<'a> Codebook<'a> {
         Ok(Self { shape, columns, half_norms, largest: largest(half_norms) })
     }
 
-    /// The quantizer's shape.
+    /// The quantizer that the centroids belong to.
     #[must_use]
     pub const fn shape(&self) -> PqShape {
         self.shape
@@ -191,16 +193,27 @@ impl CodebookBuf {
     /// component beyond the range of `E` becomes infinite, which [`from_bytes`](Self::from_bytes) rejects.
     #[must_use]
     pub fn to_bytes<E: Element>(&self) -> alloc::vec::Vec<u8> {
-        let mut writer = Writer::new(MAGIC, VERSION);
-        self.write::<E>(&mut writer);
-        writer.finish()
+        self.saved::<E>().finish()
     }
 
-    /// Reads what [`to_bytes`](Self::to_bytes) wrote.
+    /// [`to_bytes`](Self::to_bytes) with a checksum, which [`from_bytes`](Self::from_bytes) compares: without it
+    /// most single wrong bits are read as other values.
+    #[must_use]
+    pub fn to_bytes_checked<E: Element>(&self) -> alloc::vec::Vec<u8> {
+        self.saved::<E>().finish_checked()
+    }
+
+    fn saved<E: Element>(&self) -> Writer {
+        let mut writer = Writer::new(MAGIC, VERSION);
+        self.write::<E>(&mut writer);
+        writer
+    }
+
+    /// Reads what [`to_bytes`](Self::to_bytes) or [`to_bytes_checked`](Self::to_bytes_checked) wrote.
     ///
     /// # Errors
     /// [`Error::BadMagic`], [`Error::Version`], [`Error::Truncated`], [`Error::TrailingBytes`],
-    /// [`Error::BadField`], [`Error::NotFinite`], or the error of a bad shape.
+    /// [`Error::BadChecksum`], [`Error::BadField`], [`Error::NotFinite`], or the error of a bad shape.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self, Error> {
         let mut reader = Reader::new("a codebook", MAGIC, VERSION, bytes)?;
         let book = Self::read(&mut reader)?;

@@ -61,18 +61,29 @@ impl CodesBuf {
     /// Serializes the codes with their shape and count.
     #[must_use]
     pub fn to_bytes(&self) -> Vec<u8> {
+        self.saved().finish()
+    }
+
+    /// [`to_bytes`](Self::to_bytes) with a checksum, which [`from_bytes`](Self::from_bytes) compares: without it
+    /// most single wrong bits are read as other values.
+    #[must_use]
+    pub fn to_bytes_checked(&self) -> Vec<u8> {
+        self.saved().finish_checked()
+    }
+
+    fn saved(&self) -> Writer {
         let mut writer = Writer::new(MAGIC, VERSION);
         self.shape.write(&mut writer);
         writer.usize(self.n);
         writer.bytes(&self.bytes);
-        writer.finish()
+        writer
     }
 
-    /// Reads what [`to_bytes`](Self::to_bytes) wrote.
+    /// Reads what [`to_bytes`](Self::to_bytes) or [`to_bytes_checked`](Self::to_bytes_checked) wrote.
     ///
     /// # Errors
-    /// [`Error::BadMagic`], [`Error::Version`], [`Error::Truncated`], [`Error::TrailingBytes`], or the error
-    /// of a bad shape.
+    /// [`Error::BadMagic`], [`Error::Version`], [`Error::Truncated`], [`Error::TrailingBytes`],
+    /// [`Error::BadChecksum`], or the error of a bad shape.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self, Error> {
         let mut reader = Reader::new("codes", MAGIC, VERSION, bytes)?;
         let (shape, n) = (PqShape::read(&mut reader)?, reader.usize()?);

@@ -49,7 +49,7 @@ impl<'a> CodesMut<'a> {
         Ok(Self { shape, n, bytes: pool, layout })
     }
 
-    /// Contiguous whole blocks.
+    /// Codes in contiguous memory: as many whole blocks as `bytes` holds.
     pub(crate) const fn new(shape: PqShape, bytes: &'a mut [u8]) -> Self {
         Self { shape, n: bytes.len() / shape.block_size() * BLOCK, bytes, layout: Layout::whole(shape) }
     }
@@ -136,10 +136,9 @@ impl Kernel for ReplaceInRun<'_> {
     fn scalar(self) {
         let Self { run, nbits, len, first, codes } = self;
         // Compile-time lengths are worth their own instantiation.
-        match (len, <&[u32; BLOCK]>::try_from(codes)) {
-            (BLOCK, Ok(codes)) => replace(run, nbits, BLOCK, 0, codes),
-            (BLOCK, Err(_)) => replace(run, nbits, BLOCK, first, codes),
-            _ => replace(run, nbits, len, first, codes),
+        match <&[u32; BLOCK]>::try_from(codes) {
+            Ok(codes) => replace(run, nbits, BLOCK, 0, codes),
+            Err(_) => replace(run, nbits, len, first, codes),
         }
     }
 }

@@ -1,5 +1,5 @@
-//! Runs a kernel on a backend: it is compiled for each instruction set by being inlined into one function with
-//! the target features of that set.
+//! Runs a kernel on a backend: it is compiled for each instruction set by being inlined into one function
+//! with the target features of that set.
 
 use kv_attend::Backend;
 

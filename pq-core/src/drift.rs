@@ -1,3 +1,5 @@
+//! When to train again: the error of new vectors against that of the training vectors.
+
 /// Detects that a codebook no longer fits new tokens: compares their encoding error with that of training.
 ///
 /// PQCache keeps the centroids of the prompt for the whole answer. Observe the error of every encoding. When

@@ -1,10 +1,13 @@
+//! Encoding and decoding: vectors to packed codes in tiles of 64 or one by one, and codes to centroids.
+
 use kv_attend::{AnyRows, for_any_rows};
 
 use crate::assign::{
-    CHAINS, Nearest, Sum, Tile, assign_fitting, fill_tile, fits_f32, nearest_of_registers, squares_of,
-    summed_error,
+    CHAINS, Nearest, Sum, Tile, Vectors, assign_fitting, fill_tile, fits_f32, nearest_of_registers,
+    squares_of, summed_error,
 };
 use crate::assign_one::assign_one;
+use crate::codebook::Subspace;
 use crate::codes_mut::{CodesMut, Place};
 use crate::error::{check_at_least, check_len, count_rows};
 use crate::pack::unpack_run;
@@ -209,7 +212,7 @@ fn encode_tile<E: Element>(
     for j in (0..m).step_by(together) {
         let count = together.min(m - j);
         let tile = &mut tile[..count * dsub * BLOCK];
-        let squares = fill_tile(backend, points, |i| rows.row(i), j * dsub, tile);
+        let squares = fill_tile(backend, Vectors { rows, chosen: None }, 0..points, j * dsub, tile);
         error += backend.run(EncodeSubspaces { codebook, from: j, tile, squares, points, first, codes });
     }
     error.max(0.0)
@@ -238,60 +241,89 @@ impl Kernel for EncodeSubspaces<'_, '_> {
 
     #[inline(always)]
     fn vector<S: Simd>(self, s: S) -> f64 {
-        let subspace = self.codebook.subspace(self.from);
-        if self.points > SMALL || !fits_f32(subspace, self.squares) {
-            return self.run(s);
+        if self.points <= SMALL
+            && finds_small::<S>(self.codebook.shape().dsub(), self.codebook.shape().ksub())
+            && fits_f32(self.codebook.subspace(self.from), self.squares)
+            && let Some(place) = self.codes.place(self.first, self.points)
+        {
+            return self.run_small(s, &place);
         }
-        let Some(place) = self.codes.place(self.first, self.points) else { return self.run(s) };
-        match (self.codebook.shape().dsub(), self.codebook.shape().ksub(), S::LANES) {
-            (2, 16, 16) => self.run_small::<S, 1, 1, 4, 2>(s, &place),
-            (2, 64.., 16) => self.run_small::<S, 1, CHAINS, 4, 2>(s, &place),
-            (4, 64.., 16) => self.run_small::<S, 1, CHAINS, 4, 4>(s, &place),
-            (8, 64.., 16) => self.run_small::<S, 1, CHAINS, 4, 8>(s, &place),
-            (_, 64.., 16) => self.run_small::<S, 1, CHAINS, 4, 0>(s, &place),
-            (2, 4.., 8) => self.run_small::<S, 2, 1, 2, 2>(s, &place),
-            (_, 4.., 8) => self.run_small::<S, 2, 1, 2, 0>(s, &place),
-            _ => self.run(s),
+        self.run(s) // called once: it contains all of `assign`
+    }
+}
+
+/// Vectors of a small tile.
+const SMALL: usize = 16;
+
+/// The indices and distances of the nearest centroids of a small tile's points, in several subspaces.
+struct SmallNearest {
+    index: [[u32; SMALL]; STAGED],
+    distance: [[f32; SMALL]; STAGED],
+}
+
+/// Whether [`EncodeSubspaces::run_small`] is faster on small tiles.
+#[inline(always)]
+const fn finds_small<S: Simd>(dsub: usize, ksub: usize) -> bool {
+    match S::LANES {
+        16 => ksub >= 64 || (dsub == 2 && ksub == 16),
+        8 => ksub >= 4,
+        _ => false,
+    }
+}
+
+impl SmallNearest {
+    /// Finds the nearest centroids of up to `STAGED` tiles, each with its subspace: `R` registers of points;
+    /// the other parameters are those of [`nearest_of_registers`].
+    #[inline(always)]
+    fn find<'a, S: Simd, const R: usize, const CHAINS: usize, const C: usize, const D: usize>(
+        &mut self,
+        s: S,
+        tiles: impl Iterator<Item = (&'a [f32], Subspace<'a>)>,
+    ) {
+        assert!(R * S::LANES == SMALL);
+        let out = self.index.iter_mut().zip(&mut self.distance);
+        for ((values, subspace), (indices, distances)) in tiles.zip(out) {
+            let start = [(s.splat(f32::INFINITY), s.splat_u32(0)); R];
+            let best = nearest_of_registers::<S, R, CHAINS, C, D, false>(s, subspace, values, 0, start);
+            for (v, (distance, index)) in best.into_iter().enumerate() {
+                // SAFETY: R registers have as many lanes as both arrays.
+                unsafe {
+                    s.store(distances.as_mut_ptr().add(v * S::LANES), distance);
+                    s.store_u32(indices.as_mut_ptr().add(v * S::LANES), index);
+                }
+            }
         }
     }
 }
 
-/// Points of a small tile.
-const SMALL: usize = 16;
-
 impl EncodeSubspaces<'_, '_> {
-    /// The vector form for up to [`SMALL`] points, `R` registers, if no distance overflows.
+    /// The vector form for up to [`SMALL`] points if no distance overflows.
     #[inline(always)]
-    fn run_small<S: Simd, const R: usize, const CHAINS: usize, const C: usize, const D: usize>(
-        self,
-        s: S,
-        place: &Place,
-    ) -> f64 {
-        assert!(R * S::LANES == SMALL);
+    fn run_small<S: Simd>(self, s: S, place: &Place) -> f64 {
         let mut staged = [[0; 2 * BLOCK]; STAGED];
-        let (mut indices, mut distances) = ([[0; SMALL]; STAGED], [[0.0; SMALL]; STAGED]);
+        let mut nearest = SmallNearest { index: [[0; SMALL]; STAGED], distance: [[0.0; SMALL]; STAGED] };
         let mut sum = Sum::default();
-        let len = self.codebook.shape().dsub() * BLOCK;
-        let mut subspaces = self.codebook.subspaces_from(self.from);
+        let (dsub, ksub) = (self.codebook.shape().dsub(), self.codebook.shape().ksub());
+        let len = dsub * BLOCK;
         for (j, tile) in (self.from..).step_by(STAGED).zip(self.tile.chunks(STAGED * len)) {
-            let count = tile.len() / len;
-            let out = indices.iter_mut().zip(&mut distances);
-            for ((values, subspace), (indices, distances)) in
-                tile.chunks_exact(len).zip(&mut subspaces).zip(out)
-            {
-                let start = [(s.splat(f32::INFINITY), s.splat_u32(0)); R];
-                let best = nearest_of_registers::<S, R, CHAINS, C, D, false>(s, subspace, values, 0, start);
-                for (v, (distance, index)) in best.into_iter().enumerate() {
-                    // SAFETY: R registers have as many lanes as both arrays.
-                    unsafe {
-                        s.store(distances.as_mut_ptr().add(v * S::LANES), distance);
-                        s.store_u32(indices.as_mut_ptr().add(v * S::LANES), index);
-                    }
+            let subspaces = tile.chunks_exact(len).zip(self.codebook.subspaces_from(j));
+            if const { S::LANES == 16 } {
+                match (dsub, ksub) {
+                    (2, 16) => nearest.find::<S, 1, 1, 4, 2>(s, subspaces),
+                    (2, _) => nearest.find::<S, 1, CHAINS, 4, 2>(s, subspaces),
+                    (4, _) => nearest.find::<S, 1, CHAINS, 4, 4>(s, subspaces),
+                    (8, _) => nearest.find::<S, 1, CHAINS, 4, 8>(s, subspaces),
+                    _ => nearest.find::<S, 1, CHAINS, 4, 0>(s, subspaces),
+                }
+            } else if const { S::LANES == 8 } {
+                match dsub {
+                    2 => nearest.find::<S, 2, 1, 2, 2>(s, subspaces),
+                    _ => nearest.find::<S, 2, 1, 2, 0>(s, subspaces),
                 }
             }
-            for (distances, (indices, staged)) in
-                distances.iter().zip(indices.iter().zip(&mut staged)).take(count)
-            {
+            let count = tile.len() / len;
+            let found = nearest.distance.iter().zip(&nearest.index);
+            for ((distances, indices), staged) in found.zip(&mut staged).take(count) {
                 sum.add(&distances[..self.points], |distance| distance);
                 place.stage(indices, staged);
             }
@@ -350,13 +382,7 @@ fn encode_one_by_one<E: Element>(
         .zip(rows.iter())
         .map(|(at, row)| {
             let mut vector = codes.vector(at);
-            assign_one(
-                backend,
-                codebook,
-                row,
-                #[inline(always)]
-                |j, codes| vector.set(j, codes),
-            )
+            assign_one(backend, codebook, row, &mut |j, codes| vector.set(j, codes))
         })
         .sum()
 }

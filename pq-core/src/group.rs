@@ -1,3 +1,5 @@
+//! One score per token from the scores of a group of query heads, each through its own softmax.
+
 use kv_attend::simd::exp;
 
 use crate::error::check_len;
@@ -119,7 +121,7 @@ impl Kernel for Combine<'_, '_> {
             if sound {
                 add_weights(out, scores, *stats, rule, |score| score);
             } else {
-                add_weights(out, scores, *stats, rule, clean);
+                add_cleaned_weights(out, scores, *stats, rule);
             }
         }
         let n = out.len();
@@ -142,9 +144,15 @@ fn softmax(scores: &[f32]) -> (SoftmaxStats, bool) {
     let sound = stats.sum > 0.0;
     if !sound {
         stats.max = stats.max.min(f32::MAX);
-        stats.sum = exp_sum(scores, stats.finite_max(), clean);
+        stats.sum = cleaned_exp_sum(scores, stats.finite_max());
     }
     (stats, sound)
+}
+
+/// [`exp_sum`] of scores that are not sound, which are rare: one instantiation for all instruction sets.
+#[cold]
+fn cleaned_exp_sum(scores: &[f32], max: f32) -> f32 {
+    exp_sum(scores, max, clean)
 }
 
 /// Replaces NaN by minus infinity and plus infinity by `f32::MAX`.
@@ -174,6 +182,12 @@ fn add_weights(
             both.for_each(|(out, weight)| *out = if weight > *out { weight } else { *out });
         }
     }
+}
+
+/// [`add_weights`] of scores that are not sound.
+#[cold]
+fn add_cleaned_weights(out: &mut [f32], scores: &[f32], stats: SoftmaxStats, rule: Option<GroupRule>) {
+    add_weights(out, scores, stats, rule, clean);
 }
 
 /// Replaces the weights below [`LEAST_WEIGHT`] in a chunk by their logarithms.

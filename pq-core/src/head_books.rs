@@ -88,18 +88,29 @@ impl HeadBooks {
     /// have another [`id`](Self::id): a cache can only be restored with the books under which it was saved.
     #[must_use]
     pub fn to_bytes<E: Element>(&self) -> Vec<u8> {
+        self.saved::<E>().finish()
+    }
+
+    /// [`to_bytes`](Self::to_bytes) with a checksum, which [`from_bytes`](Self::from_bytes) compares: without it
+    /// most single wrong bits are read as other values.
+    #[must_use]
+    pub fn to_bytes_checked<E: Element>(&self) -> Vec<u8> {
+        self.saved::<E>().finish_checked()
+    }
+
+    fn saved<E: Element>(&self) -> Writer {
         let mut writer = Writer::new(MAGIC, VERSION);
         for book in [&self.keys, &self.values] {
             book.write::<E>(&mut writer);
         }
-        writer.finish()
+        writer
     }
 
-    /// Reads what [`to_bytes`](Self::to_bytes) wrote.
+    /// Reads what [`to_bytes`](Self::to_bytes) or [`to_bytes_checked`](Self::to_bytes_checked) wrote.
     ///
     /// # Errors
     /// [`Error::BadMagic`], [`Error::Version`], [`Error::Truncated`], [`Error::TrailingBytes`],
-    /// [`Error::BadField`], [`Error::NotFinite`], or the error of a bad shape.
+    /// [`Error::BadChecksum`], [`Error::BadField`], [`Error::NotFinite`], or the error of a bad shape.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self, Error> {
         let mut reader = Reader::new("the codebooks of a head", MAGIC, VERSION, bytes)?;
         let books = [CodebookBuf::read(&mut reader)?, CodebookBuf::read(&mut reader)?];

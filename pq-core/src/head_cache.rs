@@ -104,7 +104,7 @@ impl<E: Element> HeadCache<E> {
         self.exact.recent()
     }
 
-    /// The codebooks.
+    /// The codebooks that tokens between sinks and window are encoded with.
     #[must_use]
     pub const fn books(&self) -> &Arc<HeadBooks> {
         &self.books

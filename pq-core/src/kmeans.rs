@@ -3,7 +3,7 @@
 use alloc::vec;
 use alloc::vec::Vec;
 
-use crate::assign::{Nearest, Tile, assign, assign_from, fill_tile};
+use crate::assign::{Nearest, Tile, Vectors, assign, assign_from, fill_tile};
 use crate::codebook::{Subspace, arrange, largest};
 use crate::pack::pack_run;
 use crate::rng::SplitMix64;
@@ -18,7 +18,7 @@ pub(crate) struct Points {
     squares: Vec<f64>, // (n / 64 rounded up,): sums of squares
 }
 
-/// Stopping criteria.
+/// When the iterations of [`Points::cluster`] end.
 pub(crate) struct Limits<'a> {
     pub iterations: usize,
     /// Stops when the error falls by no more than this fraction of itself.
@@ -27,7 +27,7 @@ pub(crate) struct Limits<'a> {
     pub time_is_up: Option<&'a (dyn Fn() -> bool + Sync)>,
 }
 
-/// The result of k-means.
+/// What [`Points::cluster`] returns.
 pub(crate) struct Clusters {
     pub centroids: Vec<f32>, // (k, dsub)
     pub error: f64,          // summed squared error of the last assignment
@@ -55,19 +55,19 @@ impl Arranged {
 }
 
 impl Points {
-    /// Components `first..first + dsub` of `n` rows, which `row` returns.
-    pub fn of_subspace<'a, E: Element + 'a>(
+    /// Components `first..first + dsub` of vectors.
+    pub fn of_subspace<E: Element>(
         backend: Backend,
-        n: usize,
-        row: impl Fn(usize) -> &'a [E],
+        vectors: Vectors<'_, E>,
         first: usize,
         dsub: usize,
     ) -> Self {
+        let n = vectors.len();
         let (mut tiles, mut squares) =
             (vec![0.0; n.div_ceil(BLOCK) * BLOCK * dsub], vec![0.0; n.div_ceil(BLOCK)]);
         let each = tiles.chunks_exact_mut(BLOCK * dsub).zip(&mut squares);
         for (at, (tile, squares)) in (0..n).step_by(BLOCK).zip(each) {
-            *squares = fill_tile(backend, BLOCK.min(n - at), |i| row(at + i), first, tile);
+            *squares = fill_tile(backend, vectors, at..n.min(at + BLOCK), first, tile);
         }
         Self { tiles, dsub, n, squares }
     }
@@ -265,7 +265,8 @@ mod tests {
     use super::*;
 
     fn points(values: &[f32], dsub: usize) -> Points {
-        Points::of_subspace(Backend::detect(), values.len() / dsub, |i| &values[i * dsub..], 0, dsub)
+        let rows = crate::Rows::contiguous(values, dsub).unwrap();
+        Points::of_subspace(Backend::detect(), Vectors { rows, chosen: None }, 0, dsub)
     }
 
     fn clusters(values: &[f32], dsub: usize, k: usize, iterations: usize) -> Clusters {

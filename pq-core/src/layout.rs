@@ -20,7 +20,7 @@ struct Pages<'a> {
 }
 
 impl<'a> Layout<'a> {
-    /// Contiguous blocks.
+    /// Blocks of 64 vectors that follow one another.
     pub const fn whole(shape: PqShape) -> Self {
         Self { vectors: BLOCK, block_size: shape.block_size(), pages: None }
     }

@@ -1,3 +1,5 @@
+//! The natural logarithm as code that vectorizes, with the same bits on every backend.
+
 /// `ln(x)` for finite `x >= 1`, to 2 units in the last place; finite for 0.
 ///
 /// Vectorizes like `exp` of `kv-attend`: `x = 2^n (1 + f)` with `1 + f` between the square roots of 1/2 and

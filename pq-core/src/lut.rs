@@ -1,3 +1,5 @@
+//! Lookup tables: the inner products of a query's parts with all centroids.
+
 mod quantized;
 
 use kv_attend::{AnyRows, for_any_rows};

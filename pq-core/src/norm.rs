@@ -1,3 +1,5 @@
+//! Norms of vectors in a byte each, so that vectors of every length share the centroids.
+
 use crate::Error;
 use crate::error::check_len;
 

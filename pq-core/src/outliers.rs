@@ -1,3 +1,5 @@
+//! Components that are stored exactly because no centroid is near them.
+
 use crate::error::{check_at_least, check_len, count_rows};
 use crate::{Backend, Error, top_k_into_with};
 
@@ -6,7 +8,7 @@ use crate::{Backend, Error, top_k_into_with};
 pub struct Outlier {
     /// Index among the (n, dim) components.
     pub index: u32,
-    /// Its value.
+    /// The component before it was replaced.
     pub value: f32,
 }
 

@@ -1,3 +1,5 @@
+//! The random numbers of training: one seed gives one result.
+
 use alloc::vec::Vec;
 
 /// SplitMix64 (Steele, Lea, Flood, OOPSLA 2014). The random numbers of training must not change with the

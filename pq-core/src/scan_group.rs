@@ -35,19 +35,16 @@ pub(crate) fn score_together<S: Simd>(
     if together {
         s.call(
             #[inline(always)]
-            || match nbits {
-                7 => scan_group::<S, 7>(s, luts, first, keys, scores, room),
-                _ => scan_group::<S, 8>(s, luts, first, keys, scores, room),
-            },
+            || scan_group(s, luts, first, keys, scores, room),
         );
     }
     together
 }
 
-/// Scores the tokens of up to `CHUNK / 64` blocks of codes for the queries from `first` on, as many as
-/// `scores` (queries, `CHUNK`) has rows, at most four.
+/// Scores the tokens of up to `CHUNK / 64` blocks of codes of 7 or 8 bits for the queries from `first` on, as
+/// many as `scores` (queries, `CHUNK`) has rows, at most four.
 #[inline(always)]
-fn scan_group<S: Simd, const NBITS: u32>(
+fn scan_group<S: Simd>(
     s: S,
     luts: &Luts<'_>,
     first: usize,
@@ -55,7 +52,7 @@ fn scan_group<S: Simd, const NBITS: u32>(
     scores: &mut [f32],
     room: &mut Room,
 ) {
-    let m = luts.shape().m();
+    let (m, nbits, ksub) = (luts.shape().m(), luts.shape().nbits(), luts.shape().ksub());
     // Adding to -0.0 and adding -0.0 change no bit.
     let Aligned(sums) = &mut Aligned([[-0.0_f32; QUERIES]; CHUNK]);
     let Aligned(tables) = &mut Aligned([[[-0.0_f32; QUERIES]; 256]; SUBSPACES]);
@@ -64,7 +61,7 @@ fn scan_group<S: Simd, const NBITS: u32>(
     let mut end = 0;
     while end < m {
         let (start, mut list) = (end, None);
-        let runs = blocks.runs(s, NBITS, (start, m, SUBSPACES), room, &mut list);
+        let runs = blocks.runs(s, nbits, (start, m, SUBSPACES), room, &mut list);
         end = runs.end;
         for j in (start..end).step_by(SUBSPACES) {
             let count = SUBSPACES.min(end - j);
@@ -73,16 +70,16 @@ fn scan_group<S: Simd, const NBITS: u32>(
                     table.fill([-0.0; QUERIES]);
                     continue;
                 }
-                let row = |q: usize| &luts.lut(first + q.min(queries - 1)).row(j + i)[..1 << NBITS];
+                let row = |q: usize| &luts.lut(first + q.min(queries - 1)).row(j + i)[..ksub];
                 let rows = [row(0), row(1), row(2), row(3)];
-                for (c, entry) in table[..1 << NBITS].iter_mut().enumerate() {
+                for (c, entry) in table[..ksub].iter_mut().enumerate() {
                     *entry = [rows[0][c], rows[1][c], rows[2][c], rows[3][c]];
                 }
             }
-            let run_len = 8 * NBITS as usize;
+            let run_len = 8 * nbits as usize;
             for (sums, block) in sums.as_chunks_mut::<BLOCK>().0.iter_mut().zip(runs.blocks) {
                 let runs = &block[(j - start) * run_len..][..count * run_len];
-                add_block::<S, NBITS>(s, tables, &mut codes, runs, sums);
+                add_block(s, nbits, tables, &mut codes, runs, sums);
             }
         }
     }
@@ -90,22 +87,28 @@ fn scan_group<S: Simd, const NBITS: u32>(
         for (score, sums) in scores.iter_mut().zip(&*sums) {
             *score = sums[q];
         }
-        blocks.order_as_tokens(NBITS, scores);
+        blocks.order_as_tokens(nbits, scores);
     }
 }
 
 /// Adds up to `SUBSPACES` runs of a block.
 #[inline(always)]
-fn add_block<S: Simd, const NBITS: u32>(
+fn add_block<S: Simd>(
     s: S,
+    nbits: u32,
     tables: &[[[f32; QUERIES]; 256]; SUBSPACES],
     codes: &mut [[u16; BLOCK]; SUBSPACES],
     runs: &[u8],
     sums: &mut [[f32; QUERIES]; BLOCK],
 ) {
-    for (codes, run) in codes.iter_mut().zip(runs.chunks_exact(8 * NBITS as usize)) {
-        // SAFETY: a run has 8 * NBITS bytes.
-        let bytes = unsafe { s.unpack::<NBITS>(run.as_ptr()) };
+    for (codes, run) in codes.iter_mut().zip(runs.chunks_exact(8 * nbits as usize)) {
+        // SAFETY: a run has 8 * nbits bytes.
+        let bytes = unsafe {
+            match nbits {
+                7 => s.unpack::<7>(run.as_ptr()),
+                _ => s.unpack::<8>(run.as_ptr()),
+            }
+        };
         s.store_sums(codes, s.add_bytes(s.no_sums(), bytes));
     }
     for (t, sums) in sums.iter_mut().enumerate() {

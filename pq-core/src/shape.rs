@@ -1,3 +1,5 @@
+//! The sizes of a quantizer, checked once so that no later product of them overflows.
+
 use crate::Error;
 use crate::simd::BLOCK;
 

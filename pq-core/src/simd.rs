@@ -3,9 +3,9 @@
 //! A kernel is written once, over [`Simd`], next to its scalar definition; `dispatch` compiles it for each
 //! instruction set. The file of each set implements the operations.
 //!
-//! Codes come in runs of [`BLOCK`] (see `pack`), so the types here hold 64 elements: [`Simd::Bytes`] holds 64 bytes
-//! in token order, [`Simd::Block`] 64 floats in *block order*, an order specific to the set in which bytes
-//! are widened to floats without crossing 128-bit lanes.
+//! Codes come in runs of [`BLOCK`] (see `pack`), so the types here hold 64 elements: [`Simd::Bytes`] holds 64
+//! bytes in token order, [`Simd::Block`] 64 floats in *block order*, an order specific to the set in which
+//! bytes are widened to floats without crossing 128-bit lanes.
 
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod avx2;
@@ -22,7 +22,7 @@ pub const BLOCK: usize = 64;
 pub(crate) trait Kernel {
     type Output;
 
-    /// The definition.
+    /// The portable form, which defines the result.
     fn scalar(self) -> Self::Output;
 
     /// The same on the registers of `s`. By default this is the definition, which must then be

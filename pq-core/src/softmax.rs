@@ -1,4 +1,5 @@
-//! Reductions over scores.
+//! Maximum and sum of exponentials over scores, in sixteen partial results, so that every backend has the
+//! same bits.
 
 use kv_attend::simd::exp;
 

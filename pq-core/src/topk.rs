@@ -119,7 +119,7 @@ struct FindCut<'a> {
     k: usize, // 1..=n
 }
 
-/// Counts of one pass.
+/// Keys that one pass finds above the interval, and in each of its buckets.
 struct Counts {
     above: usize,
     buckets: [u32; BUCKETS],

@@ -1,14 +1,17 @@
+//! Training: k-means in every subspace of every set, and the assembly of codebooks and codes.
+
 use alloc::vec;
 use alloc::vec::Vec;
 
 use kv_attend::{AnyRows, for_any_rows};
 
+use crate::assign::Vectors;
 use crate::error::{check_finite, check_len, count_rows};
 use crate::kmeans::{Clusters, Limits, Points};
 use crate::rng::SplitMix64;
 use crate::{Backend, Element, Error, PqShape, Rows};
 
-/// The initial centroids of k-means.
+/// What the first iteration of k-means assigns vectors to.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub enum Start<'a> {
     /// Distinct random vectors.
@@ -30,7 +33,7 @@ pub struct TrainOptions<'a> {
     /// Training ends when an iteration lowers the error by no more than this fraction of it; with 0, when the
     /// error stops falling. Finite and at least 0. Centroids without points are relocated first.
     pub tolerance: f64,
-    /// The initial centroids.
+    /// Where Lloyd's iterations start.
     pub start: Start<'a>,
     /// Trains on at most this many of the vectors, drawn at random.
     pub max_vectors: Option<usize>,
@@ -59,7 +62,7 @@ impl Default for TrainOptions<'_> {
     }
 }
 
-/// A trained codebook.
+/// The centroids that training found, how well they fit, and, if requested, the codes of the vectors.
 #[derive(Clone, Debug)]
 pub struct Trained {
     /// Centroids (m, ksub, dsub), ready for [`Codebook::new`](crate::Codebook::new).
@@ -167,11 +170,12 @@ pub fn train_batch_with<E: Element>(
         check_len("starting centroids", centroids.len(), shape.codebook_len())?;
         check_finite("starting centroids", centroids)?;
     }
-    let sets: Vec<AnyRows<'_>> = sets.iter().map(|vectors| Rows::from(*vectors).into()).collect();
+    let sets = sets.iter().map(|vectors| Ok(Rows::contiguous(vectors, shape.dim())?.into()));
+    let sets = sets.collect::<Result<Vec<AnyRows<'_>>, Error>>()?;
     Ok(train_sets(backend, shape, &sets, options))
 }
 
-/// [`train_batch`] with checked arguments. The vectors of a set are a single row.
+/// [`train_batch`] with checked arguments.
 fn train_sets(
     backend: Backend,
     shape: PqShape,
@@ -180,7 +184,7 @@ fn train_sets(
 ) -> Vec<Trained> {
     let subspace = |task: usize| {
         let (set, j) = (task / shape.m(), task % shape.m());
-        for_any_rows!(sets[set], vectors => train_subspace(backend, shape, vectors.row(0), j, options))
+        for_any_rows!(sets[set], vectors => train_subspace(backend, shape, vectors, j, options))
     };
     let tasks = 0..sets.len() * shape.m();
     #[cfg(feature = "rayon")]
@@ -202,27 +206,23 @@ struct TrainedSubspace {
 fn train_subspace<E: Element>(
     backend: Backend,
     shape: PqShape,
-    vectors: &[E],
+    rows: Rows<'_, E>,
     j: usize,
     options: &TrainOptions<'_>,
 ) -> TrainedSubspace {
-    let (dim, dsub, k) = (shape.dim(), shape.dsub(), shape.ksub());
-    let n = vectors.len() / dim;
-    let row = |i: usize| &vectors[i * dim..][..dim];
-    let all = || Points::of_subspace(backend, n, row, j * dsub, dsub);
-    let points = match options.max_vectors {
-        Some(max) if max < n => {
-            // All subspaces draw the same vectors.
-            let mut order = SplitMix64(options.seed).sample(n, max);
-            order.sort_unstable();
-            Points::of_subspace(backend, max, |i| row(order[i]), j * dsub, dsub)
-        }
-        _ => all(),
-    };
+    let (dsub, k) = (shape.dsub(), shape.ksub());
+    let points = |chosen| Points::of_subspace(backend, Vectors { rows, chosen }, j * dsub, dsub);
+    // All subspaces draw the same vectors.
+    let drawn = options.max_vectors.filter(|&max| max < rows.rows()).map(|max| {
+        let mut drawn = SplitMix64(options.seed).sample(rows.rows(), max);
+        drawn.sort_unstable();
+        drawn
+    });
+    let training = points(drawn.as_deref());
     let mut rng = SplitMix64(options.seed ^ j as u64);
     let start = match options.start {
-        Start::Random => points.random_start(k, &mut rng),
-        Start::PlusPlus => points.plus_plus_start(k, &mut rng),
+        Start::Random => training.random_start(k, &mut rng),
+        Start::PlusPlus => training.plus_plus_start(k, &mut rng),
         Start::From(centroids) => centroids[j * k * dsub..][..k * dsub].to_vec(),
     };
     let limits = Limits {
@@ -230,11 +230,11 @@ fn train_subspace<E: Element>(
         tolerance: options.tolerance,
         time_is_up: options.time_is_up,
     };
-    let mut clusters = points.cluster(backend, start, &limits);
+    let mut clusters = training.cluster(backend, start, &limits);
     let mut runs = vec![];
     if options.encode {
-        let points = if options.max_vectors.is_some() { all() } else { points };
-        (runs, clusters.error) = points.encode(backend, &clusters.centroids, shape.nbits());
+        let all = if drawn.is_some() { points(None) } else { training };
+        (runs, clusters.error) = all.encode(backend, &clusters.centroids, shape.nbits());
     }
     TrainedSubspace { clusters, runs }
 }

@@ -91,11 +91,12 @@ pub trait KvCache: Send + Sync {
     /// Tokens in every layer.
     fn seq_len(&self) -> usize;
 
-    /// Drops all tokens from position `len` on.
+    /// Drops all tokens from position `len` on. Compressed tokens stay compressed, also those that a cache which
+    /// never held more than `len` tokens keeps exact: the window refills from the next token on.
     ///
     /// # Errors
-    /// [`Error::Cache`] when `len` is beyond the end or the method no longer holds the tokens that it would
-    /// need.
+    /// [`Error::Cache`] when `len` is beyond the end, or the method has dropped tokens that a cache of `len`
+    /// tokens attends to. The cache is then unchanged.
     fn truncate(&mut self, len: usize) -> Result<()>;
 
     /// Exact byte counts by purpose.
@@ -281,9 +282,17 @@ impl KvCache for WindowedCache {
         if len > self.seq_len() {
             return Err(self.error(format!("truncation to {len} of {} tokens", self.seq_len())));
         }
+        let stays = |layer: &Layer| len.saturating_sub(layer.sinks.len()).min(layer.store.len());
+        let can_truncate = |layer: &Layer| {
+            let evicted = self.window.to_evict(len.saturating_sub(layer.sinks.len()));
+            layer.store.can_truncate(stays(layer), evicted.min(stays(layer)))
+        };
+        if !self.layers.iter().all(can_truncate) {
+            return Err(self.error(format!("{len} tokens would attend to some that have been dropped")));
+        }
         for layer in &mut self.layers {
             let (sinks, stored) = (layer.sinks.len(), layer.store.len());
-            layer.store.truncate(len.saturating_sub(sinks).min(stored))?;
+            layer.store.truncate(stays(layer))?;
             layer.sinks.truncate(len);
             layer.recent.truncate(len.saturating_sub(sinks + stored));
         }

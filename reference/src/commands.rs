@@ -2,18 +2,15 @@
 
 mod calibrate;
 mod compare;
-mod cost;
 mod device;
 mod eval;
 mod fetch;
 mod generate;
 mod logits;
 mod output;
-#[cfg(feature = "cuda")]
-mod speed;
+mod prefix;
 #[cfg(feature = "store")]
 mod store;
-mod stream;
 
 use std::fmt::Display;
 use std::num::NonZeroUsize;
@@ -22,11 +19,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
-#[cfg(feature = "cuda")]
-use device::profile_clustering;
-use device::{DeviceArgs, profile_methods};
+use device::DeviceArgs;
 use indicatif::{ProgressBar, ProgressStyle};
-use kv_reference::method::methods_help;
+use kv_reference::compare::Progress;
+use kv_reference::method::{Method, methods_help};
 use kv_reference::model::Model;
 use kv_reference::{Error, Profile, Result, files};
 use output::Files;
@@ -56,13 +52,6 @@ enum Command {
     Eval(eval::Eval),
     /// Make a profile (codebooks, rotations, probability models) from a text
     Calibrate(calibrate::Calibrate),
-    /// Time clustering against a layer's prefill: how many iterations PQCache can overlap
-    Cost(cost::Cost),
-    /// Load a stored prompt over a link, chunk by chunk, before a deadline
-    #[command(
-        after_help = "Example:\n  kv stream load --context 4096 --chunk 512 --link random:0.01-0.1 --slo 0.5"
-    )]
-    Stream(stream::Stream),
     /// Get a model of the Hugging Face Hub
     Fetch(fetch::Fetch),
     /// List the methods with their settings
@@ -74,9 +63,6 @@ enum Command {
     #[cfg(feature = "store")]
     #[command(subcommand)]
     Store(store::Store),
-    /// Time decode steps on a GPU
-    #[cfg(feature = "cuda")]
-    Speed(speed::Speed),
 }
 
 impl Kv {
@@ -103,8 +89,6 @@ impl Kv {
             Command::Logits(command) => command.run(out),
             Command::Eval(command) => command.run(out),
             Command::Calibrate(command) => command.run(out),
-            Command::Cost(command) => command.run(out),
-            Command::Stream(command) => command.run(out),
             Command::Fetch(command) => command.run(out),
             Command::Methods => {
                 out.print(format_args!("{}\n", methods_help()));
@@ -112,8 +96,6 @@ impl Kv {
             }
             #[cfg(feature = "store")]
             Command::Store(command) => command.run(out),
-            #[cfg(feature = "cuda")]
-            Command::Speed(command) => command.run(out),
         }
     }
 }
@@ -128,11 +110,18 @@ struct ModelArgs {
 
 impl ModelArgs {
     fn path(&self) -> PathBuf {
-        self.model.clone().unwrap_or_else(|| asset("tiny-llama-12m"))
+        let shipped = || Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/tiny-llama-12m");
+        self.model.clone().unwrap_or_else(shipped)
     }
 
     fn load(&self) -> Result<Arc<Model>> {
         let path = self.path();
+        if self.model.is_none() && !path.exists() {
+            let path = path.display();
+            return Err(Error::Argument(format!(
+                "the shipped model is not in {path}, where this kv was built: pass --model"
+            )));
+        }
         if self.model.is_some() && !path.exists() {
             let mut what = format!("--model: {}: no such file or folder", path.display());
             // A path of this form may be meant as a Hub name.
@@ -151,6 +140,14 @@ impl ModelArgs {
 /// The profile of `--profile`.
 fn load_profile(path: &Path, model: &Model) -> Result<Profile> {
     of_option("--profile", Profile::load(path, model))
+}
+
+/// Rejects a profile from which no method takes an entry.
+fn check_profile_has_effect(profile: Option<&PathBuf>, methods: &[Method]) -> Result<()> {
+    match profile.is_some() && !methods.iter().any(Method::needs_profile) {
+        true => Err(no_effect("--profile", "on these methods, which need none")),
+        false => Ok(()),
+    }
 }
 
 /// Names the option in an error about a file that cannot be read.
@@ -175,17 +172,18 @@ fn distinct<T: PartialEq + Display>(option: &str, values: &[T]) -> Result<()> {
     twice.map_or(Ok(()), |(_, value)| Err(Error::Argument(format!("{option}: {value} is given twice"))))
 }
 
-/// Rejects a number unless it is finite and `holds`: what it must be is `what`.
-fn check_number(option: &str, value: f64, what: &str, holds: impl Fn(f64) -> bool) -> Result<()> {
-    match value.is_finite() && holds(value) {
-        true => Ok(()),
-        false => Err(Error::Argument(format!("{option} must be {what}, not {value}"))),
-    }
+/// The error of an option that is without effect where it was given.
+fn no_effect(option: &str, place: &str) -> Error {
+    Error::Argument(format!("{option} has no effect {place}"))
 }
 
 /// Rejects a negative time.
+#[cfg(feature = "store")]
 fn check_seconds(option: &str, value: f64) -> Result<()> {
-    check_number(option, value, "a number of seconds from 0 on", |x| x >= 0.0)
+    match value.is_finite() && value >= 0.0 {
+        true => Ok(()),
+        false => Err(Error::Argument(format!("{option} must be a number of seconds from 0 on, not {value}"))),
+    }
 }
 
 /// Parses a count of at least one.
@@ -196,6 +194,11 @@ fn at_least_one(text: &str) -> std::result::Result<NonZeroUsize, &'static str> {
 /// Maximum bytes of a text to use: about two million tokens, for which the tokenizer takes about a gigabyte.
 const MOST_TEXT: usize = 8 << 20;
 
+/// The State of the Union addresses, part of the binary: methods without a profile are calibrated on them.
+const SHIPPED_TEXT: &str = include_str!("../assets/sotu-heldout.txt");
+/// Its file name.
+const SHIPPED_TEXT_NAME: &str = "sotu-heldout.txt";
+
 /// The option that selects the text.
 #[derive(Args)]
 struct TextArgs {
@@ -205,14 +208,17 @@ struct TextArgs {
 }
 
 impl TextArgs {
-    fn path(&self) -> PathBuf {
-        self.text.clone().unwrap_or_else(|| asset("sotu-heldout.txt"))
+    /// Adds the text to the files of a command.
+    fn add_to(&self, files: &mut Files) {
+        self.text.iter().for_each(|path| files.reads("--text", path));
     }
 
     /// The text's name and its tokens.
     fn tokens(&self, model: &Model) -> Result<(String, Vec<u32>)> {
-        let path = self.path();
-        let text = of_option("--text", files::read_text(&path))?;
+        let Some(path) = &self.text else {
+            return Ok((SHIPPED_TEXT_NAME.to_owned(), model.tokenizer()?.encode(SHIPPED_TEXT)?));
+        };
+        let text = of_option("--text", files::read_text(path))?;
         let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
         let end = (0..=MOST_TEXT.min(text.len())).rev().find(|&end| text.is_char_boundary(end));
         let used = &text[..end.unwrap_or(0)];
@@ -221,11 +227,6 @@ impl TextArgs {
         }
         Ok((name, model.tokenizer()?.encode(used)?))
     }
-}
-
-/// A file shipped with the source.
-fn asset(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("assets").join(name)
 }
 
 /// The option that writes the result as JSON.
@@ -246,7 +247,25 @@ fn progress() -> ProgressBar {
     bar
 }
 
+/// A bar that shows the progress of a comparison.
+struct Shown<'a>(&'a ProgressBar);
+
+impl Progress for Shown<'_> {
+    fn begin(&self, steps: usize) {
+        self.0.set_length(steps as u64);
+    }
+
+    fn message(&self, what: &str) {
+        self.0.set_message(what.to_owned());
+    }
+
+    fn advance(&self) {
+        self.0.inc(1);
+    }
+}
+
 /// Formats a count: `1 chunk`, `2 chunks`.
+#[cfg(feature = "store")]
 fn count(n: usize, what: &str) -> String {
     format!("{n} {what}{}", if n == 1 { "" } else { "s" })
 }

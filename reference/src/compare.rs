@@ -3,11 +3,11 @@
 mod cpu;
 #[cfg(feature = "cuda")]
 mod gpu;
+mod run;
 mod runner;
 
 use std::sync::Arc;
 
-use indicatif::ProgressBar;
 use serde::Serialize;
 
 use crate::Profile;
@@ -19,6 +19,7 @@ use crate::eval::retrieval::{NO_WORDS, TaskMaker};
 use crate::method::Method;
 use crate::model::{Model, Rope};
 use crate::{Error, Result};
+pub use run::Progress;
 pub use runner::Runner;
 
 /// Prompt tokens per pass key.
@@ -120,8 +121,8 @@ pub struct Comparison {
     pub calibration: usize,
     /// Seed of the questions.
     pub seed: u64,
-    /// Notes for the reader: that the profile has seen the text, why there are no pass keys, or that nothing
-    /// was compressed.
+    /// Notes for the reader: that the profile has seen the text, why there are no pass keys, that nothing was
+    /// compressed, or which methods the GPU does not support.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub notes: Vec<String>,
     /// One row per method, in the order asked for.
@@ -143,10 +144,10 @@ pub fn compare(
     profile: Option<Profile>,
     seed: u64,
     gpu: Option<&OnGpu>,
-    progress: &ProgressBar,
+    progress: &dyn Progress,
 ) -> Result<Comparison> {
     let Sizes { context, decode, .. } = sizes;
-    progress.set_length(1 + 2 * methods.len() as u64);
+    progress.begin(1 + 2 * methods.len());
     let room = decode.max(QUESTION_ROOM);
     let methods: Vec<Method> =
         methods.iter().map(|method| method.fitted(&model.config)).collect::<Result<_>>()?;
@@ -155,8 +156,10 @@ pub fn compare(
     let calibrates = profile.is_none() && methods.iter().any(Method::needs_profile);
     let rope = Arc::new(Rope::new(&model.config, (context + room).max(start)));
 
-    progress.set_message("calibrating");
-    let overlap = profile.as_ref().and_then(|profile| profile.overlap(text, start));
+    progress.message("calibrating");
+    let given = profile.as_ref();
+    let overlap = given.and_then(|profile| profile.overlap(text, start));
+    let beyond = given.and_then(|profile| profile.beyond(context + room));
     let profile = match profile {
         Some(profile) => {
             Method::check_profile(&methods, model, &rope, &profile)?;
@@ -174,9 +177,9 @@ pub fn compare(
     let nothing = format!("nothing is compressed: sinks and window hold all tokens of {}", exact.join(", "));
     let no_words = needles.is_none().then(|| NO_WORDS.to_owned());
     let nothing = (!exact.is_empty()).then_some(nothing);
-    let notes = [overlap, no_words, nothing].into_iter().flatten().collect();
     let mut runner = Runner::new(model, rope, profile, methods, gpu)?;
-    progress.inc(1);
+    let notes = [overlap, beyond, no_words, nothing, runner.fallbacks()].into_iter().flatten().collect();
+    progress.advance();
 
     let mut rows = runner.score(prompt, decoded, progress)?;
     if let Some(task) = needles {
@@ -202,7 +205,7 @@ pub fn compare(
 /// # Errors
 /// Errors of gathering and calibrating.
 pub fn calibrated(model: &Model, rope: &Rope, tokens: &[u32], methods: &[Method]) -> Result<Profile> {
-    let mut profile = Profile::of_tokens(tokens);
+    let mut profile = Profile::new(tokens, rope.len());
     if methods.iter().any(Method::needs_profile) {
         let samples = Calibration::gather(model, rope, tokens)?;
         methods.iter().try_for_each(|method| method.calibrate(model, rope, &samples, &mut profile))?;

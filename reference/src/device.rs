@@ -6,9 +6,9 @@
 //! GEMMs by cuBLASLt and `kv_gpu::svd::Prefill`. [`Weights`] holds the model, a [`DeviceCache`] the keys and
 //! values, a [`Decoder`] runs steps.
 
+mod all_programs;
 mod bases;
 mod cache;
-mod clustering;
 mod gemm;
 mod gemv;
 mod host_memory;
@@ -20,7 +20,6 @@ mod rotate;
 mod score;
 mod serve;
 mod step;
-pub mod times;
 mod weights;
 
 use std::sync::{Arc, PoisonError, RwLock, RwLockWriteGuard};
@@ -29,14 +28,13 @@ use cudarc::driver::sys::CUstream;
 use cudarc::driver::{CudaGraph, CudaStream, DriverError, result, sys};
 pub use kv_gpu::Element;
 
+pub use all_programs::programs;
 pub use cache::{
     CacheGenCache, Chunk, DenseCache, DeviceCache, HybridCache, Int4Cache, MillionCache, PagedCache, PqCache,
-    Room, ZackCache, method_cache,
+    Room, Timed, ZackCache, method_cache,
 };
-pub use clustering::{DeviceClustering, LayerTimes, device_files, profile_clustering};
 pub use host_memory::PageLocked;
 pub use load::{FRAMES, Loader, Stages, StreamTarget};
-pub use programs::programs;
 pub use score::{answer_questions, score_text};
 pub use serve::serve;
 pub use step::{CHUNK, Decoder, Part};

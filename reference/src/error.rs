@@ -1,3 +1,5 @@
+//! The error of every call of this crate.
+
 use std::fmt;
 use std::path::{Path, PathBuf};
 

@@ -4,6 +4,6 @@ pub mod metrics;
 pub mod retrieval;
 mod run;
 
-pub use metrics::{Divergence, kl_divergence, log_softmax};
+pub use metrics::{Divergence, kl_divergence};
 pub use retrieval::{Question, RetrievalTask};
 pub use run::{Prompt, SharedPrompt, TextScores, answer_questions, score_text, window_perplexity};

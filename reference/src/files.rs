@@ -35,6 +35,22 @@ pub fn read_text(path: &Path) -> Result<String> {
     String::from_utf8(read(path)?).map_err(|e| Error::file(path, e.utf8_error()))
 }
 
+/// The text of standard input, which may be a pipe.
+///
+/// # Errors
+/// [`Error::Io`], and [`Error::File`] for invalid UTF-8 and for more than `most` bytes, of which no more are
+/// read.
+pub fn read_stdin(most: usize) -> Result<String> {
+    let name = Path::new("standard input");
+    let mut bytes = vec![];
+    let mut input = io::stdin().lock().take(most as u64 + 1);
+    input.read_to_end(&mut bytes).map_err(|e| Error::io(name, e))?;
+    if bytes.len() > most {
+        return Err(Error::file(name, format!("has more than {most} bytes")));
+    }
+    String::from_utf8(bytes).map_err(|e| Error::file(name, e.utf8_error()))
+}
+
 /// Checks that [`write_atomically`] can write to `path`, so that no long work is lost to a mistyped path.
 /// Pipes and devices are rejected; nothing is changed.
 ///

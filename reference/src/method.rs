@@ -4,11 +4,8 @@
 
 mod budget;
 mod cachegen;
-pub mod cost;
-mod cut;
+pub mod cut;
 mod dense;
-#[cfg(feature = "cuda")]
-mod head_maps;
 mod hybrid;
 mod kind;
 mod million;
@@ -16,6 +13,8 @@ mod offload;
 #[cfg(feature = "cuda")]
 mod on_device;
 mod paged;
+#[cfg(feature = "cuda")]
+mod plan;
 mod pq_code;
 mod pqklt;
 mod registry;
@@ -30,10 +29,9 @@ mod sq;
 mod streaming;
 mod zack;
 
-use std::path::Path;
 use std::sync::Arc;
 
-use pq_core::{PqShape, Window};
+use pq_core::Window;
 
 use crate::cache::{ElementType, Geometry, KvCache, WindowedCache};
 use crate::calibrate::Calibration;
@@ -41,21 +39,13 @@ use crate::model::{Config, Model, Rope};
 use crate::{Error, Profile, Result};
 #[cfg(feature = "cuda")]
 pub(crate) use budget::Budget;
-#[cfg(feature = "cuda")]
-pub(crate) use cost::{Iterations, Resolved};
-#[cfg(feature = "cuda")]
-pub(crate) use head_maps::HeadMaps;
-#[cfg(feature = "cuda")]
-pub(crate) use hybrid::HybridPlan;
-#[cfg(feature = "cuda")]
-pub(crate) use kind::{Bitstream, Retrieval};
 use kind::{Kind, Site};
-#[cfg(feature = "cuda")]
-pub(crate) use offload::RowHome;
 #[cfg(feature = "cuda")]
 pub(crate) use paged::PagedMemory;
 #[cfg(feature = "cuda")]
-pub(crate) use pqklt::{RowForm, TransformedHead};
+pub(crate) use plan::{
+    Bitstream, CodedRows, HeadMaps, Heads, HybridPlan, Plan, Retrieval, RowForm, RowHome, TransformedHead,
+};
 pub use registry::{DEFAULT_METHODS, methods_help};
 #[cfg(feature = "cuda")]
 pub(crate) use retrieval::training_step;
@@ -126,12 +116,6 @@ impl Method {
         self.kind.needs_profile()
     }
 
-    /// The file that a setting names, which runs of the method read.
-    #[must_use]
-    pub fn file(&self) -> Option<&Path> {
-        self.kind.file()
-    }
-
     /// Adds the method's entries to `profile`, computed from samples of the model.
     ///
     /// # Errors
@@ -200,26 +184,17 @@ impl Method {
         name == other_name && own != other && own.keys >= other.keys && own.values >= other.values
     }
 
-    /// The product quantizer that the method trains on the prompt.
+    /// Rejects settings without effect on the CPU.
     ///
     /// # Errors
-    /// [`Error::Argument`] for another method.
-    pub fn prompt_quantizer(&self, config: &Config) -> Result<PqShape> {
-        let none = || Err(Error::Argument(format!("method {} trains nothing on the prompt", self.name)));
-        self.fitted(config)?.kind.prompt_quantizer(Geometry::of(config)).unwrap_or_else(none)
-    }
-
-    /// Rejects settings without effect on the CPU, and required files that cannot be read.
-    ///
-    /// # Errors
-    /// [`Error::Argument`]; [`Error::Io`] and [`Error::File`].
+    /// [`Error::Argument`].
     pub fn check_on_cpu(&self) -> Result<()> {
         match self.kind.device_setting() {
             Some(setting) => Err(Error::Argument(format!(
                 "method {}: `{setting}` has no effect on the CPU, where it runs here",
                 self.name
             ))),
-            None => self.kind.check_on_cpu(),
+            None => Ok(()),
         }
     }
 

@@ -18,8 +18,9 @@ use sha2::{Digest, Sha256};
 
 pub use config::{Config, LayerAttention, RopeScaling, Yarn};
 pub use rope::Rope;
-pub use tokenizer::Tokenizer;
+pub use tokenizer::{TextStream, Tokenizer};
 
+use crate::ops::{add, matmul};
 use crate::{Error, Result};
 use gguf::Gguf;
 use tensors::{SafetensorsFiles, Tensors, Tracked};
@@ -35,6 +36,18 @@ pub struct Linear {
     pub n_in: usize,
     /// Length of the output.
     pub n_out: usize,
+}
+
+impl Linear {
+    /// `y = W x + b` for every row.
+    ///
+    /// `x` (n, n_in); `y` (n, n_out), fully written.
+    pub fn apply(&self, x: &[f32], y: &mut [f32]) {
+        matmul(&self.weight, x, y, self.n_in);
+        if let Some(bias) = &self.bias {
+            y.chunks_exact_mut(self.n_out).for_each(|row| add(row, bias));
+        }
+    }
 }
 
 /// The attention weights of a layer.
@@ -98,7 +111,9 @@ pub struct Layer {
 pub struct Model {
     /// Its name: the file's or folder's.
     pub name: String,
-    /// SHA-256 over configuration and weight files, in hexadecimal, by which a profile identifies its model.
+    /// SHA-256 over what keys and values depend on, in hexadecimal, by which a profile and a store identify their
+    /// model: the weights, in any order and files, and the parts of the configuration that change attention.
+    /// Ends of a text, the length of the context, the tokenizer and the output are not among them.
     pub hash: String,
     /// Its shape.
     pub config: Config,
@@ -124,8 +139,7 @@ impl Model {
     }
 
     fn load_folder(dir: &Path) -> Result<Self> {
-        let config_path = dir.join("config.json");
-        let config = Config::from_json(&config_path)?;
+        let config = Config::from_folder(dir)?;
         Self::assemble(dir, config, Tokenizer::of_folder(dir)?, &SafetensorsFiles::open(dir)?)
     }
 
@@ -145,20 +159,25 @@ impl Model {
     ) -> Result<Self> {
         let tracked = Tracked::new(tensors);
         let (hidden, vocab) = (config.hidden_size, config.vocab_size);
-        let embedding = Arc::new(tracked.load("model.embed_tokens.weight", &[vocab, hidden])?);
-        // Some checkpoints claim untied embeddings but store none, or vice versa: the stored tensors decide.
-        config.tie_word_embeddings |= !tracked.contains("lm_head.weight");
-        let output = if config.tie_word_embeddings {
-            embedding.clone()
-        } else {
-            Arc::new(tracked.load("lm_head.weight", &[vocab, hidden])?)
-        };
+        let matrix = |name: &str| tracked.load(name, &[vocab, hidden]).map(Arc::new);
+        let [first, last] = ["model.embed_tokens.weight", "lm_head.weight"];
+        // Whatever the configuration says, the stored tensors decide: a stored output matrix is used, and tied
+        // matrices may be stored as either.
+        let has_last = tracked.contains(last);
+        let only_last = has_last && config.tie_word_embeddings && !tracked.contains(first);
+        let embedding = matrix(if only_last { last } else { first })?;
+        let output = (has_last && !only_last).then(|| matrix(last)).transpose()?;
+        let output = output.filter(|output| *output != embedding).unwrap_or_else(|| embedding.clone());
+        config.tie_word_embeddings = Arc::ptr_eq(&embedding, &output);
+        config.eos_tokens.extend(tokenizer.iter().flat_map(Tokenizer::stop_tokens));
+        config.eos_tokens.sort_unstable();
+        config.eos_tokens.dedup();
         let layers = (0..config.n_layers).map(|l| load_layer(&config, &tracked, l)).collect::<Result<_>>()?;
         let norm = Arc::new(tracked.load("model.norm.weight", &[hidden])?);
         tracked.finish(path, config.family)?;
         let mut hasher = Sha256::new();
-        hasher.update(format!("{config:?}"));
-        tensors.digest(&mut hasher)?;
+        hasher.update(attention_identity(&config));
+        tracked.digest(&["lm_head.weight", "model.norm.weight"], &mut hasher)?;
         let hash = hasher.finalize().iter().map(|byte| format!("{byte:02x}")).collect();
         let name = path.file_name().unwrap_or(path.as_os_str()).to_string_lossy().into_owned();
         Ok(Self { name, hash, config, tokenizer: tokenizer.map(Arc::new), embedding, layers, norm, output })
@@ -204,6 +223,18 @@ impl Model {
         }
         Ok(())
     }
+}
+
+/// The parts of a configuration that change keys and values, beyond what the names and shapes of the weights
+/// say. Two spellings of the same rotary frequencies are the same.
+fn attention_identity(config: &Config) -> String {
+    let Config { n_layers, n_heads, n_kv_heads, head_dim, rms_norm_eps, attention, rope_scaling, .. } =
+        config;
+    let (rope, score_factor) = (Rope::new(config, 0), rope_scaling.score_factor());
+    let frequencies = rope.frequencies();
+    format!(
+        "{n_layers} {n_heads} {n_kv_heads} {head_dim} {rms_norm_eps:?} {score_factor:?} {attention:?} {frequencies:?}"
+    )
 }
 
 fn load_layer(config: &Config, tensors: &Tracked<'_>, l: usize) -> Result<Layer> {

@@ -5,7 +5,6 @@ use gemm_f32::gemm::f32::get_gemm_fn;
 use rayon::prelude::*;
 use svd_core::SoftmaxStats;
 
-use crate::model::Linear;
 use crate::{Error, Result};
 
 /// Minimum multiply-adds that are worth a second thread.
@@ -17,18 +16,6 @@ const PARALLEL_FROM: usize = 1 << 17;
 /// on it takes as long as with one share per thread.
 const SHARE: usize = 4 * PARALLEL_FROM;
 const TILE: usize = 16;
-
-/// `y = W x + b` for every row.
-///
-/// `x` (n, n_in); `y` (n, n_out), fully written.
-pub fn linear(layer: &Linear, x: &[f32], y: &mut [f32]) {
-    matmul(&layer.weight, x, y, layer.n_in);
-    if let Some(bias) = &layer.bias {
-        for row in y.chunks_exact_mut(layer.n_out) {
-            add(row, bias);
-        }
-    }
-}
 
 /// `y = x W^T`: `weight` (n_out, n_in), `x` (n, n_in), `y` (n, n_out), all row-major.
 ///
@@ -237,6 +224,30 @@ pub fn causal_attention(
         }
     });
     Ok(())
+}
+
+/// Log-softmax of logits, in `f64`.
+///
+/// # Examples
+/// ```
+/// let log_p = kv_reference::ops::log_softmax(&[0.0, 0.0, f32::NEG_INFINITY]);
+/// assert!((log_p[0] - 0.5_f64.ln()).abs() < 1e-12);
+/// ```
+#[must_use]
+pub fn log_softmax(logits: &[f32]) -> Vec<f64> {
+    let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let sum: f64 = logits.iter().map(|&x| f64::from(x - max).exp()).sum();
+    logits.iter().map(|&x| f64::from(x - max) - sum.ln()).collect()
+}
+
+/// The mean of rows (n, dim).
+pub(crate) fn mean_row(rows: &[f32], dim: usize) -> Vec<f32> {
+    let mut mean = vec![0.0_f64; dim];
+    for row in rows.chunks_exact(dim) {
+        mean.iter_mut().zip(row).for_each(|(sum, &x)| *sum += f64::from(x));
+    }
+    let n = (rows.len() / dim) as f64;
+    mean.into_iter().map(|sum| (sum / n) as f32).collect()
 }
 
 /// `dst = scale * a b`, with the row stride of `dst` and (row, column) strides of `a` (m, k), `b` (k, n).

@@ -17,13 +17,15 @@ const FORMAT: &str = "kv-profile-2";
 ///
 /// It is stored as a safetensors file. Entries are named `method/setting/k or v/layer/head/part`, for a
 /// bitstream `method/setting/planes`; the metadata hold the model's name and hash, a checksum, and, unless
-/// the file is older, the number of tokens that it was calibrated on and their digest. Equal entries from the
-/// same tokens for the same model give equal bytes.
+/// the file is older, the number of tokens that it was calibrated on and their digest, and the number of
+/// positions that its keys were rotated to. Equal entries from the same tokens for the same model give equal
+/// bytes.
 #[derive(Clone, Debug, Default)]
 pub struct Profile {
     floats: BTreeMap<String, Vec<f32>>,
     bytes: BTreeMap<String, Vec<u8>>,
-    tokens: Option<Tokens>, // calibrated on
+    tokens: Option<Tokens>,   // calibrated on
+    positions: Option<usize>, // calibrated for
 }
 
 /// The first tokens of a text.
@@ -46,9 +48,27 @@ fn hex(hasher: Sha256) -> String {
 }
 
 impl Profile {
-    /// A profile without entries, to be calibrated on these first tokens of a text.
-    pub(crate) fn of_tokens(tokens: &[u32]) -> Self {
-        Self { tokens: Some(Tokens::new(tokens)), ..Self::default() }
+    /// A profile without entries, to be calibrated on these first tokens of a text for positions up to
+    /// `positions`.
+    pub(crate) fn new(tokens: &[u32], positions: usize) -> Self {
+        Self { tokens: Some(Tokens::new(tokens)), positions: Some(positions), ..Self::default() }
+    }
+
+    /// The number of positions that it was calibrated for, from the first one on: its codes of keys after
+    /// RoPE know no later ones. `None` for a file that is older than this information.
+    #[must_use]
+    pub fn positions(&self) -> Option<usize> {
+        self.positions
+    }
+
+    /// A warning if a run over `positions` positions goes beyond those that it was calibrated for.
+    #[must_use]
+    pub fn beyond(&self, positions: usize) -> Option<String> {
+        let known = self.positions.filter(|&known| known < positions)?;
+        Some(format!(
+            "the profile was calibrated for {known} positions, and the run has {positions}: codes of keys after \
+             RoPE lose quality beyond them; calibrate again (kv calibrate)"
+        ))
     }
 
     /// A warning if a run from token `start` of a text sees tokens that the profile was calibrated on. A
@@ -111,6 +131,9 @@ impl Profile {
             metadata["tokens"] = n.to_string().into();
             metadata["tokens_sha256"] = sha256.as_str().into();
         }
+        if let Some(positions) = self.positions {
+            metadata["positions"] = positions.to_string().into();
+        }
         // `safetensors` writes metadata in hash-map order, which differs from run to run.
         let (mut header, mut data) = (Map::from_iter([("__metadata__".to_owned(), metadata)]), vec![]);
         for (key, dtype, len, bytes) in self.entries() {
@@ -134,7 +157,7 @@ impl Profile {
     }
 
     /// SHA-256 over names, types, lengths and bytes of all entries, and over the number and digest of the
-    /// calibration tokens, if known, in hexadecimal.
+    /// calibration tokens and the number of positions, if known, in hexadecimal.
     fn checksum(&self) -> String {
         let mut hasher = Sha256::new();
         for (key, dtype, len, bytes) in self.entries() {
@@ -143,6 +166,9 @@ impl Profile {
         }
         if let Some(Tokens { n, sha256 }) = &self.tokens {
             hasher.update(format!("{n} {sha256}"));
+        }
+        if let Some(positions) = self.positions {
+            hasher.update(format!(" {positions}"));
         }
         hex(hasher)
     }
@@ -172,7 +198,7 @@ impl Profile {
         let tensors = SafeTensors::deserialize(&file).map_err(|e| Error::file(path, e))?;
         let n = field("tokens").parse().ok();
         let tokens = n.map(|n| Tokens { n, sha256: field("tokens_sha256").to_owned() });
-        let mut profile = Self { tokens, ..Self::default() };
+        let mut profile = Self { tokens, positions: field("positions").parse().ok(), ..Self::default() };
         for (key, view) in tensors.tensors() {
             match view.dtype() {
                 Dtype::F32 => {
@@ -221,11 +247,15 @@ mod tests {
             profile.save(&path, &model).unwrap();
             Profile::load(&path, &model).unwrap()
         };
-        let profile = saved(Profile::of_tokens(&text[..40]));
+        let profile = saved(Profile::new(&text[..40], 100));
         let warning = profile.overlap(&text, 39).unwrap();
         assert!(warning.contains("the first 40 tokens") && warning.contains("at token 39"), "{warning}");
         assert_eq!((profile.overlap(&text, 40), profile.overlap(&text[..39], 0)), (None, None));
         assert_eq!(profile.overlap(&text[1..], 0), None, "another text");
         assert_eq!(saved(Profile::default()).overlap(&text, 0), None, "a file without tokens");
+        let warning = profile.beyond(101).unwrap();
+        assert!(warning.contains("for 100 positions") && warning.contains("has 101"), "{warning}");
+        assert_eq!((profile.positions(), profile.beyond(100)), (Some(100), None));
+        assert_eq!(saved(Profile::default()).beyond(usize::MAX), None, "a file without positions");
     }
 }

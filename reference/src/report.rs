@@ -134,9 +134,9 @@ pub fn html(comparison: &Comparison) -> Result<String> {
     ))
 }
 
-pub(crate) type Drawn<T> = std::result::Result<T, Box<dyn std::error::Error>>;
+type Drawn<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
-pub(crate) const STYLE: &str = "\
+const STYLE: &str = "\
 body{font:15px/1.5 system-ui,sans-serif;max-width:1180px;margin:2em auto;padding:0 1em;color:#222}\
 table{border-collapse:collapse;font-variant-numeric:tabular-nums}\
 th,td{padding:.2em .7em;text-align:right;white-space:nowrap}\
@@ -144,14 +144,14 @@ th{border-bottom:2px solid #222}td{border-bottom:1px solid #ddd}\
 th:nth-child(-n+2),td:nth-child(-n+2){text-align:left}\
 p{margin:.4em 0;color:#555;font-size:14px}svg{max-width:100%;height:auto}div{overflow-x:auto}";
 
-pub(crate) fn escape(text: &str) -> String {
+fn escape(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;")
 }
 
-pub(crate) const SIZE: (u32, u32) = (1100, 600);
+const SIZE: (u32, u32) = (1100, 600);
 
 /// Draws the legend of the labelled series.
-pub(crate) fn legend<'a, X: Ranged<ValueType = f64>, Y: Ranged<ValueType = f64>>(
+fn legend<'a, X: Ranged<ValueType = f64>, Y: Ranged<ValueType = f64>>(
     chart: &mut ChartContext<'a, SVGBackend<'a>, Cartesian2d<X, Y>>,
     position: SeriesLabelPosition,
 ) -> Drawn<()> {
@@ -174,7 +174,7 @@ fn kl_range(values: impl Iterator<Item = f64>) -> std::ops::Range<f64> {
 }
 
 /// Distinguishable colours on white.
-pub(crate) const COLOURS: [RGBColor; 13] = [
+const COLOURS: [RGBColor; 13] = [
     RGBColor(60, 60, 60),
     RGBColor(31, 119, 180),
     RGBColor(23, 150, 170),

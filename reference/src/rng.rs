@@ -1,3 +1,5 @@
+//! The random numbers of tasks and synthetic texts.
+
 /// SplitMix64 (Steele, Lea, Flood, OOPSLA 2014): a seed must give the same tasks and texts in every version.
 pub(crate) struct Rng(pub u64);
 

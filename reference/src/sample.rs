@@ -1,7 +1,6 @@
 //! Sampling of the next token.
 
-use crate::eval::log_softmax;
-use crate::ops::argmax;
+use crate::ops::{argmax, log_softmax};
 use crate::rng::Rng;
 use crate::{Error, Result};
 

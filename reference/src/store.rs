@@ -10,7 +10,7 @@
 //! | `SPACE/chunks/ID` | the manifest of a chunk: tokens, levels, digests, the object with the frames |
 //! | `SPACE/data/ID/RANDOM` | the frames: a chunk of `codec-core`; a reader fetches one level by ranges |
 //! | `SPACE/about` | a human-readable line: the model, its levels and the grid |
-//! | `profiles/ID` | the codec profile of a calibration, after its digest |
+//! | `profiles/ID` | the codec profile of a calibration, after its name and digest |
 //!
 //! `SPACE` stands for the model, the profile and the grid of chunks ([`Space`]).
 //!
@@ -20,9 +20,11 @@
 //!   which no manifest names.
 //! * No two writers write the same data object. A manifest names only an object that its own writer has
 //!   written before.
-//! * Every byte that is decoded has been compared with a digest in the manifest, and the manifest holds its
-//!   own digest and the chunk's name. Stale, truncated, swapped or foreign bytes are an error or a missing
-//!   chunk.
+//! * Every object names its place, under a digest: a profile its model, levels and calibration, a manifest its
+//!   space, which is named by the profile's digest, its chunk and the previous one. Every byte that is decoded
+//!   has been compared with a digest in the manifest. Stale, truncated, swapped or foreign bytes are an error
+//!   or a missing chunk.
+//! * What was written is read back before it counts as stored: a store may acknowledge and not keep it.
 //!
 //! This guards against faults, not against malicious writers: anybody with write access to manifests can
 //! write a false one.
@@ -35,12 +37,14 @@ mod backend_text;
 mod blocking;
 mod client;
 mod error;
+mod folder;
 mod inspect;
 mod key;
 mod link;
 mod load;
 mod manifest;
 mod open;
+mod outage;
 mod profiles;
 mod prompt;
 mod remote;

@@ -14,20 +14,23 @@
 pub mod encoded;
 pub mod frame;
 pub mod link;
-pub mod page;
+mod meter;
+mod options;
 pub mod receiver;
 pub mod simulated;
 pub mod speeds;
 mod trace;
-
-use std::collections::VecDeque;
+mod waiting;
 
 pub use bytes::Bytes;
-use codec_core::{ChunkSizes, Decision, Encoding, Progress, StreamPolicy};
+use codec_core::{Decision, Encoding, Progress, StreamPolicy};
 
+pub use options::{Choice, MOST_SECONDS, Options, RESERVE, first_level};
 pub use trace::{Event, Outcome, Trace};
 
 use crate::{Error, Result};
+use meter::Meter;
+use waiting::{Mean, Waiting};
 
 /// Seconds between two checks of a transfer in flight: the first comes soon, since the first transfer may
 /// start without a known bandwidth, and recomputing a short context takes 20 ms.
@@ -35,9 +38,6 @@ const TICKS: (f64, f64) = (1e-3, 5e-3);
 
 /// Seconds after which a receiver is offered the newly arrived bytes: some layers of a chunk at 100 Gbit/s.
 const ARRIVING: f64 = 0.2e-3;
-
-/// Window in seconds over which the throughput of a transfer is measured.
-const WINDOW: f64 = 50e-3;
 
 /// Share of another plan's delay for which it must have been better before a transfer is abandoned for it,
 /// unless a deadline is ahead. A stall of the link, or of this machine's threads while others are busy, looks
@@ -48,9 +48,6 @@ const PATIENCE: f64 = 0.02;
 /// Factor on the expected seconds of recomputations for plans with a deadline, until one has been measured.
 /// The policy counts on half the throughput of a link for the same reason.
 const UNMEASURED: f64 = 2.0;
-
-/// Maximum of [`Options::timeout`]: a day in seconds.
-pub const MOST_SECONDS: f64 = 86_400.0;
 
 /// Maximum chunks of a context. The work of a decision grows with their square.
 pub const MOST_CHUNKS: usize = 1024;
@@ -182,29 +179,6 @@ pub struct ChunkCost {
     pub recompute: f64,
 }
 
-/// The choice of encodings.
-#[derive(Clone, Debug, PartialEq)]
-pub enum Choice {
-    /// By the policy, chunk by chunk.
-    Adaptive(StreamPolicy),
-    /// Given: chunk `i` has encoding `i` modulo their number.
-    Given(Vec<Encoding>),
-}
-
-/// Options of a stream.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Options {
-    /// The choice of encodings.
-    pub choice: Choice,
-    /// Maximum requests streamed together (CacheGen's `B`); others wait for the previous batch.
-    pub batch: usize,
-    /// Seconds without a byte after which a transfer counts as stalled, at most [`MOST_SECONDS`].
-    pub timeout: f64,
-    /// After damage, a stall or an error of the link, recompute the missing chunks instead of returning an
-    /// error.
-    pub fall_back: bool,
-}
-
 /// Streams the contexts of requests that all arrive now.
 ///
 /// Text goes to the request of a batch that has the fewest chunks, since early chunks are the cheapest to
@@ -277,70 +251,6 @@ struct Stream<'a> {
     measured: Option<f64>, // throughput of the last transfer, bytes per second
     link_failed: bool,
     events: Vec<Event>,
-}
-
-/// The chunks that a batch's requests still need.
-struct Waiting<'a> {
-    requests: &'a [Vec<ChunkCost>],
-    next: Vec<usize>, // the index of each request's next chunk
-}
-
-impl<'a> Waiting<'a> {
-    /// The requests that are not complete.
-    fn incomplete(&self) -> impl Iterator<Item = usize> {
-        (0..self.requests.len()).filter(|&request| self.next[request] < self.requests[request].len())
-    }
-
-    /// The request with the fewest chunks; ties go to the first.
-    fn emptiest(&self) -> Option<usize> {
-        self.incomplete().min_by_key(|&request| self.next[request])
-    }
-
-    /// The request that lacks the fewest chunks; ties go to the first.
-    fn fullest(&self) -> Option<usize> {
-        self.incomplete().min_by_key(|&request| self.requests[request].len() - self.next[request])
-    }
-
-    fn chunk(&self, request: usize) -> &'a ChunkCost {
-        &self.requests[request][self.next[request]]
-    }
-
-    /// The next chunk of `first`, then all others by index.
-    fn means(&self, first: usize) -> Vec<Mean> {
-        let longest = self.requests.iter().map(Vec::len).max().unwrap_or(0); // chunks
-        let others = (0..longest).map(|index| {
-            let waits = |&request: &usize| self.next[request] + usize::from(request == first) <= index;
-            let chunks = self.incomplete().filter(waits);
-            chunks.filter_map(|request| self.requests[request].get(index)).collect::<Vec<_>>()
-        });
-        let all = std::iter::once(vec![self.chunk(first)]).chain(others);
-        all.filter(|chunks| !chunks.is_empty()).map(|chunks| Mean::of(&chunks)).collect()
-    }
-}
-
-/// The mean costs of chunks of one index.
-struct Mean {
-    levels: Vec<u64>,
-    decode: f64,
-    recompute: f64,
-    requests: usize,
-}
-
-impl Mean {
-    fn of(chunks: &[&ChunkCost]) -> Self {
-        let n = chunks.len();
-        let mean =
-            |cost: fn(&ChunkCost) -> f64| chunks.iter().map(|chunk| cost(chunk)).sum::<f64>() / n as f64;
-        let level = |level| chunks.iter().map(|chunk| chunk.levels[level]).sum::<u64>().div_ceil(n as u64);
-        let levels = (0..chunks[0].levels.len()).map(level).collect();
-        let (decode, recompute) = (mean(|chunk| chunk.decode), mean(|chunk| chunk.recompute));
-        Self { levels, decode, recompute, requests: n }
-    }
-
-    fn sizes(&self, pace: f64) -> ChunkSizes<'_> {
-        let &Self { ref levels, decode, recompute, requests } = self;
-        ChunkSizes { levels, decode, text: 0, recompute: recompute * pace, requests }
-    }
 }
 
 /// How a transfer ended.
@@ -516,55 +426,6 @@ impl Stream<'_> {
     }
 }
 
-/// The throughput over the last [`WINDOW`] of a transfer.
-struct Meter {
-    begin: f64,                    // of the transfer
-    samples: VecDeque<(f64, u64)>, // times and bytes received by then
-    heard: f64,                    // time of the last byte
-}
-
-impl Meter {
-    fn new(begin: f64) -> Self {
-        Self { begin, samples: [(begin, 0)].into(), heard: begin }
-    }
-
-    /// Adds the bytes received so far; returns the seconds since the last byte. If they are fewer than
-    /// before, a request was repeated, and the throughput is measured anew.
-    fn add(&mut self, now: f64, received: u64) -> f64 {
-        let last = self.samples.back().map_or(0, |last| last.1);
-        if received != last {
-            self.heard = now;
-        }
-        if received < last {
-            self.samples.clear();
-        }
-        self.samples.push_back((now, received));
-        while self.samples.get(1).is_some_and(|second| second.0 <= now - WINDOW) {
-            self.samples.pop_front();
-        }
-        now - self.heard
-    }
-
-    /// Bytes per second of the window.
-    fn rate(&self) -> Option<f64> {
-        self.since(*self.samples.front()?)
-    }
-
-    /// Bytes per second of a whole transfer: of its last window, or since it began if that is more. A stall at
-    /// its end says nothing about the next one.
-    fn whole(&self) -> Option<f64> {
-        let rates = [self.rate(), self.since((self.begin, 0))];
-        rates.into_iter().flatten().reduce(f64::max)
-    }
-
-    /// Bytes per second since this sample; none if no byte came or no time passed.
-    fn since(&self, first: (f64, u64)) -> Option<f64> {
-        let last = self.samples.back()?;
-        let rate = (last.1 - first.1) as f64 / (last.0 - first.0);
-        (rate.is_finite() && rate > 0.0).then_some(rate)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::link::{ShapedLink, SimulatedClock, Source};
@@ -623,26 +484,5 @@ mod tests {
             assert_eq!((chunks(Some(1.0), slo), chunks(None, slo)), (measured, unmeasured), "{slo} s");
         }
         assert_eq!(chunks(Some(3.0), 9.5), 3);
-    }
-
-    #[test]
-    fn throughput_is_of_the_last_window() {
-        let mut meter = Meter::new(1.0);
-        assert_eq!(meter.rate(), None);
-        meter.add(1.01, 1_000);
-        assert!((meter.rate().unwrap() - 1e5).abs() < 1.0);
-        let mut repeated = Meter::new(0.0);
-        repeated.add(0.01, 5_000);
-        assert_eq!((repeated.add(0.02, 2_000), repeated.rate()), (0.0, None));
-        repeated.add(0.03, 3_000);
-        assert!((repeated.rate().unwrap() - 1e5).abs() < 1.0);
-        for i in 2..=20 {
-            meter.add(1.0 + 0.01 * f64::from(i), 1_000 + 100 * (i as u64 - 1));
-        }
-        assert!((meter.rate().unwrap() - 1e4).abs() < 1.0);
-        assert!((meter.whole().unwrap() - 2_900.0 / 0.2).abs() < 1.0);
-        assert!((meter.add(1.5, 2_900) - 0.3).abs() < 1e-9);
-        assert_eq!(meter.rate(), None);
-        assert!((meter.whole().unwrap() - 2_900.0 / 0.5).abs() < 1.0);
     }
 }

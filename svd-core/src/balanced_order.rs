@@ -1,3 +1,5 @@
+//! Which components share a subspace, so that a product quantizer of rotated rows spends its bits evenly.
+
 use alloc::vec;
 use alloc::vec::Vec;
 

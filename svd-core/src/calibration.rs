@@ -11,13 +11,13 @@ use crate::{Element, Error, Gram, LayerRotations, NoRope, PostRope, Rotation, Ro
 /// over. Keys and queries are taken after RoPE, or unchanged in a model without it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct HeadGrams {
-    /// Of the keys.
+    /// Second moments of the keys.
     pub keys: Gram<PostRope>,
-    /// Of the queries of all heads of the group.
+    /// Second moments of the queries of all heads of the group.
     pub queries: Gram<PostRope>,
-    /// Of the values.
+    /// Second moments of the values.
     pub values: Gram<NoRope>,
-    /// Of the rows of `W_O`, in the columns of all query heads of the group.
+    /// Second moments of the rows of `W_O`, in the columns of all query heads of the group.
     pub outputs: Gram<NoRope>,
     /// The effective number of tokens that a query attends to ([`LayerCalibration::set_effective_tokens`]).
     pub effective_tokens: f32,

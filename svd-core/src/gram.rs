@@ -1,3 +1,5 @@
+//! Second moments of rows, summed in `f64` as the rows arrive.
+
 // One index counts registers and the rows or columns that they hold.
 #![allow(clippy::needless_range_loop)]
 

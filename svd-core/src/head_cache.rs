@@ -82,7 +82,7 @@ impl<E: Element> LowRankHeadCache<E> {
         self.exact.recent()
     }
 
-    /// The maps.
+    /// The maps that reduce the tokens between sinks and window.
     #[must_use]
     pub const fn maps(&self) -> &Arc<HeadMaps> {
         &self.maps

@@ -151,10 +151,8 @@ impl HeadMaps {
     /// Combines the reductions of the keys and of the values.
     #[must_use]
     pub fn new(keys: Reduction, values: Reduction) -> Self {
-        let mut writer = Writer::new(MAGIC, VERSION);
-        [&keys, &values].into_iter().for_each(|side| side.write(&mut writer));
         // FNV-1a.
-        let id = writer.finish().into_iter().fold(0xcbf2_9ce4_8422_2325, |id: u64, byte| {
+        let id = saved(&keys, &values).finish().into_iter().fold(0xcbf2_9ce4_8422_2325, |id: u64, byte| {
             (id ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3)
         });
         Self { keys, values, id }
@@ -199,16 +197,21 @@ impl HeadMaps {
     /// ```
     #[must_use]
     pub fn to_bytes(&self) -> Vec<u8> {
-        let mut writer = Writer::new(MAGIC, VERSION);
-        [&self.keys, &self.values].into_iter().for_each(|side| side.write(&mut writer));
-        writer.finish()
+        saved(&self.keys, &self.values).finish()
     }
 
-    /// Reads what [`to_bytes`](Self::to_bytes) wrote.
+    /// [`to_bytes`](Self::to_bytes) with a checksum, which [`from_bytes`](Self::from_bytes) compares: without it
+    /// most single wrong bits are read as other values.
+    #[must_use]
+    pub fn to_bytes_checked(&self) -> Vec<u8> {
+        saved(&self.keys, &self.values).finish_checked()
+    }
+
+    /// Reads what [`to_bytes`](Self::to_bytes) or [`to_bytes_checked`](Self::to_bytes_checked) wrote.
     ///
     /// # Errors
     /// [`Error::BadMagic`], [`Error::Version`], [`Error::Truncated`], [`Error::TrailingBytes`],
-    /// [`Error::BadField`], [`Error::NotFinite`], or the error of a bad rank.
+    /// [`Error::BadChecksum`], [`Error::BadField`], [`Error::NotFinite`], or the error of a bad rank.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self, Error> {
         let mut reader = Reader::new("the maps of a head", MAGIC, VERSION, bytes)?;
         let sides = [Reduction::read(&mut reader)?, Reduction::read(&mut reader)?];
@@ -216,6 +219,13 @@ impl HeadMaps {
         let [keys, values] = sides;
         Ok(Self::new(keys, values))
     }
+}
+
+/// The serialized reductions of the keys and of the values.
+fn saved(keys: &Reduction, values: &Reduction) -> Writer {
+    let mut writer = Writer::new(MAGIC, VERSION);
+    [keys, values].into_iter().for_each(|side| side.write(&mut writer));
+    writer
 }
 
 #[cfg(feature = "serde")]

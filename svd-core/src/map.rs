@@ -1,3 +1,5 @@
+//! The product of rows with a truncated basis: from the dimension of a head to a rank.
+
 // One index counts registers and the rows or columns that they hold.
 #![allow(clippy::needless_range_loop)]
 
@@ -161,7 +163,7 @@ impl MapBuf {
         &self.columns
     }
 
-    /// The borrowed map.
+    /// Borrows the map for the decode path.
     #[must_use]
     pub fn view(&self) -> Map<'_> {
         Map { columns: &self.columns, dim: self.dim, rank: self.rank }

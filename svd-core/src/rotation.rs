@@ -1,3 +1,5 @@
+//! Rotations of a head: from second moments to a basis, its dual and singular values.
+
 use alloc::vec::Vec;
 
 use nalgebra::DMatrix;
@@ -288,7 +290,7 @@ fn square<S: RopeSide>(gram: &Gram<S>) -> DMatrix<f64> {
     DMatrix::from_vec(gram.dim(), gram.dim(), gram.matrix())
 }
 
-/// `V L^(1/2)`.
+/// A square root of the Gram, `V L^(1/2)`, given its eigenvectors and eigenvalues.
 fn factor(Spectrum { values, mut vectors, .. }: Spectrum) -> DMatrix<f64> {
     for (mut vector, value) in vectors.column_iter_mut().zip(values) {
         vector.scale_mut(libm::sqrt(value));

@@ -39,7 +39,7 @@ pub struct TaskCost {
 pub struct PrefillHead {
     /// Queries, the last tokens of the sequence.
     pub rows: usize,
-    /// Keys.
+    /// Keys that its queries attend to.
     pub tokens: usize,
     /// Cost of one query on one key, in components.
     pub cost: usize,
@@ -62,9 +62,9 @@ pub struct PrefillRules {
 /// A run of one head's tokens (decode) or rows (prefill).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Task {
-    /// Index of the head.
+    /// Index in the list of heads that was scheduled.
     pub head: usize,
-    /// First token or row.
+    /// Index of its first token or row in the head.
     pub first: usize,
     /// Tokens or rows, at least 1.
     pub len: usize,

@@ -57,7 +57,7 @@ fn layers(model: &Model, rope: &Rope, tokens: &[u32]) -> Vec<Layer> {
     prefill(model, rope, tokens, &mut |l, activations| {
         let (q, k) = (&activations.q[SINKS * q_dim..], &activations.k[SINKS * kv_dim..]);
         layers.push(Layer {
-            queries: rope.layer(l).spread(q, q_dim, SINKS),
+            queries: rope.layer(l).spread(q, q_dim, SINKS, 1),
             keys: k.to_vec(),
             values: activations.v[SINKS * kv_dim..].to_vec(),
         });

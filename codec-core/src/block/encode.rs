@@ -1,4 +1,4 @@
-//! Encoding of blocks.
+//! Encoding of blocks: side information, then the bins of each tile as symbols.
 
 use alloc::vec;
 use alloc::vec::Vec;

@@ -1,4 +1,4 @@
-//! Decoding of frames.
+//! Decoding of frames, whole or by layer, side and block, after every length has been checked.
 
 #[cfg(feature = "alloc")]
 use alloc::vec;

@@ -1,4 +1,4 @@
-//! Encoding of frames.
+//! Encoding of frames: blocks of all planes in parallel, then the index in front of them.
 
 use alloc::vec;
 use alloc::vec::Vec;
@@ -360,7 +360,7 @@ impl<'a> CodedFrame<'a> {
         Ok(Self { info, ids: planes.iter().map(LosslessPlane::id).collect(), blocks })
     }
 
-    /// Header and index.
+    /// The bytes in front of the blocks: header, ids of the planes, and index.
     fn head(&self) -> Vec<u8> {
         head(self.info, self.ids.iter().copied(), self.blocks.iter().map(CodedBlock::parts))
     }

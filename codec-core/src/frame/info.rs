@@ -9,7 +9,7 @@ const MAGIC: [u8; 4] = *b"KVCC";
 const VERSION: u8 = 2;
 const LITTLE_ENDIAN: u8 = 1;
 const TOKEN_HEAD_COMPONENT: u8 = 0;
-/// Length of the header.
+/// Bytes of a frame in front of its index.
 pub(super) const HEADER: usize = 64;
 
 /// The element type of the source.
@@ -37,9 +37,9 @@ pub enum Side {
 /// The position of a block in a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockIndex {
-    /// Layer.
+    /// Index of the layer in the frame.
     pub layer: usize,
-    /// Keys or values.
+    /// Whether it holds keys or values.
     pub side: Side,
     /// Block of the plane: it holds the tokens [`FrameInfo::tokens_of_block`].
     pub block: usize,
@@ -57,7 +57,7 @@ pub struct FrameInfo {
     pub lossless: bool,
     /// The encoding level; the user defines its meaning.
     pub level: u8,
-    /// Layers.
+    /// Number of layers, with two planes each.
     pub layers: usize,
     /// Key/value heads per layer.
     pub heads: usize,
@@ -65,7 +65,7 @@ pub struct FrameInfo {
     pub head_dim: usize,
     /// Position of the first token.
     pub first_token: u64,
-    /// Tokens.
+    /// Number of tokens of every plane.
     pub tokens: usize,
     /// Tokens per block, the unit of random access, at most [`MAX_BLOCK_TOKENS`]. The last block may have
     /// fewer.

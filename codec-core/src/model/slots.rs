@@ -7,7 +7,7 @@ pub const PRECISION: u32 = 12;
 /// The largest number of symbols of a model, including the escape.
 pub const MAX_SYMBOLS: usize = 64;
 
-/// Slots of all symbols.
+/// Slots that the symbols of a model share.
 pub(crate) const SLOTS: u16 = 1 << PRECISION;
 
 /// First slots of the symbols of one model, [`MAX_SYMBOLS`] entries.

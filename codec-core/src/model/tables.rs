@@ -1,3 +1,5 @@
+//! The models of a tile, transposed so that one load reads a symbol of all 32 lanes.
+
 use crate::Models;
 use crate::model::slots::{MAX_SYMBOLS, SLOTS, Starts};
 use crate::model::{CONTEXTS, family_model};
@@ -22,7 +24,7 @@ pub(crate) struct TileTables<const C: usize> {
     pub low_bits: [u32; LANES],
     /// The escape symbol of every lane, (context, lane); [`NO_ESCAPE`] in unused lanes.
     pub escape: [Row; C],
-    /// Lanes in use.
+    /// Channels of the tile; lanes after them code one symbol without bits.
     pub lanes: usize,
     /// The largest number of symbols of a lane.
     pub symbols: usize,

@@ -59,16 +59,16 @@ pub enum ModelKind {
     ContextTables,
 }
 
-/// The parameters of [`PlaneBuf::fit`].
+/// What [`PlaneBuf::fit`] fits, and what it is told.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct FitOptions<'a> {
-    /// The predictor.
+    /// How a value is predicted; factors are fitted.
     pub predictor: PredictorKind,
-    /// The quantization steps.
+    /// Where the quantization steps come from.
     pub steps: Steps<'a>,
     /// The kind of probability models.
     pub models: ModelKind,
-    /// The entropy coder.
+    /// What turns symbols into bytes.
     pub coder: Coder,
 }
 
@@ -224,7 +224,7 @@ fn column_mean(rows: &[f32], channels: usize, c: usize) -> f32 {
     (sum * channels as f64 / rows.len() as f64) as f32
 }
 
-/// The coefficients to fit.
+/// Coefficients of sample rows, which steps, factors and models are fitted to.
 struct Sample<'a> {
     rows: &'a [f32],
     channels: usize,

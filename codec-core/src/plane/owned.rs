@@ -1,4 +1,4 @@
-//! Owned planes.
+//! Planes and transforms that own their parameters.
 
 use alloc::sync::Arc;
 use alloc::vec::Vec;
@@ -6,7 +6,7 @@ use alloc::vec::Vec;
 use crate::model::Kind;
 use crate::{Coder, Error, Models, Plane, Predictor, Scaling, Transform};
 
-/// An owned [`Transform`].
+/// A [`Transform`] that owns its maps.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TransformBuf {
     head_dim: usize,

@@ -1,4 +1,4 @@
-//! Encoding of streams.
+//! The encoder of interleaved rANS, which writes a tile's words from the last row to the first.
 
 use alloc::vec;
 use alloc::vec::Vec;

@@ -1,3 +1,5 @@
+//! The policy on links of known speed.
+
 use std::vec::Vec;
 
 use proptest::prelude::*;

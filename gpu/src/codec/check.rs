@@ -1,3 +1,5 @@
+//! The checksums of a frame's blocks, compared on the device that decodes them.
+
 use std::ops::Range;
 
 use codec_core::{FrameInfo, LANES};

@@ -1,3 +1,5 @@
+//! Decoding of a range of layers and blocks of a frame: entropy decoding, then the inverse transform.
+
 use std::ops::Range;
 
 use codec_core::{Frame, FrameInfo, LANES, Side};

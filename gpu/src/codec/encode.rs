@@ -1,3 +1,5 @@
+//! Encoding of rows: transform or quantization, coding of each tile, and joining of the tiles, a launch each.
+
 use std::ops::Range;
 
 use codec_core::{FrameInfo, LANES};

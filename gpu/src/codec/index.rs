@@ -1,3 +1,5 @@
+//! The index of a frame, built on the device, so that encoded rows can be decoded without the host.
+
 use codec_core::{FrameInfo, LANES};
 use cudarc::driver::sys::CUstream;
 

@@ -1,3 +1,5 @@
+//! The planes of a frame in the 32-bit words that kernels read, and the shape that kernels are compiled for.
+
 use codec_core::{Coder, LANES, MAX_SYMBOLS, PRECISION, Plane, PlaneParts, Predictor, Scaling, family_table};
 use half::f16;
 

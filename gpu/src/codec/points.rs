@@ -1,3 +1,5 @@
+//! The inverse transform of a decoder: reconstruction points of coefficients become rows.
+
 use codec_core::FrameInfo;
 use cudarc::driver::sys::CUstream;
 

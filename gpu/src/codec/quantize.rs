@@ -1,3 +1,5 @@
+//! The transform and quantization of an encoder in one kernel, on tensor cores.
+
 use cudarc::driver::sys::CUstream;
 
 use super::{CodecShape, KernelPlace, PlanesAt};

@@ -1,3 +1,5 @@
+//! The cosines and sines with which a decoder rotates keys that were stored before RoPE.
+
 use crate::pointer::DevicePtr;
 
 /// RoPE of keys that are stored before it, as [`codec_core::RopeTable::halves`]: cosines and sines of the
@@ -6,7 +8,7 @@ use crate::pointer::DevicePtr;
 pub struct Rope {
     /// `f32` (tokens, head_dim / 2).
     pub cos: DevicePtr<f32>,
-    /// The same.
+    /// `f32` (tokens, head_dim / 2).
     pub sin: DevicePtr<f32>,
 }
 

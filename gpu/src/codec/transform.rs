@@ -1,3 +1,5 @@
+//! The transform of rows to coefficients in memory, and back.
+
 use cudarc::driver::sys::CUstream;
 
 use super::rope::KernelRope;

@@ -1,3 +1,5 @@
+//! Terms of scores that are computed before attention, in the layout of its tiles.
+
 use half::f16;
 
 use crate::pointer::DevicePtr;

@@ -1,3 +1,5 @@
+//! Encoding of the few tokens of a step: lanes are vectors, and warps divide the subspaces.
+
 use cudarc::driver::sys::CUstream;
 use pq_core::PqShape;
 

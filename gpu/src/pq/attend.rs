@@ -1,3 +1,5 @@
+//! Decode attention over codes and exact rows in one launch: the shape, the tables that fit, the arguments.
+
 use cudarc::driver::sys::CUstream;
 use half::f16;
 use pq_core::PqShape;

@@ -1,3 +1,5 @@
+//! Attention over codes in the layout of `pq-core`, for the quantizers that no fast kernel supports.
+
 use cudarc::driver::sys::CUstream;
 use pq_core::PqShape;
 

@@ -1,3 +1,5 @@
+//! Encoding of many tokens, keys or values, into the tiles that attention reads.
+
 use cudarc::driver::sys::CUstream;
 use pq_core::PqShape;
 

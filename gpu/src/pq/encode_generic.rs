@@ -1,3 +1,5 @@
+//! Encoding of many tokens into the layout of `pq-core`, for any quantizer.
+
 use cudarc::driver::sys::CUstream;
 use pq_core::PqShape;
 

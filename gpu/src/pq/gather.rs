@@ -1,3 +1,5 @@
+//! Copies of listed rows, from the device or over the link, into contiguous memory.
+
 use cudarc::driver::sys::CUstream;
 
 use crate::compile::source;

@@ -1,3 +1,6 @@
+//! Decode attention over resident and missing rows: arithmetic on the former hides the transfer of the
+//! latter.
+
 use cudarc::driver::sys::CUstream;
 
 use crate::compile::source;

@@ -1,3 +1,5 @@
+//! Hybrid attention: selection of tokens by their codes, and one softmax over codes and exact rows.
+
 use cudarc::driver::sys::CUstream;
 use half::f16;
 use pq_core::{GroupRule, PqShape};
@@ -55,6 +57,9 @@ pub struct HybridShape {
     pub adaptive: bool,
 }
 
+/// Bytes of `Pass` of the attention kernel, padded.
+const PASS_BYTES: usize = 16;
+
 /// Shared memory and warps of the attention kernel.
 #[derive(Clone, Copy)]
 struct Plan {
@@ -108,7 +113,7 @@ impl HybridShape {
                 Some(2) if dim == 128 => (1 << 16) + ksub * ROW,
                 Some(_) => ksub * ROW,
             };
-            let shared_bytes = values + 4 * entry * (warps * self.result_len() + 1) + PLAN_BYTES;
+            let shared_bytes = values + 4 * entry * (warps * self.result_len() + 1) + PLAN_BYTES + PASS_BYTES;
             Plan { shared_bytes, warps, copies }
         };
         // A thread has 128 registers in a block of 16 warps, 168 in one of 12, 255 in one of 8.
@@ -182,7 +187,7 @@ pub struct ExactRows {
     pub keys: DevicePtr<AnyElement>,
     /// Elements (batch, heads, capacity, dim).
     pub values: DevicePtr<AnyElement>,
-    /// Rows of a head.
+    /// Rows that each head has room for.
     pub capacity: usize,
     /// The rows of the selected tokens.
     pub index: RowIndex,
@@ -304,9 +309,13 @@ const _: () = assert!(size_of::<KernelArguments>() == 232);
 /// determines how many tokens each head selects, as [`pq_core::RowBudget::Error`] does: exact tokens are
 /// scored first, to find the share of the attention that the codes hold.
 ///
+/// Table entries are `f16`, relative to the best of each subspace: a coded score is exact to about 2^-12 of its
+/// distance from the best codes that a query could have.
+///
 /// # Cost
 /// Every code is read once. The coded scores, 2 bytes per token and query, are written once and read twice.
-/// With up to two query heads per KV head and `4 * group * m <= dim` for the values, attention adds up the
+/// Where a query's output has less than 2^-6 of the weight of all codes, since the selected tokens' rows are far
+/// below their codes, one block attends to the head again, relative to the other tokens. With up to two query heads per KV head and `4 * group * m <= dim` for the values, attention adds up the
 /// weights of each code in place of values.
 /// # Source
 /// MILLION (DAC 2025), III-B, for attention on codes; PQCache (arXiv 2407.12820), 3.4, for the group's rule.

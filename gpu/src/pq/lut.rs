@@ -1,3 +1,5 @@
+//! The lookup tables of all query heads, for the kernels that read the layout of `pq-core`.
+
 use cudarc::driver::sys::CUstream;
 use pq_core::PqShape;
 

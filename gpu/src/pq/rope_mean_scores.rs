@@ -1,3 +1,5 @@
+//! The scores of the mean that was subtracted from keys before RoPE, as addends of attention.
+
 use cudarc::driver::sys::CUstream;
 use half::f16;
 

@@ -1,3 +1,5 @@
+//! The scores of all codes by table lookup, every score written to memory.
+
 use cudarc::driver::sys::CUstream;
 use pq_core::PqShape;
 

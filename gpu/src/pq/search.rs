@@ -1,3 +1,5 @@
+//! The k best tokens by their codes: scores, the group's combination and radix selection.
+
 use cudarc::driver::sys::CUstream;
 use pq_core::{GroupRule, PqShape};
 

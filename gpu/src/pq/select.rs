@@ -1,3 +1,5 @@
+//! The tokens of largest softmax weight by their coded keys: scores of all tiles, then selection.
+
 use cudarc::driver::sys::CUstream;
 use half::f16;
 use pq_core::{GroupRule, PqShape};

@@ -1,3 +1,5 @@
+//! k-means in every subspace of every set at once, with fixed-point sums.
+
 use cudarc::driver::sys::CUstream;
 use pq_core::PqShape;
 

@@ -1,3 +1,5 @@
+//! Decode attention on rows of two ranks per head, its work split evenly over the blocks.
+
 use cudarc::driver::sys::CUstream;
 
 use crate::compile::source;

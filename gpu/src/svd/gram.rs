@@ -1,3 +1,5 @@
+//! Second moments of rows, on tensor cores with sums that are exact enough for a decomposition.
+
 use cudarc::driver::sys::{CUstream, CUtensorMap};
 
 use crate::compile::source;

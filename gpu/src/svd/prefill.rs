@@ -1,3 +1,5 @@
+//! Attention of a prompt on rows of two ranks per head, with the longest blocks of queries first.
+
 use cudarc::driver::sys::{CUstream, CUtensorMap};
 
 use super::AttendShape;

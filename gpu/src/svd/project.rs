@@ -1,3 +1,5 @@
+//! Products of rows with the truncated bases of all heads.
+
 use cudarc::driver::sys::{CUstream, CUtensorMap};
 
 use crate::compile::source;

@@ -2,6 +2,7 @@
 //! `pq_core::attend_exact_into`.
 
 mod case;
+mod lead;
 
 use kv_gpu::pq::{HybridShape, TILE};
 use kv_gpu::{Device, Element, Error};

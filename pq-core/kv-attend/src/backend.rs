@@ -1,3 +1,5 @@
+//! The instruction sets that kernels are compiled for, and whether this machine has them.
+
 use crate::Error;
 
 /// An instruction set that the kernels are compiled for.

@@ -1,3 +1,5 @@
+//! The inner product whose order of additions is the definition of a score.
+
 use crate::Element;
 
 /// Inner product in sixteen partial sums, added in order. Excess elements of the longer slice are ignored.

@@ -1,3 +1,5 @@
+//! The three element types of rows, and what must be compiled for each of them.
+
 use half::{bf16, f16};
 
 use crate::kernel::Attend;

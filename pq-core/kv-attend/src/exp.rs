@@ -1,3 +1,5 @@
+//! Exponential and hyperbolic tangent: one definition that vectorizes, for the same bits everywhere.
+
 /// `exp(x)` for `x <= 0`, to 2 units in the last place; 0 below -87.
 ///
 /// One definition for all machines, which the compiler can vectorize: `x = n ln 2 + r` with `|r| <= ln(2)/2`,

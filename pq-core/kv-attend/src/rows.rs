@@ -1,4 +1,4 @@
-//! Strided views of rows.
+//! Strided views of rows: one head of a cache in any layout, without a copy.
 
 use core::ops::Range;
 
@@ -125,8 +125,9 @@ impl<'a, E> Rows<'a, E> {
     }
 }
 
-/// [`Rows`] of any [`Element`](crate::Element). A generic function is compiled again in every crate that calls it: one with
-/// long loops converts its rows to these and passes them to a function that is compiled once.
+/// [`Rows`] of any [`Element`](crate::Element). A generic function is compiled again in every crate that
+/// calls it: one with long loops converts its rows to these and passes them to a function that is compiled
+/// once.
 #[derive(Clone, Copy, Debug)]
 pub enum AnyRows<'a> {
     /// Rows of `f32`.

@@ -17,7 +17,7 @@ pub(crate) mod neon;
 /// An operation as scalar and as vector code. `vector` must be `#[inline(always)]`, so that it is compiled
 /// with the features of the function that it is inlined into.
 pub trait Kernel {
-    /// The operation's result.
+    /// What both forms return.
     type Output;
 
     /// The definition of the result.

@@ -1,3 +1,5 @@
+//! Softmax statistics that can be merged, so that the parts of a sequence may be attended to apart.
+
 use crate::Error;
 use crate::error::check_len;
 use crate::exp::exp;

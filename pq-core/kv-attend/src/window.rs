@@ -1,3 +1,5 @@
+//! Which tokens stay exact, as arithmetic on counts.
+
 /// The window of exact tokens: the first `sinks` and at least the last `recent`. All others are compressed in
 /// batches.
 ///

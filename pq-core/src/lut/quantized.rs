@@ -1,3 +1,5 @@
+//! Lookup tables of 8- or 16-bit integers, whose sums are exact.
+
 use super::Lut;
 use crate::error::check_len;
 use crate::simd::{Kernel, Run, row_len};

@@ -54,7 +54,7 @@ pub fn allot(sigma: &[f32], slots: usize, order: &mut [usize]) -> Result<Shape, 
     add_bits(quad, COLUMNS * slots);
 
     // Columns of the same number of quads: the widest quad goes to the column with the fewest bits.
-    quad.sort_by(|a, b| b.width.cmp(&a.width).then(a.first.cmp(&b.first)));
+    quad.sort_unstable_by(|a, b| b.width.cmp(&a.width).then(a.first.cmp(&b.first)));
     let mut columns = [[Quad::default(); MAX_QUADS / COLUMNS]; COLUMNS];
     let (mut sums, mut counts) = ([0; COLUMNS], [0; COLUMNS]);
     for quad in quad.iter() {

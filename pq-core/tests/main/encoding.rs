@@ -86,6 +86,24 @@ fn check_encode<E: Element>(shape: PqShape, seed: u64, n: usize, first: usize) {
     }
 }
 
+#[test]
+fn long_vectors_and_subspaces_are_encoded() {
+    // Around the components that are staged at a time, 256 and 1,024: of a vector, and of a subspace.
+    for (dim, m, nbits) in [
+        (256, 64, 4),
+        (258, 129, 5),
+        (1024, 1024, 2),
+        (2100, 700, 4),
+        (2048, 2, 6),
+        (2050, 2, 4),
+        (1500, 1, 10),
+    ] {
+        let shape = PqShape::new(dim, m, nbits).unwrap();
+        check_encode::<f32>(shape, 3, 2, 1);
+        check_encode::<f16>(shape, 4, 7, 0);
+    }
+}
+
 /// Encodes the rows one by one: the definition of [`encode_into`].
 fn encoded_one_by_one<E: Element>(
     backend: Backend,

@@ -286,6 +286,50 @@ fn bytes_from_elsewhere_are_errors() {
     }
 }
 
+/// With a checksum every turned bit is found; without one most are read as other values.
+#[test]
+fn turned_bits_of_checked_bytes_are_errors() {
+    let (books, window) = (books(), Window { sinks: 2, recent: 8, batch: 4 });
+    let mut cache = LayerCache::<f16>::new(&books, window).unwrap();
+    let (keys, values) = tokens(5, 30);
+    append(&mut cache, &keys, &values);
+    let codes = cache.heads()[0].codes().0;
+    let codes = CodesBuf::from_packed(codes.shape(), codes.n(), codes.bytes().to_vec()).unwrap();
+    let book = CodebookBuf::new(books[0].keys().shape(), &vec![0.5; books[0].keys().shape().codebook_len()]);
+    let book = book.unwrap();
+    type Read<'a> = Box<dyn Fn(&[u8]) -> Result<Vec<u8>, Error> + 'a>;
+    let of_cache = |bytes: &[u8]| Ok(LayerCache::<f16>::from_bytes(bytes, &books)?.to_bytes());
+    let of_books = |bytes: &[u8]| Ok(HeadBooks::from_bytes(bytes)?.to_bytes::<f32>());
+    let all: [(Vec<u8>, Vec<u8>, Read<'_>); 4] = [
+        (cache.to_bytes(), cache.to_bytes_checked(), Box::new(of_cache)),
+        (books[0].to_bytes::<f32>(), books[0].to_bytes_checked::<f32>(), Box::new(of_books)),
+        (
+            codes.to_bytes(),
+            codes.to_bytes_checked(),
+            Box::new(|bytes| Ok(CodesBuf::from_bytes(bytes)?.to_bytes())),
+        ),
+        (
+            book.to_bytes::<f32>(),
+            book.to_bytes_checked::<f32>(),
+            Box::new(|bytes| Ok(CodebookBuf::from_bytes(bytes)?.to_bytes::<f32>())),
+        ),
+    ];
+    for (plain, checked, read) in &all {
+        assert_eq!(checked.len(), plain.len() + 4);
+        assert_eq!((read(plain).as_ref(), read(checked).as_ref()), (Ok(plain), Ok(plain)));
+        for bit in (0..8 * checked.len()).filter(|bit| *bit < 256 || bit % 13 == 0) {
+            let mut changed = checked.clone();
+            changed[bit / 8] ^= 1 << (bit % 8);
+            assert!(read(&changed).is_err(), "bit {bit} of {}", 8 * checked.len());
+        }
+        let mut changed = checked.clone();
+        changed[plain.len() - 1] ^= 1;
+        assert!(matches!(read(&changed), Err(Error::BadChecksum { .. })));
+        assert!((0..checked.len()).all(|len| read(&checked[..len]).is_err()));
+        assert!(read(&[&checked[..], &[0]].concat()).is_err());
+    }
+}
+
 #[test]
 fn arguments_that_do_not_fit_change_nothing() {
     let books = books();

@@ -46,7 +46,13 @@ pub(crate) trait Store: Send + Sync {
     fn push(&mut self, pos: usize, k: &[f32], v: &[f32]) -> Result<()>;
     /// Number of tokens.
     fn len(&self) -> usize;
-    /// Drops all tokens from index `len` on; `len` is at most [`Self::len`].
+    /// Whether [`Self::truncate`] to `len` tokens leaves what a cache of that length holds: its window begins at
+    /// index `window`, at most `len`, of this store, and its tokens are attended to.
+    fn can_truncate(&self, _len: usize, _window: usize) -> bool {
+        true
+    }
+    /// Drops all tokens from index `len` on; `len` is at most [`Self::len`]. What was trained on tokens of which
+    /// none is left is forgotten.
     fn truncate(&mut self, len: usize) -> Result<()>;
     /// Adds the attention of one KV head's query heads over the tokens from index `first` on, at most
     /// [`Self::len`], to `out` (group, head_dim) and `stats` (group,), as [`svd_core::attend_exact_into`]

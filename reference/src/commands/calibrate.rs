@@ -1,3 +1,5 @@
+//! `kv calibrate`: a profile from a text.
+
 use std::path::PathBuf;
 
 use clap::Args;
@@ -51,8 +53,7 @@ impl Calibrate {
         let methods = Method::parse_list(&self.methods)?;
         let mut files = Files::default();
         files.reads("--model", &self.model.path());
-        files.reads("--text", &self.text.path());
-        files.reads_settings("--methods", &methods);
+        self.text.add_to(&mut files);
         files.writes("FILE", Some(self.out.clone()))?;
         let json = files.writes("--json", self.json.json)?;
         if !self.replace && self.out.exists() {

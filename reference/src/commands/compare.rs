@@ -1,3 +1,5 @@
+//! `kv compare`: the table of methods.
+
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
@@ -8,8 +10,8 @@ use kv_reference::report::{html, table};
 use kv_reference::{Error, Result};
 
 use super::{
-    DeviceArgs, Files, JsonArgs, ModelArgs, Stdout, TextArgs, at_least_one, few_tokens, load_profile,
-    print_error, profile_methods, progress,
+    DeviceArgs, Files, JsonArgs, ModelArgs, Shown, Stdout, TextArgs, at_least_one, check_profile_has_effect,
+    few_tokens, load_profile, print_error, progress,
 };
 
 #[derive(Args)]
@@ -59,28 +61,35 @@ impl Compare {
             return Err(Error::argument("context and decode need at least one token"));
         }
         let methods = Method::parse_list(&self.methods)?;
-        let gpu = self.device.gpu_for(self.chunk, self.context)?;
+        check_profile_has_effect(self.profile.as_ref(), &methods)?;
+        let (gpu, note) = self.device.gpu_for(self.chunk, self.context)?;
         let mut files = Files::default();
         files.reads("--model", &self.model.path());
-        files.reads("--text", &self.text.path());
+        self.text.add_to(&mut files);
         self.profile.iter().for_each(|path| files.reads("--profile", path));
-        files.reads_settings("--methods", &methods);
         let json = files.writes("--json", self.json.json)?;
         let report = files.writes("--report", self.report)?;
         let model = self.model.load()?;
         let profile = self.profile.map(|path| load_profile(&path, &model)).transpose()?;
         let (name, tokens) = self.text.tokens(&model)?;
         let sizes = Sizes { context: self.context, decode: self.decode, calibration: self.calibration };
-        profile_methods(gpu.as_ref(), &methods, &model.config)?;
         let bar = progress();
-        let comparison =
-            compare(&model, (&name, &tokens), &methods, sizes, profile, self.seed, gpu.as_ref(), &bar);
+        let comparison = compare(
+            &model,
+            (&name, &tokens),
+            &methods,
+            sizes,
+            profile,
+            self.seed,
+            gpu.as_ref(),
+            &Shown(&bar),
+        );
         let comparison = few_tokens(
             comparison,
             "a longer --text, a larger --calibration, a smaller --context or --decode, or a --profile",
         )?;
         bar.finish_and_clear();
-        for note in &comparison.notes {
+        for note in note.iter().chain(&comparison.notes) {
             print_error(format_args!("kv: {note}\n"));
         }
         out.print(table(&comparison));

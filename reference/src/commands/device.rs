@@ -11,12 +11,7 @@ use clap::Args;
 use kv_reference::compare::OnGpu;
 #[cfg(feature = "cuda")]
 use kv_reference::device::{Gpu, unsupported};
-use kv_reference::method::Method;
-use kv_reference::model::Config;
 use kv_reference::{Error, Result};
-
-#[cfg(feature = "cuda")]
-use super::print_error;
 
 /// The options that select the device.
 #[derive(Args)]
@@ -70,84 +65,90 @@ impl fmt::Display for Choice {
     }
 }
 
-/// Profiles the device for a method whose iterations depend on its profile, and reports it.
+/// Where a command runs.
 #[cfg(feature = "cuda")]
-pub fn profile_clustering(gpu: &Arc<Gpu>, method: &Method, config: &Config) -> Result<()> {
-    let note = kv_reference::device::profile_clustering(gpu, method, config)?;
-    note.into_iter().for_each(|note| print_error(format_args!("kv: {note}\n")));
-    Ok(())
+pub enum Chosen {
+    Gpu(Gpu),
+    /// The reason if `--device auto` takes it.
+    Cpu {
+        note: Option<String>,
+    },
 }
 
-/// The same for the methods of a run.
-#[cfg(feature = "cuda")]
-pub fn profile_methods(on: Option<&OnGpu>, methods: &[Method], config: &Config) -> Result<()> {
-    let Some(on) = on else { return Ok(()) };
-    methods.iter().try_for_each(|method| profile_clustering(&on.gpu, method, config))
-}
-
-#[cfg(not(feature = "cuda"))]
-pub fn profile_methods(_: Option<&OnGpu>, _: &[Method], _: &Config) -> Result<()> {
-    Ok(())
+/// Says why `--device auto` takes the CPU.
+fn on_cpu(reason: &impl fmt::Display) -> String {
+    format!("--device auto takes the CPU: {reason}")
 }
 
 impl DeviceArgs {
-    /// The GPU to run on; `None` for the CPU.
+    /// The GPU or the CPU.
     #[cfg(feature = "cuda")]
-    pub fn gpu(&self) -> Result<Option<Gpu>> {
+    pub fn choose(&self) -> Result<Chosen> {
         let most =
             self.device_memory.map_or(usize::MAX, |most| usize::try_from(most.0).unwrap_or(usize::MAX));
-        let gpu = match self.device {
-            Choice::Auto => Gpu::open_within(0, most).ok(),
+        let note = match self.device {
+            Choice::Auto => match Gpu::open_within(0, most) {
+                Ok(gpu) => return Ok(Chosen::Gpu(gpu)),
+                Err(e) => Some(on_cpu(&e)),
+            },
             Choice::Cpu => None,
-            Choice::Cuda(ordinal) => Some(Gpu::open_within(ordinal, most)?),
+            Choice::Cuda(ordinal) => return Gpu::open_within(ordinal, most).map(Chosen::Gpu),
         };
-        if gpu.is_none() && self.device_memory.is_some() {
-            return Err(Error::argument("--device-memory limits a GPU, but the command runs on the CPU"));
+        if self.device_memory.is_some() {
+            let reason = note.as_deref().unwrap_or("the command runs on the CPU");
+            return Err(Error::Argument(format!("--device-memory limits a GPU, but {reason}")));
         }
-        Ok(gpu)
+        Ok(Chosen::Cpu { note })
     }
 
-    /// The GPU for the methods that it supports, with prefill chunks of `chunk` tokens, or all of `longest`;
-    /// the others run on the CPU unless a GPU was requested.
-    pub fn gpu_for(&self, chunk: Option<NonZeroUsize>, longest: usize) -> Result<Option<OnGpu>> {
-        let gpu = self.on_gpu(chunk.map_or(longest, NonZeroUsize::get))?;
+    /// The GPU for the methods that it supports, with prefill chunks of `chunk` tokens, or all of `longest`,
+    /// or why the CPU is taken; the other methods run on the CPU unless a GPU was requested.
+    pub fn gpu_for(
+        &self,
+        chunk: Option<NonZeroUsize>,
+        longest: usize,
+    ) -> Result<(Option<OnGpu>, Option<String>)> {
+        let (gpu, note) = self.on_gpu(chunk.map_or(longest, NonZeroUsize::get))?;
         if gpu.is_none() && chunk.is_some() {
             return Err(Error::argument("--chunk is for prompts on a GPU: on the CPU they are exact"));
         }
-        Ok(gpu)
+        Ok((gpu, note))
     }
 
     #[cfg(feature = "cuda")]
-    fn on_gpu(&self, chunk: usize) -> Result<Option<OnGpu>> {
-        let others_on_cpu = self.is_auto();
-        Ok(self.gpu()?.map(|gpu| OnGpu { gpu: Arc::new(gpu), chunk, others_on_cpu }))
+    fn on_gpu(&self, chunk: usize) -> Result<(Option<OnGpu>, Option<String>)> {
+        Ok(match self.choose()? {
+            Chosen::Gpu(gpu) => {
+                let others_on_cpu = self.device == Choice::Auto;
+                (Some(OnGpu { gpu: Arc::new(gpu), chunk, others_on_cpu }), None)
+            }
+            Chosen::Cpu { note } => (None, note),
+        })
     }
 
     #[cfg(not(feature = "cuda"))]
-    fn on_gpu(&self, _chunk: usize) -> Result<Option<OnGpu>> {
-        self.check()?;
-        Ok(None)
+    fn on_gpu(&self, _chunk: usize) -> Result<(Option<OnGpu>, Option<String>)> {
+        Ok((None, self.cpu()?))
     }
 
-    /// Whether to run on the CPU after this error: the GPU does not support the model or the method, and was
-    /// not requested.
+    /// Why the CPU runs what the GPU does not support; the error itself if the GPU was requested, or if the
+    /// CPU would not do better.
     #[cfg(feature = "cuda")]
-    pub fn falls_back(&self, error: &Error) -> bool {
-        self.is_auto() && unsupported(error)
+    pub fn fall_back(&self, error: Error) -> Result<String> {
+        match self.device == Choice::Auto && unsupported(&error) {
+            true => Ok(on_cpu(&error)),
+            false => Err(error),
+        }
     }
 
-    /// Whether unsupported methods run on the CPU.
-    #[cfg(feature = "cuda")]
-    pub fn is_auto(&self) -> bool {
-        self.device == Choice::Auto
-    }
-
-    /// Rejects a GPU.
+    /// The CPU, with the reason if `--device auto` takes it; a GPU is rejected.
     #[cfg(not(feature = "cuda"))]
-    pub fn check(&self) -> Result<()> {
+    pub fn cpu(&self) -> Result<Option<String>> {
+        const WITHOUT: &str = "this `kv` was built without the feature `cuda`";
         match self.device {
-            Choice::Auto | Choice::Cpu if self.device_memory.is_none() => Ok(()),
-            _ => Err(Error::argument("this `kv` was built without the feature `cuda`")),
+            Choice::Auto if self.device_memory.is_none() => Ok(Some(on_cpu(&WITHOUT))),
+            Choice::Cpu if self.device_memory.is_none() => Ok(None),
+            _ => Err(Error::argument(WITHOUT)),
         }
     }
 }

@@ -1,10 +1,11 @@
+//! `kv eval`: quality at several lengths, and retrieval by depth.
+
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::sync::Arc;
 
 use clap::Args;
 use comfy_table::{Table, presets};
-use indicatif::ProgressBar;
 use kv_reference::cache::FetchedPerStep;
 use kv_reference::compare::{self, Place, QUESTION_ROOM, Runner, calibrated, check_room, run_start};
 use kv_reference::eval::retrieval::{NO_WORDS, TaskMaker};
@@ -15,8 +16,8 @@ use kv_reference::{Error, Result};
 use serde::Serialize;
 
 use super::{
-    DeviceArgs, Files, JsonArgs, ModelArgs, Stdout, TextArgs, at_least_one, distinct, few_tokens,
-    load_profile, print_error, profile_methods, progress,
+    DeviceArgs, Files, JsonArgs, ModelArgs, Shown, Stdout, TextArgs, at_least_one, check_profile_has_effect,
+    distinct, few_tokens, load_profile, no_effect, print_error, progress,
 };
 
 #[derive(Args)]
@@ -122,12 +123,15 @@ impl Eval {
         distinct("--lengths", &self.lengths)?;
         distinct("--depths", &self.depths)?;
         let longest = self.lengths.iter().copied().max().unwrap_or(0);
-        let gpu = self.device.gpu_for(self.chunk, longest)?;
+        check_profile_has_effect(self.profile.as_ref(), &methods)?;
+        if self.trials == 0 && self.seed != 0 {
+            return Err(no_effect("--seed", "with --trials 0"));
+        }
+        let (gpu, note) = self.device.gpu_for(self.chunk, longest)?;
         let mut files = Files::default();
         files.reads("--model", &self.model.path());
-        files.reads("--text", &self.text.path());
+        self.text.add_to(&mut files);
         self.profile.iter().for_each(|path| files.reads("--profile", path));
-        files.reads_settings("--methods", &methods);
         let json = files.writes("--json", self.json.json.clone())?;
         let model = self.model.load()?;
         let (name, tokens) = self.text.tokens(&model)?;
@@ -139,14 +143,16 @@ impl Eval {
         let calibrates = given.is_none() && methods.iter().any(Method::needs_profile);
         let run = longest + self.decode + 1;
         let start = run_start(&model, tokens.len(), run, self.calibration, "--lengths")?;
-        if let Some(warning) = given.as_ref().and_then(|profile| profile.overlap(&tokens, start)) {
-            print_error(format_args!("kv: {warning}\n"));
+        if let Some(profile) = &given {
+            let warnings = [profile.overlap(&tokens, start), profile.beyond(longest + room)];
+            for warning in warnings.into_iter().flatten() {
+                print_error(format_args!("kv: {warning}\n"));
+            }
         }
         // Checked before the long work: the tasks may not fit in a prompt.
         let tasks = self.lengths.iter().map(|&length| self.tasks(&model, &tokens[start..], length));
         let tasks = tasks.collect::<Result<Vec<_>>>()?;
         let rope = Arc::new(Rope::new(&model.config, (longest + room).max(start)));
-        profile_methods(gpu.as_ref(), &methods, &model.config)?;
         let bar = progress();
         bar.set_message("calibrating");
         let profile = match given {
@@ -163,6 +169,7 @@ impl Eval {
         bar.set_length((self.lengths.len() * prompts * methods.len()) as u64);
         let (mut exact, mut rows) = (vec![], vec![]);
         let mut runner = Runner::new(&model, rope.clone(), profile, methods, gpu.as_ref())?;
+        let fallbacks = runner.fallbacks();
         for (&length, tasks) in self.lengths.iter().zip(&tasks) {
             let windows = self.windows.min(tokens.len() / length);
             if windows > 0 {
@@ -170,12 +177,12 @@ impl Eval {
                 let perplexity = window_perplexity(&model, &rope, &tokens, length, windows)?;
                 exact.push(Exact { length, windows, perplexity });
             }
-            rows.extend(self.rows(&mut runner, &tokens[start..], length, tasks, &bar)?);
+            rows.extend(self.rows(&mut runner, &tokens[start..], length, tasks, &Shown(&bar))?);
         }
         bar.finish_and_clear();
-        if self.trials > 0 && TaskMaker::new(model.tokenizer()?, self.seed).is_none() {
-            print_error(format_args!("kv: {NO_WORDS}\n"));
-        }
+        let no_words = self.trials > 0 && TaskMaker::new(model.tokenizer()?, self.seed).is_none();
+        let notes = note.into_iter().chain(fallbacks).chain(no_words.then(|| NO_WORDS.to_owned()));
+        notes.for_each(|note| print_error(format_args!("kv: {note}\n")));
         for Exact { length, windows, perplexity } in &exact {
             out.print(format_args!(
                 "exact attention, {windows} windows of {length} tokens: perplexity {perplexity:.3}\n"
@@ -219,7 +226,7 @@ impl Eval {
         tokens: &[u32],
         length: usize,
         tasks: &[[RetrievalTask; 2]],
-        bar: &ProgressBar,
+        bar: &Shown<'_>,
     ) -> Result<Vec<Row>> {
         let scored = runner.score(&tokens[..length], &tokens[length..][..self.decode + 1], bar)?;
         let row = |row: compare::Row| Row {

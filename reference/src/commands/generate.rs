@@ -1,5 +1,5 @@
 use std::num::NonZeroUsize;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -11,17 +11,18 @@ use kv_reference::compare::calibrated;
 use kv_reference::device::{self, Gpu, Weights, method_cache};
 use kv_reference::forward::Decoder;
 use kv_reference::method::{Method, Prepared};
-use kv_reference::model::{Model, Rope};
+use kv_reference::model::{Model, Rope, TextStream};
 use kv_reference::{Error, Profile, Result, Sampler, Sampling, files};
 use serde::Serialize;
 
 #[cfg(feature = "cuda")]
-use super::profile_clustering;
+use super::device::Chosen;
 #[cfg(feature = "store")]
-use super::store::{KvArgs, PromptLoader};
+use super::prefix::{KvArgs, PromptLoader};
+use super::prefix::{Prefilled, Prefix};
 use super::{
-    DeviceArgs, Files, JsonArgs, MOST_TEXT, ModelArgs, Stdout, TextArgs, at_least_one, few_tokens,
-    load_profile, of_option, progress,
+    DeviceArgs, Files, JsonArgs, MOST_TEXT, ModelArgs, SHIPPED_TEXT, Stdout, at_least_one,
+    check_profile_has_effect, few_tokens, load_profile, no_effect, of_option, print_error, progress,
 };
 
 #[derive(Args)]
@@ -30,10 +31,10 @@ use super::{
                   Methods and their settings: kv methods"
 )]
 pub struct Generate {
-    /// Text to continue
+    /// Text to continue; - reads it from standard input
     #[arg(value_name = "PROMPT", required_unless_present = "file")]
     prompt: Option<String>,
-    /// File with the text to continue; trailing newlines are removed
+    /// File with the text to continue, or - for standard input; trailing newlines are removed
     #[arg(short, long, value_name = "FILE", conflicts_with = "prompt")]
     file: Option<PathBuf>,
     #[command(flatten)]
@@ -73,6 +74,11 @@ pub struct Generate {
     json: JsonArgs,
 }
 
+/// Whether a path names standard input.
+fn is_stdin(path: &Path) -> bool {
+    ["-", "/dev/stdin", "/dev/fd/0", "/proc/self/fd/0"].iter().any(|name| path == Path::new(name))
+}
+
 /// Calibration tokens, from the shipped text, for a method without a profile.
 const CALIBRATION: usize = 2048;
 
@@ -88,30 +94,14 @@ struct Generated<'a> {
     text: String,
 }
 
-/// The prefix of a prompt that was in a store.
-#[derive(Serialize)]
-pub struct Prefix {
-    /// Tokens loaded at each level.
-    pub loaded: Vec<usize>,
-    /// Tokens recomputed.
-    pub recomputed: usize,
-}
-
-/// A prompt that is in the cache.
-pub struct Prefilled {
-    pub seconds: f64,
-    /// None without a store.
-    pub prefix: Option<Prefix>,
-}
-
 impl Generate {
     pub fn run(self, out: &mut Stdout) -> Result<()> {
         let sampling = Sampling::new(self.temperature, self.top_p, self.seed)?;
+        self.check_effects()?;
         let mut files = Files::default();
         files.reads("--model", &self.model.path());
-        self.file.iter().for_each(|path| files.reads("--file", path));
+        self.file.iter().filter(|path| !is_stdin(path)).for_each(|path| files.reads("--file", path));
         self.profile.iter().for_each(|path| files.reads("--profile", path));
-        files.reads_settings("--method", std::slice::from_ref(&self.method));
         #[cfg(feature = "store")]
         self.kv.add_to(&mut files)?;
         let json = files.writes("--json", self.json.json.clone())?;
@@ -121,27 +111,38 @@ impl Generate {
         if prompt.is_empty() {
             return Err(Error::argument("the prompt is empty"));
         }
+        if model.tokenizer()?.has_two_bos(&prompt)? {
+            print_error("kv: the prompt begins with the BOS token twice: the tokenizer adds one\n");
+        }
         let length = prompt.len().saturating_add(self.tokens);
         model.check_context(length)?;
         #[cfg(feature = "store")]
         self.kv.check()?;
         let rope = Arc::new(Rope::new(&model.config, length.max(CALIBRATION.min(model.config.max_seq_len))));
         let profile = self.profile(&model, &rope)?;
-        let Started { model, prefilled, mut next } = self.start(model, rope, &profile, &prompt, sampling)?;
-        let mut stream = Stream { model: &model, tokens: vec![], shown: String::new() };
-        while stream.tokens.len() < self.tokens {
+        let Started { model, prefilled, mut next, note } =
+            self.start(model, rope, &profile, &prompt, sampling)?;
+        note.iter().for_each(|note| print_error(format_args!("kv: {note}\n")));
+        let (mut tokens, mut shown) = (vec![], String::new());
+        let mut stream = TextStream::new(model.tokenizer()?);
+        while tokens.len() < self.tokens {
             let token = next()?;
             if model.config.eos_tokens.contains(&token) {
                 break;
             }
-            out.print(stream.push(token)?);
+            tokens.push(token);
+            let part = stream.push(token)?;
+            shown.push_str(&part);
+            out.print(part);
             // Nobody would see the rest.
             if out.has_failed() && self.json.json.is_none() {
                 break;
             }
         }
+        let rest = stream.finish();
+        shown.push_str(&rest);
+        out.print(rest);
         out.print("\n");
-        let Stream { tokens, shown, .. } = stream;
         json.write_json(&Generated {
             prompt: &text,
             method: self.method.spec(),
@@ -153,11 +154,29 @@ impl Generate {
         })
     }
 
+    /// Rejects options that the others leave without effect.
+    fn check_effects(&self) -> Result<()> {
+        let is_greedy = self.temperature == 0.0;
+        if is_greedy && self.top_p != 1.0 {
+            return Err(no_effect("--top-p", "without --temperature"));
+        }
+        if is_greedy && self.seed != 0 {
+            return Err(no_effect("--seed", "without --temperature"));
+        }
+        let methods = vec![self.method.clone()];
+        #[cfg(feature = "store")]
+        let methods = [methods, self.kv.levels()?].concat();
+        check_profile_has_effect(self.profile.as_ref(), &methods)
+    }
+
     /// The text of the prompt.
     fn prompt(&self) -> Result<String> {
-        let Some(path) = &self.file else { return Ok(self.prompt.clone().unwrap_or_default()) };
-        let mut text = of_option("--file", files::read_text(path))?;
-        if text.len() > MOST_TEXT {
+        let mut text = match (&self.prompt, &self.file) {
+            (Some(prompt), _) if prompt != "-" => return Ok(prompt.clone()),
+            (None, Some(path)) if !is_stdin(path) => of_option("--file", files::read_text(path))?,
+            _ => files::read_stdin(MOST_TEXT)?,
+        };
+        if let Some(path) = self.file.as_ref().filter(|_| text.len() > MOST_TEXT) {
             let (bytes, most) = (text.len(), MOST_TEXT);
             return Err(Error::file(path, format!("has {bytes} bytes, of which a prompt takes {most}")));
         }
@@ -177,31 +196,34 @@ impl Generate {
         #[cfg(feature = "store")]
         let kv = self.kv.open(&model, self.profile.is_some().then_some(profile))?;
         #[cfg(feature = "cuda")]
-        if let Some(gpu) = self.device.gpu()? {
-            let chunk = self.chunk.map_or(device::CHUNK, NonZeroUsize::get);
-            let run = |decoder: &mut device::Decoder| {
-                #[cfg(feature = "store")]
-                if let Some(kv) = &kv {
-                    return kv.fill_device(decoder, (prompt, chunk));
+        let note = match self.device.choose()? {
+            Chosen::Gpu(gpu) => {
+                let chunk = self.chunk.map_or(device::CHUNK, NonZeroUsize::get);
+                let run = |decoder: &mut device::Decoder| {
+                    #[cfg(feature = "store")]
+                    if let Some(kv) = &kv {
+                        return kv.fill_device(decoder, (prompt, chunk));
+                    }
+                    let begin = Instant::now();
+                    decoder.prefill(&[prompt.to_vec()], chunk)?;
+                    decoder.next_tokens()?; // waits
+                    Ok(Prefilled { seconds: begin.elapsed().as_secs_f64(), prefix: None })
+                };
+                let capacity = prompt.len() + self.tokens;
+                match on_device(gpu, &model, &self.method, profile, (capacity, sampling), run) {
+                    Ok((prefilled, next)) => return Ok(Started { model, prefilled, next, note: None }),
+                    Err(e) => Some(self.device.fall_back(e)?),
                 }
-                let begin = Instant::now();
-                decoder.prefill(&[prompt.to_vec()], chunk)?;
-                decoder.next_tokens()?; // waits
-                Ok(Prefilled { seconds: begin.elapsed().as_secs_f64(), prefix: None })
-            };
-            let capacity = prompt.len() + self.tokens;
-            match on_device(gpu, &model, &self.method, profile, (capacity, sampling), run) {
-                Ok((prefilled, next)) => return Ok(Started { model, prefilled, next }),
-                Err(e) if self.device.falls_back(&e) => {}
-                Err(e) => return Err(e),
             }
-        }
+            Chosen::Cpu { note } => note,
+        };
         #[cfg(not(feature = "cuda"))]
-        self.device.check()?;
+        let note = self.device.cpu()?;
         self.method.check_on_cpu()?;
         #[cfg(feature = "store")]
         if let Some(kv) = &kv {
-            return self.over_store(kv, model, rope, profile, (prompt, sampling));
+            let started = self.over_store(kv, model, rope, profile, (prompt, sampling))?;
+            return Ok(Started { note, ..started });
         }
         let Prepared { model, mut cache } = self.method.prepare(&model, &rope, profile)?;
         let mut decoder = Decoder::new(model.clone(), rope);
@@ -211,7 +233,7 @@ impl Generate {
             logits = decoder.prefill(chunk, cache.as_mut())?.to_vec();
         }
         let prefilled = Prefilled { seconds: begin.elapsed().as_secs_f64(), prefix: None };
-        Ok(Started { model, prefilled, next: sampled(decoder, cache, logits, sampling) })
+        Ok(Started { model, prefilled, next: sampled(decoder, cache, logits, sampling), note })
     }
 
     /// As [`Self::start`], with the prompt over a store of caches.
@@ -234,7 +256,7 @@ impl Generate {
         let mut decoder = Decoder::new(model.clone(), rope.clone());
         let chunk = self.chunk.map_or(prompt.len(), NonZeroUsize::get);
         let (logits, prefilled) = kv.fill(&model, &rope, &mut decoder, cache.as_mut(), (prompt, chunk))?;
-        Ok(Started { model, prefilled, next: sampled(decoder, cache, logits, sampling) })
+        Ok(Started { model, prefilled, next: sampled(decoder, cache, logits, sampling), note: None })
     }
 
     /// All methods that take entries of the profile: that of the cache, and the levels of the store.
@@ -250,11 +272,14 @@ impl Generate {
         match &self.profile {
             Some(path) => {
                 let profile = load_profile(path, model)?;
+                if let Some(warning) = profile.beyond(rope.len()) {
+                    print_error(format_args!("kv: {warning}\n"));
+                }
                 Method::check_profile(&self.methods(model)?, model, rope, &profile)?;
                 Ok(profile)
             }
             None if self.method.needs_profile() => {
-                let (_, tokens) = TextArgs { text: None }.tokens(model)?;
+                let tokens = model.tokenizer()?.encode(SHIPPED_TEXT)?;
                 let calibration = CALIBRATION.min(tokens.len()).min(rope.len());
                 let bar = progress();
                 bar.set_message(format!("calibrating {} on {calibration} tokens", self.method.spec()));
@@ -273,6 +298,7 @@ struct Started {
     model: Arc<Model>, // for decoding
     prefilled: Prefilled,
     next: Next,
+    note: Option<String>, // why it runs on the CPU, where a GPU would have been taken
 }
 
 /// The next token: at first the one after the prompt.
@@ -307,7 +333,6 @@ fn on_device(
     run: impl FnOnce(&mut device::Decoder) -> Result<Prefilled>,
 ) -> Result<(Prefilled, Next)> {
     let (gpu, element) = (Arc::new(gpu), method.device_element()?);
-    profile_clustering(&gpu, method, &model.config)?;
     let cache = method_cache(&gpu, method, &model.config, element, Some(profile), 1, capacity)?;
     let weights = Arc::new(Weights::of(&gpu, &*method.device_model(model, profile)?, element)?);
     let mut decoder = device::Decoder::new(gpu, weights, cache, 1)?;
@@ -321,27 +346,6 @@ fn on_device(
         Ok(decoder.next_tokens()?[0])
     };
     Ok((prefilled, Box::new(next)))
-}
-
-/// Incremental detokenizer. A character may take several tokens: an incomplete one is held back.
-struct Stream<'a> {
-    model: &'a Model,
-    tokens: Vec<u32>,
-    shown: String,
-}
-
-impl Stream<'_> {
-    /// The text that the token completes.
-    fn push(&mut self, token: u32) -> Result<String> {
-        self.tokens.push(token);
-        let text = self.model.tokenizer()?.decode(&self.tokens)?;
-        if text.ends_with('\u{fffd}') {
-            return Ok(String::new());
-        }
-        let added = text.strip_prefix(self.shown.as_str()).unwrap_or_default().to_owned();
-        self.shown = text;
-        Ok(added)
-    }
 }
 
 #[cfg(test)]

@@ -1,3 +1,5 @@
+//! `kv logits`: the logits of every position.
+
 use clap::Args;
 use kv_reference::Result;
 use kv_reference::forward::{logits, prefill};
@@ -12,8 +14,11 @@ pub struct Logits {
     #[command(flatten)]
     model: ModelArgs,
     /// Token ids, separated by commas
-    #[arg(long, value_name = "LIST", value_delimiter = ',', required = true)]
+    #[arg(long, value_name = "LIST", value_delimiter = ',', required_unless_present = "text")]
     tokens: Vec<u32>,
+    /// Text to take the tokens of instead
+    #[arg(long, conflicts_with = "tokens")]
+    text: Option<String>,
     #[command(flatten)]
     json: JsonArgs,
 }
@@ -31,15 +36,19 @@ impl Logits {
         files.reads("--model", &self.model.path());
         let json = files.writes("--json", self.json.json)?;
         let model = self.model.load()?;
-        model.check_context(self.tokens.len())?;
-        let rope = Rope::new(&model.config, self.tokens.len());
-        let hidden = prefill(&model, &rope, &self.tokens, &mut |_, _| Ok(()))?;
+        let tokens = match &self.text {
+            Some(text) => model.tokenizer()?.encode(text)?,
+            None => self.tokens,
+        };
+        model.check_context(tokens.len())?;
+        let rope = Rope::new(&model.config, tokens.len());
+        let hidden = prefill(&model, &rope, &tokens, &mut |_, _| Ok(()))?;
         let all = logits(&model, &hidden)?;
         let rows: Vec<&[f32]> = all.chunks_exact(model.config.vocab_size).collect();
         for (position, row) in rows.iter().enumerate() {
             let best = kv_reference::ops::argmax(row);
             out.print(format_args!("position {position}: most likely token {best}, logit {}\n", row[best]));
         }
-        json.write_json(&Output { model: &model.name, tokens: &self.tokens, logits: rows })
+        json.write_json(&Output { model: &model.name, tokens: &tokens, logits: rows })
     }
 }

@@ -4,7 +4,6 @@ use std::fmt::Display;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
-use kv_reference::method::Method;
 #[cfg(feature = "store")]
 use kv_reference::store::folder_of;
 use kv_reference::{Error, Result, files};
@@ -60,15 +59,6 @@ impl Files {
     /// Adds a file, or a folder in which no output may be.
     pub fn owns(&mut self, argument: &'static str, path: &Path) {
         self.0.push((argument, identity(path)));
-    }
-
-    /// Adds the files that the settings of methods name, and those of devices next to them.
-    pub fn reads_settings(&mut self, argument: &'static str, methods: &[Method]) {
-        for path in methods.iter().filter_map(Method::file) {
-            self.owns(argument, path);
-            #[cfg(feature = "cuda")]
-            kv_reference::device::device_files(path).iter().for_each(|path| self.owns(argument, path));
-        }
     }
 
     /// Adds a store, if it is a folder.

@@ -1,36 +1,26 @@
-//! `kv store`, and the options of a store for other commands.
+//! `kv store`, and the store of a model's caches.
 
 mod inspect;
 
 use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use clap::{Args, Subcommand};
-use codec_core::{Encoding, Plans, StreamPolicy};
+use codec_core::Encoding;
 use indicatif::{HumanBytes, ProgressBar};
 use inspect::{Ls, Rm, Verify};
-use kv_reference::cache::KvCache;
 use kv_reference::compare::calibrated;
-#[cfg(feature = "cuda")]
-use kv_reference::device::{self, StreamTarget};
-use kv_reference::forward::Decoder;
 use kv_reference::method::Method;
 use kv_reference::model::{Model, Rope};
-use kv_reference::store::{
-    self, Calculated, Check, FillOptions, Filled, Grid, KvStore, Options, ProfileId, PromptStore, Space,
-};
-use kv_reference::stream::encoded::{EncodedContext, SINKS, levels};
-use kv_reference::stream::speeds::Speeds;
-use kv_reference::stream::{self, Choice, Outcome, Trace};
+use kv_reference::store::{self, Calculated, Check, Grid, KvStore, Options, ProfileId, PromptStore, Space};
+use kv_reference::stream::encoded::levels;
 use kv_reference::{Error, Profile, Result};
 use serde::Serialize;
 
-use super::generate::{Prefilled, Prefix};
-use super::stream::{RESERVE, choice, first_level};
 use super::{
-    Files, JsonArgs, ModelArgs, Stdout, TextArgs, check_seconds, count, load_profile, print_error, progress,
+    Files, JsonArgs, ModelArgs, SHIPPED_TEXT, Stdout, TextArgs, count, load_profile, print_error, progress,
 };
 
 /// Default levels of every chunk.
@@ -67,9 +57,37 @@ impl Store {
     }
 }
 
+/// What to say of a store that was never written for a model.
+pub const NOTHING: &str =
+    "the store holds nothing for this model and these levels (`kv store ls` says what it holds)";
+
+/// How long a store may be away.
+#[derive(Args)]
+pub struct RetryArgs {
+    /// How long the store may be away or silent before the command gives it up
+    #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = seconds)]
+    kv_retry: Duration,
+}
+
+impl RetryArgs {
+    fn options(&self) -> Options {
+        let on_outage = |e: &store::Error, left: Duration| {
+            print_error(format_args!("kv: {e}; trying for {} s more (--kv-retry)\n", left.as_secs()));
+        };
+        Options { retry: self.kv_retry, on_outage: Some(on_outage), ..Options::default() }
+    }
+}
+
+/// Parses a time of at most a day.
+fn seconds(text: &str) -> std::result::Result<Duration, &'static str> {
+    let time = text.parse().ok().and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
+    time.filter(|&time| time <= Duration::from_secs(86400))
+        .ok_or("must be a number of seconds from 0 to 86400")
+}
+
 /// The identity of the caches of a store, besides the model.
 #[derive(Args)]
-struct LevelArgs {
+pub struct LevelArgs {
     /// Levels of every chunk, the least lossy first: cachegen methods
     #[arg(long, value_name = "LIST", default_value = LEVELS)]
     kv_levels: String,
@@ -79,7 +97,8 @@ struct LevelArgs {
 }
 
 impl LevelArgs {
-    fn methods(&self) -> Result<Vec<Method>> {
+    /// The levels as methods.
+    pub fn methods(&self) -> Result<Vec<Method>> {
         let methods = Method::parse_list(&self.kv_levels)?;
         check_levels(&methods)?;
         Ok(methods)
@@ -126,93 +145,22 @@ impl fmt::Display for GridArg {
     }
 }
 
-/// A store of caches for a prompt.
-#[derive(Args)]
-#[command(mut_arg("kv_levels", |arg| arg.requires("kv")), mut_arg("kv_grid", |arg| arg.requires("kv")))]
-pub struct KvArgs {
-    /// Load the longest prefix of the prompt that this store holds: a folder, or s3://BUCKET/PATH
-    #[arg(long, value_name = "URL")]
-    kv: Option<String>,
-    /// Encodings of its chunks in turn: levels, 0 the least lossy, and `text`, which is recomputed, such as
-    /// 0,text,2; `adaptive`: as fast and as lossless as the link and --kv-slo allow
-    #[arg(long, value_name = "LIST", default_value = "0", requires = "kv")]
-    kv_encoding: String,
-    /// Deadline of an adaptive prefix in seconds; 0 for as soon as possible
-    #[arg(long, value_name = "SECONDS", default_value_t = 0.0, requires = "kv")]
-    kv_slo: f64,
-    /// Store the missing chunks
-    #[arg(long, requires = "kv")]
-    kv_keep: bool,
-    #[command(flatten)]
-    levels: LevelArgs,
-}
-
 /// An open store and the space of its caches.
 pub struct OpenStore {
     store: KvStore,
     space: Space,
-    profile: codec_core::Profile,
+    /// The codec's planes at every level.
+    pub profile: codec_core::Profile,
     about: String, // description of the space
-}
-
-/// An open store for a prompt.
-pub struct PromptLoader {
-    open: OpenStore,
-    choice: Choice,
-    slo: f64,
-    keep: bool,
-}
-
-impl KvArgs {
-    /// Adds the store to the files of a command.
-    pub fn add_to(&self, files: &mut Files) -> Result<()> {
-        self.kv.as_ref().map_or(Ok(()), |url| files.reads_store("--kv", url))
-    }
-
-    /// Rejects a store that is not there and, to keep chunks, cannot be made, before the long work.
-    pub fn check(&self) -> Result<()> {
-        self.kv.as_ref().map_or(Ok(()), |url| Ok(store::open(url, self.kv_keep).map(drop)?))
-    }
-
-    /// The levels of the store, if one is named.
-    pub fn levels(&self) -> Result<Vec<Method>> {
-        self.kv.as_ref().map_or(Ok(vec![]), |_| self.levels.methods())
-    }
-
-    /// The store, if one is named. Without a profile its own is used.
-    pub fn open(&self, model: &Model, profile: Option<&Profile>) -> Result<Option<PromptLoader>> {
-        let Some(url) = &self.kv else { return Ok(None) };
-        check_seconds("--kv-slo", self.kv_slo)?;
-        let levels = self.levels.methods()?.len();
-        let first_level = first_level(self.kv_slo, levels);
-        let slo = self.kv_slo * (1.0 - RESERVE);
-        let policy = StreamPolicy { slo, first_level, prior: None, plans: Plans::TextFirst };
-        let choice = choice("--kv-encoding", &self.kv_encoding, levels, policy)?;
-        if self.kv_slo > 0.0 && matches!(choice, Choice::Given(_)) {
-            return Err(Error::argument("--kv-slo has no effect without --kv-encoding adaptive"));
-        }
-        let open = match OpenStore::new(url, model, profile, &self.levels, self.kv_keep) {
-            // The prompt needs no store.
-            Err(Error::Store(e)) if e.is_damage() || e.is_failure() => {
-                print_error(format_args!("kv: {e}; the prompt is computed\n"));
-                return Ok(None);
-            }
-            open => open?,
-        };
-        if open.is_none() {
-            print_error("kv: the store holds nothing for this model and these levels\n");
-        }
-        Ok(open.map(|open| PromptLoader { open, choice, slo: self.kv_slo, keep: self.kv_keep }))
-    }
 }
 
 impl OpenStore {
     /// The store; none if it is opened only to read and was never written for this model and these levels.
-    fn new(
+    pub fn new(
         url: &str,
         model: &Model,
         profile: Option<&Profile>,
-        args: &LevelArgs,
+        (args, retry): (&LevelArgs, &RetryArgs),
         write: bool,
     ) -> Result<Option<Self>> {
         args.kv_grid.0.check()?;
@@ -225,8 +173,8 @@ impl OpenStore {
             }
         }
         let store = match write {
-            true => KvStore::open(url, Options::default())?,
-            false => KvStore::open_existing(url, Options::default())?,
+            true => KvStore::open(url, retry.options())?,
+            false => KvStore::open_existing(url, retry.options())?,
         };
         let profile = match profile {
             Some(profile) => levels(&methods, model, profile)?,
@@ -241,129 +189,13 @@ impl OpenStore {
     }
 
     /// Writes the description of the space, which `kv store ls` shows.
-    fn describe(&self) -> Result<()> {
+    pub fn describe(&self) -> Result<()> {
         Ok(self.store.describe(self.space.name(), &self.about)?)
     }
 
-    fn prompts(&self) -> PromptStore<'_> {
+    /// The store of prompts.
+    pub fn prompts(&self) -> PromptStore<'_> {
         PromptStore { store: &self.store, space: &self.space, profile: &self.profile }
-    }
-}
-
-/// Tokens of a prompt with which an adaptive stream measures this machine's speeds of recomputing and
-/// decoding.
-const SAMPLE: usize = 512;
-
-/// Depth in tokens at which recomputing is measured, at most: attention to cached tokens then takes much of the
-/// time, and the copy of the cache stays small.
-const SAMPLE_DEPTH: usize = 4096;
-
-/// Seconds without a byte after which the rest of a prefix is recomputed.
-const STALL: f64 = 10.0;
-
-impl PromptLoader {
-    /// Fills a cache with a prompt, and returns the logits after it. The seconds are without the one-time
-    /// measurement of this machine's speeds for an adaptive stream.
-    pub fn fill(
-        &self,
-        model: &Model,
-        rope: &Rope,
-        decoder: &mut Decoder,
-        cache: &mut dyn KvCache,
-        (prompt, chunk): (&[u32], usize),
-    ) -> Result<(Vec<f32>, Prefilled)> {
-        let sample = &prompt[..SAMPLE.min(prompt.len() / 2)];
-        let speeds = match self.choice {
-            Choice::Adaptive(_) if sample.len() > SINKS => {
-                let planes = &self.open.profile;
-                let encoded = EncodedContext::encode(model, rope, planes, sample, SAMPLE)?;
-                let depth = SAMPLE_DEPTH.min(prompt.len() - sample.len());
-                let prefill = encoded.recomputing(planes, decoder, cache, depth)?;
-                Speeds { prefill, ..encoded.speeds() }
-            }
-            _ => Speeds::UNKNOWN,
-        };
-        let options = self.options(speeds, chunk);
-        let begin = Instant::now();
-        let filled = self.open.prompts().fill(decoder, cache, prompt, &options)?;
-        let seconds = begin.elapsed().as_secs_f64();
-        let prefix = self.report(prompt, &filled);
-        Ok((filled.logits, Prefilled { seconds, prefix: Some(prefix) }))
-    }
-
-    /// The same on a GPU: the decoder has then chosen the token after the prompt.
-    #[cfg(feature = "cuda")]
-    pub fn fill_device(
-        &self,
-        decoder: &mut device::Decoder,
-        (prompt, chunk): (&[u32], usize),
-    ) -> Result<Prefilled> {
-        if self.keep {
-            return Err(Error::argument("--kv-keep runs on the CPU: pass --device cpu"));
-        }
-        let mut loader = decoder.loader(&self.open.profile)?;
-        let speeds = match self.choice {
-            Choice::Adaptive(_) => StreamTarget::speeds(decoder, &prompt[..prompt.len().min(SAMPLE_DEPTH)])?,
-            Choice::Given(_) => Speeds::UNKNOWN,
-        };
-        let options = self.options(speeds, chunk);
-        let begin = Instant::now();
-        let filled = self.open.prompts().fill_device(decoder, &mut loader, prompt, &options)?;
-        let seconds = begin.elapsed().as_secs_f64();
-        let prefix = self.report(prompt, &filled);
-        Ok(Prefilled { seconds, prefix: Some(prefix) })
-    }
-
-    fn options(&self, speeds: Speeds, chunk: usize) -> FillOptions {
-        let stream =
-            stream::Options { choice: self.choice.clone(), batch: 1, timeout: STALL, fall_back: true };
-        FillOptions { stream, speeds, chunk, keep: self.keep }
-    }
-
-    /// Reports how much of the prompt was loaded.
-    fn report(&self, prompt: &[u32], filled: &Filled) -> Prefix {
-        let levels = self.open.profile.levels();
-        let (loaded, recomputed) = match &filled.trace {
-            Some(trace) => trace.tokens(levels),
-            None => (vec![0; levels], 0),
-        };
-        let events = filled.trace.iter().flat_map(|trace| &trace.events);
-        let bytes = events.filter(|event| event.outcome == Outcome::Loaded).map(|event| event.bytes).sum();
-        let seconds = filled.trace.as_ref().map_or(0.0, Trace::seconds);
-        print_error(format_args!(
-            "kv: loaded {} of {} ({}) in {seconds:.3} s{}{}, {} stored\n",
-            loaded.iter().sum::<usize>(),
-            count(prompt.len(), "token"),
-            HumanBytes(bytes),
-            if self.slo > 0.0 && seconds > self.slo { " (late)" } else { "" },
-            recomputed_text(recomputed, filled.trace.as_ref()),
-            count(filled.stored, "chunk")
-        ));
-        if let Some(e) = &filled.damage {
-            print_error(format_args!("kv: {e}: what it stands for is computed\n"));
-        }
-        if let Some(e) = &filled.store_error {
-            print_error(format_args!("kv: {e}\n"));
-        }
-        if filled.stored > 0
-            && let Err(e) = self.open.describe()
-        {
-            print_error(format_args!("kv: {e}\n"));
-        }
-        Prefix { loaded, recomputed }
-    }
-}
-
-/// The recomputed part of a prefix, and the first reason if it was not by choice.
-fn recomputed_text(tokens: usize, trace: Option<&Trace>) -> String {
-    let mut events = trace.iter().flat_map(|trace| &trace.events);
-    let fault = events.find_map(|event| match &event.outcome {
-        Outcome::Damaged(what) | Outcome::Failed(what) => Some(format!(" (chunk {}: {what})", event.chunk)),
-        _ => None,
-    });
-    match tokens {
-        0 => String::new(),
-        tokens => format!(", {} recomputed{}", count(tokens, "token"), fault.unwrap_or_default()),
     }
 }
 
@@ -375,7 +207,7 @@ fn shared_levels(
     methods: &[Method],
     write: bool,
 ) -> Result<Option<codec_core::Profile>> {
-    let (_, tokens) = TextArgs { text: None }.tokens(model)?;
+    let tokens = model.tokenizer()?.encode(SHIPPED_TEXT)?;
     let n = CALIBRATION.min(tokens.len()).min(model.config.max_seq_len);
     let tokens = &tokens[..n];
     let recipe: Vec<String> = methods.iter().map(Method::spec).collect();
@@ -413,6 +245,8 @@ struct ContextArgs {
     profile: Option<PathBuf>,
     #[command(flatten)]
     levels: LevelArgs,
+    #[command(flatten)]
+    retry: RetryArgs,
 }
 
 impl ContextArgs {
@@ -444,7 +278,8 @@ impl ContextArgs {
         if write {
             store::check_writable(&self.url)?;
         }
-        let store = OpenStore::new(&self.url, &model, profile.as_ref(), &self.levels, write)?;
+        let args = (&self.levels, &self.retry);
+        let store = OpenStore::new(&self.url, &model, profile.as_ref(), args, write)?;
         Ok((model, tokens, store))
     }
 
@@ -452,7 +287,7 @@ impl ContextArgs {
         let mut files = Files::default();
         files.reads_store("URL", &self.url)?;
         files.reads("--model", &self.model.path());
-        files.reads("--text", &self.text.path());
+        self.text.add_to(&mut files);
         self.profile.iter().for_each(|path| files.reads("--profile", path));
         Ok(files)
     }
@@ -487,6 +322,8 @@ impl Put {
         let chunks = open.space.chunks(&tokens);
         let end = chunks.last().map_or(0, |chunk| chunk.tokens.end);
         let rope = Rope::new(&model.config, end);
+        // Before the long work: a store that cannot be written says so.
+        open.describe()?;
         let bar = progress();
         bar.set_message(format!("computing {}", count(end, "token")));
         let check = if self.verify { Check::Digests } else { Check::Length };
@@ -497,7 +334,6 @@ impl Put {
         };
         let Calculated { stored, repaired } =
             open.prompts().calculate(&model, &rope, &tokens, check, done)?;
-        open.describe()?;
         bar.finish_and_clear();
         out.print(format_args!(
             "{end} of {} in {}: {stored} new, {repaired} repaired\n",
@@ -537,7 +373,7 @@ impl Get {
         }
         let (_, tokens, open) = self.context.open(false)?;
         let Some(open) = open else {
-            return Err(Error::argument("the store holds nothing for this model and these levels"));
+            return Err(Error::argument(NOTHING));
         };
         let found = open.store.find(&open.space, &tokens)?;
         let Some(held) = found.last().map(|chunk| chunk.key().tokens.end) else {

@@ -1,6 +1,6 @@
-use indicatif::ProgressBar;
+//! Methods on the CPU.
 
-use super::runner::{Measured, Runner};
+use super::run::{Measured, Progress, Run};
 use crate::Result;
 use crate::eval::{RetrievalTask, SharedPrompt, answer_questions, score_text};
 use crate::forward::Decoder;
@@ -9,28 +9,28 @@ use crate::method::Prepared;
 /// The scores of methods on a text, by index. The prompt is run once, exactly; logits are compared with those
 /// of the dense 32-bit cache.
 pub(super) fn score(
-    runner: &Runner<'_>,
+    run: &Run<'_>,
     methods: &[usize],
     (prompt, decoded): (&[u32], &[u32]),
-    progress: &ProgressBar,
+    progress: &dyn Progress,
 ) -> Result<Vec<(usize, Measured)>> {
     if methods.is_empty() {
         return Ok(vec![]);
     }
-    let Runner { model, rope, profile, .. } = runner;
-    progress.set_message("dense prefill");
+    let Run { model, rope, profile, .. } = run;
+    progress.message("dense prefill");
     let prompt = SharedPrompt::run(model, rope, prompt)?;
-    progress.set_message("dense reference");
+    progress.message("dense reference");
     let mut dense = prompt.fill(&"dense".parse()?, model, rope, profile)?;
     let mut decoder = Decoder::new((*model).clone(), rope.clone());
     let reference = score_text(&mut decoder, dense.cache.as_mut(), decoded, None)?.logits;
     let measured = methods.iter().map(|&index| {
-        let method = runner.method(index);
-        progress.set_message(method.spec());
+        let method = &run.methods[index];
+        progress.message(&method.spec());
         let Prepared { model, mut cache } = prompt.fill(method, model, rope, profile)?;
         let mut decoder = Decoder::new(model.clone(), rope.clone());
         let scores = score_text(&mut decoder, cache.as_mut(), decoded, Some(&reference))?;
-        progress.inc(1);
+        progress.advance();
         let config = &model.config;
         let measured = Measured {
             scores,
@@ -45,22 +45,22 @@ pub(super) fn score(
 
 /// The number of a task's questions that each method answers, by index.
 pub(super) fn find(
-    runner: &Runner<'_>,
+    run: &Run<'_>,
     methods: &[usize],
     task: &RetrievalTask,
-    progress: &ProgressBar,
+    progress: &dyn Progress,
 ) -> Result<Vec<(usize, usize)>> {
     if methods.is_empty() {
         return Ok(vec![]);
     }
-    let Runner { model, rope, profile, .. } = runner;
+    let Run { model, rope, profile, .. } = run;
     let prompt = SharedPrompt::run(model, rope, &task.prompt)?;
     let found = methods.iter().map(|&index| {
-        let method = runner.method(index);
-        progress.set_message(method.spec());
+        let method = &run.methods[index];
+        progress.message(&method.spec());
         let Prepared { model, cache } = prompt.fill(method, model, rope, profile)?;
         let hits = answer_questions(&mut Decoder::new(model, rope.clone()), cache.as_ref(), task)?;
-        progress.inc(1);
+        progress.advance();
         Ok((index, hits))
     });
     found.collect()

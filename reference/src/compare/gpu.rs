@@ -1,29 +1,34 @@
+//! Methods on a GPU.
+
 use std::sync::Arc;
 
-use indicatif::ProgressBar;
-
-use super::runner::{Measured, Runner};
-use super::{OnGpu, Place, QUESTION_ROOM};
+use super::run::{Measured, Progress, Run};
+use super::{OnGpu, QUESTION_ROOM};
 use crate::cache::FetchedPerStep;
 use crate::device::{Decoder, Element, Weights, answer_questions, method_cache, score_text, unsupported};
 use crate::eval::RetrievalTask;
 use crate::method::Method;
 use crate::model::Model;
-use crate::{Profile, Result};
+use crate::{Error, Profile, Result};
 
 /// Tokens of the cache created to test support for a method.
 const PROBE: usize = 256;
 
-/// The device of a method: the GPU if a cache of it can be created there.
-pub(super) fn place(on: &OnGpu, model: &Model, profile: &Profile, method: &Method) -> Result<Place> {
+/// The reason why a method runs on the CPU; `None` for the GPU, if a cache of it can be created there.
+pub(super) fn fallback(
+    on: &OnGpu,
+    model: &Model,
+    profile: &Profile,
+    method: &Method,
+) -> Result<Option<Error>> {
     let config = &model.config;
     let made = Weights::check(config).and_then(|()| {
         let element = method.device_element()?;
         method_cache(&on.gpu, method, config, element, Some(profile), 1, PROBE)
     });
     match made {
-        Ok(_) => Ok(Place::Cuda),
-        Err(e) if on.others_on_cpu && unsupported(&e) => Ok(Place::Cpu),
+        Ok(_) => Ok(None),
+        Err(e) if on.others_on_cpu && unsupported(&e) => Ok(Some(e)),
         Err(e) => Err(e),
     }
 }
@@ -51,12 +56,12 @@ impl<'a> Models<'a> {
     }
 
     /// The weights that a method runs on.
-    fn of(&mut self, runner: &Runner<'_>, index: usize) -> Result<Arc<Weights>> {
+    fn of(&mut self, run: &Run<'_>, index: usize) -> Result<Arc<Weights>> {
         if let Some((_, weights)) = self.folded.as_ref().filter(|(of, _)| *of == index) {
             return Ok(weights.clone());
         }
-        let (method, model) = (runner.method(index), runner.model);
-        let (folded, element) = (method.device_model(model, &runner.profile)?, method.device_element()?);
+        let (method, model) = (&run.methods[index], run.model);
+        let (folded, element) = (method.device_model(model, &run.profile)?, method.device_element()?);
         if Arc::ptr_eq(&folded, model) {
             return self.plain(model, element);
         }
@@ -83,38 +88,38 @@ impl<'a> Models<'a> {
 /// The scores of methods on a text, by index. Logits are compared with those of the dense cache of the same
 /// 16-bit type.
 pub(super) fn score(
-    runner: &Runner<'_>,
+    run: &Run<'_>,
     models: &mut Models<'_>,
     methods: &[usize],
     (prompt, decoded): (&[u32], &[u32]),
-    progress: &ProgressBar,
+    progress: &dyn Progress,
 ) -> Result<Vec<(usize, Measured)>> {
     let (tokens, steps) = (prompt.len() + decoded.len() - 1, decoded.len() - 1);
     let text = (prompt, models.on.chunk);
     let mut references: Vec<(Element, Vec<Vec<f32>>)> = vec![]; // logits at every decoded position
     let mut measured = vec![];
     for &index in methods {
-        let method = runner.method(index);
+        let method = &run.methods[index];
         let element = method.device_element()?;
         if references.iter().all(|(of, _)| *of != element) {
-            progress.set_message("dense reference");
+            progress.message("dense reference");
             let dense = match element {
                 Element::F16 => "dense:dtype=f16",
                 Element::Bf16 => "dense:dtype=bf16",
             };
-            let weights = models.plain(runner.model, element)?;
-            let mut decoder = models.decoder(&runner.profile, &dense.parse()?, weights, tokens)?;
+            let weights = models.plain(run.model, element)?;
+            let mut decoder = models.decoder(&run.profile, &dense.parse()?, weights, tokens)?;
             references.push((element, score_text(&mut decoder, text, decoded, None)?.logits));
         }
         let reference = references.iter().find(|(of, _)| *of == element).map(|(_, logits)| logits.as_slice());
-        progress.set_message(method.spec());
-        let weights = models.of(runner, index)?;
-        let mut decoder = models.decoder(&runner.profile, method, weights, tokens)?;
+        progress.message(&method.spec());
+        let weights = models.of(run, index)?;
+        let mut decoder = models.decoder(&run.profile, method, weights, tokens)?;
         let scores = score_text(&mut decoder, text, decoded, reference)?;
         let fetched = decoder.fetched_rows()? as f64 / steps as f64; // over all heads
         let chosen = decoder.chosen_rows()?.map_or(fetched, |rows| rows as f64 / steps as f64);
-        progress.inc(1);
-        let config = &runner.model.config;
+        progress.advance();
+        let config = &run.model.config;
         let fetched = FetchedPerStep {
             rows: chosen / (config.n_layers * config.n_kv_heads) as f64,
             bytes: fetched * decoder.cache().fetched_row_bytes() as f64,
@@ -128,20 +133,20 @@ pub(super) fn score(
 
 /// The number of a task's questions that each method answers, by index.
 pub(super) fn find(
-    runner: &Runner<'_>,
+    run: &Run<'_>,
     models: &mut Models<'_>,
     methods: &[usize],
     task: &RetrievalTask,
-    progress: &ProgressBar,
+    progress: &dyn Progress,
 ) -> Result<Vec<(usize, usize)>> {
     let found = methods.iter().map(|&index| {
-        let method = runner.method(index);
-        progress.set_message(method.spec());
-        let weights = models.of(runner, index)?;
+        let method = &run.methods[index];
+        progress.message(&method.spec());
+        let weights = models.of(run, index)?;
         let capacity = task.prompt.len() + QUESTION_ROOM;
-        let mut decoder = models.decoder(&runner.profile, method, weights, capacity)?;
+        let mut decoder = models.decoder(&run.profile, method, weights, capacity)?;
         let hits = answer_questions(&mut decoder, models.on.chunk, task)?;
-        progress.inc(1);
+        progress.advance();
         Ok((index, hits))
     });
     found.collect()

@@ -1,31 +1,27 @@
+//! Runs each method where it belongs, and makes the rows of the table.
+
 use std::sync::Arc;
 
-use indicatif::ProgressBar;
-
+use super::run::{Measured, Progress, Run};
 use super::{OnGpu, Place, Row, cpu};
-use crate::cache::{FetchedPerStep, Footprint};
+use crate::cache::Footprint;
 use crate::eval::{RetrievalTask, TextScores};
 use crate::method::Method;
 use crate::model::{Model, Rope};
 use crate::{Profile, Result};
 
-/// Runs methods over texts and questions, each on the GPU or the CPU.
-pub struct Runner<'a> {
-    pub(super) model: &'a Arc<Model>,
-    pub(super) rope: Arc<Rope>,
-    pub(super) profile: Profile,
-    methods: Vec<Method>,
-    places: Vec<Place>, // of the methods
-    #[cfg(feature = "cuda")]
-    models: Option<super::gpu::Models<'a>>,
+/// The methods that run on a device, by index.
+fn at(places: &[Place], place: Place) -> Vec<usize> {
+    (0..places.len()).filter(|&index| places[index] == place).collect()
 }
 
-/// Scores of one method on a text.
-pub(super) struct Measured {
-    pub scores: TextScores,
-    pub tokens: usize, // in the cache at the end
-    pub footprint: Footprint,
-    pub fetched: FetchedPerStep,
+/// Runs methods over texts and questions, each on the GPU or the CPU.
+pub struct Runner<'a> {
+    run: Run<'a>,
+    places: Vec<Place>, // of the methods
+    fallbacks: Option<String>,
+    #[cfg(feature = "cuda")]
+    models: Option<super::gpu::Models<'a>>,
 }
 
 impl<'a> Runner<'a> {
@@ -42,39 +38,49 @@ impl<'a> Runner<'a> {
         methods: Vec<Method>,
         gpu: Option<&'a OnGpu>,
     ) -> Result<Self> {
-        #[cfg(feature = "cuda")]
-        let place = |method| gpu.map_or(Ok(Place::Cpu), |on| super::gpu::place(on, model, &profile, method));
-        #[cfg(not(feature = "cuda"))]
-        let place = |_| gpu.map_or(Ok(Place::Cpu), |none| match *none {});
-        let places = methods.iter().map(place).collect::<Result<Vec<_>>>()?;
+        let (mut places, mut fallbacks) = (vec![], vec![]);
+        for method in &methods {
+            #[cfg(feature = "cuda")]
+            let fallback = gpu.map(|on| super::gpu::fallback(on, model, &profile, method)).transpose()?;
+            #[cfg(not(feature = "cuda"))]
+            let fallback = gpu.map(|none| -> Option<crate::Error> { match *none {} });
+            places.push(if matches!(fallback, Some(None)) { Place::Cuda } else { Place::Cpu });
+            fallbacks.extend(fallback.flatten().map(|e| format!("{} ({e})", method.spec())));
+        }
+        let fallbacks = (!fallbacks.is_empty())
+            .then(|| format!("--device auto takes the CPU for {}", fallbacks.join(", ")));
         let on_cpu = methods.iter().zip(&places).filter(|(_, place)| **place == Place::Cpu);
         on_cpu.map(|(method, _)| method).try_for_each(Method::check_on_cpu)?;
         #[cfg(feature = "cuda")]
         let models = gpu.map(super::gpu::Models::new);
         Ok(Self {
-            model,
-            rope,
-            profile,
-            methods,
+            run: Run { model, rope, profile, methods },
             places,
+            fallbacks,
             #[cfg(feature = "cuda")]
             models,
         })
     }
 
+    /// The methods that the GPU does not support, and why; none if there is no GPU.
+    #[must_use]
+    pub fn fallbacks(&self) -> Option<String> {
+        self.fallbacks.clone()
+    }
+
     /// A row for every method: `decoded` after the prompt, relative to the dense cache on the same device.
     ///
     /// # Errors
-    /// What running returns.
-    pub fn score(&mut self, prompt: &[u32], decoded: &[u32], progress: &ProgressBar) -> Result<Vec<Row>> {
+    /// Errors of the run.
+    pub fn score(&mut self, prompt: &[u32], decoded: &[u32], progress: &dyn Progress) -> Result<Vec<Row>> {
         let text = (prompt, decoded);
-        let on_cpu = self.at(Place::Cpu);
-        let mut rows = cpu::score(self, &on_cpu, text, progress)?;
+        let on_cpu = at(&self.places, Place::Cpu);
+        let mut rows = cpu::score(&self.run, &on_cpu, text, progress)?;
         #[cfg(feature = "cuda")]
-        self.on_gpu(|runner, models| {
-            rows.extend(super::gpu::score(runner, models, &runner.at(Place::Cuda), text, progress)?);
-            Ok(())
-        })?;
+        if let Some(models) = &mut self.models {
+            let on_gpu = at(&self.places, Place::Cuda);
+            rows.extend(super::gpu::score(&self.run, models, &on_gpu, text, progress)?);
+        }
         rows.sort_by_key(|(index, _)| *index);
         let row = |(index, measured): (usize, Measured)| self.row(index, measured);
         Ok(rows.into_iter().map(row).collect())
@@ -83,44 +89,26 @@ impl<'a> Runner<'a> {
     /// The number of a task's questions that each method answers.
     ///
     /// # Errors
-    /// What running returns.
-    pub fn find(&mut self, task: &RetrievalTask, progress: &ProgressBar) -> Result<Vec<usize>> {
-        let on_cpu = self.at(Place::Cpu);
-        let mut found = cpu::find(self, &on_cpu, task, progress)?;
+    /// Errors of the run.
+    pub fn find(&mut self, task: &RetrievalTask, progress: &dyn Progress) -> Result<Vec<usize>> {
+        let on_cpu = at(&self.places, Place::Cpu);
+        let mut found = cpu::find(&self.run, &on_cpu, task, progress)?;
         #[cfg(feature = "cuda")]
-        self.on_gpu(|runner, models| {
-            found.extend(super::gpu::find(runner, models, &runner.at(Place::Cuda), task, progress)?);
-            Ok(())
-        })?;
+        if let Some(models) = &mut self.models {
+            let on_gpu = at(&self.places, Place::Cuda);
+            found.extend(super::gpu::find(&self.run, models, &on_gpu, task, progress)?);
+        }
         found.sort_unstable_by_key(|(index, _)| *index);
         Ok(found.into_iter().map(|(_, hits)| hits).collect())
     }
 
-    pub(super) fn method(&self, index: usize) -> &Method {
-        &self.methods[index]
-    }
-
-    /// The methods that run on a device.
-    fn at(&self, place: Place) -> Vec<usize> {
-        (0..self.methods.len()).filter(|&index| self.places[index] == place).collect()
-    }
-
-    /// Runs with the models on the GPU, if there is one.
-    #[cfg(feature = "cuda")]
-    fn on_gpu(&mut self, run: impl FnOnce(&Self, &mut super::gpu::Models<'a>) -> Result<()>) -> Result<()> {
-        let Some(mut models) = self.models.take() else { return Ok(()) };
-        let ran = run(self, &mut models);
-        self.models = Some(models);
-        ran
-    }
-
     fn row(&self, index: usize, measured: Measured) -> Row {
-        let (method, device) = (&self.methods[index], self.places[index]);
+        let (method, device) = (&self.run.methods[index], self.places[index]);
         let Measured { scores, tokens, footprint, fetched } = measured;
         let Footprint { kept, offloaded, working, shared } = footprint;
         let TextScores { divergence, ms_per_token, .. } = scores;
         let tokens = tokens as f64;
-        let values = tokens * self.model.config.kv_values_per_token() as f64;
+        let values = tokens * self.run.model.config.kv_values_per_token() as f64;
         Row {
             name: method.name.to_owned(),
             setting: method.setting.clone(),

@@ -3,6 +3,7 @@
 mod cachegen;
 mod codes;
 mod dense;
+mod eviction;
 mod full_rank;
 mod hybrid;
 mod int4;
@@ -16,7 +17,6 @@ mod prompt_rows;
 mod row_store;
 mod span;
 mod step_budget;
-mod turns;
 mod window;
 mod zack;
 
@@ -117,7 +117,7 @@ pub struct Room {
 /// A step writes each token's rotated keys and its values to [`Self::rows`] of every layer, at the slot from
 /// [`Self::room`], and calls [`Self::attend`] for the layer. Both are part of a captured graph: all that
 /// changes from step to step is in device memory.
-pub trait DeviceCache: ChunkCache {
+pub trait DeviceCache: ChunkCache + Timed {
     /// Exact rows of a layer.
     fn rows(&self, layer: usize) -> Rows;
 
@@ -149,7 +149,7 @@ pub trait DeviceCache: ChunkCache {
 
     /// Sets the weights that are read after the attention of each layer, those of its output product. A cache
     /// whose attention waits for PCIe prefetches them into L2 meanwhile.
-    fn followed_by(&mut self, _gpu: &Gpu, _reads: &[Prefetch]) {}
+    fn prefetch_next(&mut self, _gpu: &Gpu, _reads: &[Prefetch]) {}
 
     /// Empties all sequences.
     ///
@@ -181,16 +181,6 @@ pub trait DeviceCache: ChunkCache {
         0
     }
 
-    /// Fills the first `tokens` of every sequence with hashed rows or codes, to time steps at that length
-    /// without a prefill.
-    ///
-    /// # Errors
-    /// [`Error::Device`].
-    fn fill_random(&mut self, gpu: &Gpu, tokens: usize) -> Result<()>;
-
-    /// Bytes that a step reads with `tokens` in every sequence.
-    fn step_bytes(&self, tokens: usize) -> usize;
-
     /// Bytes by purpose with `tokens` in every sequence, counted as in
     /// [`KvCache::footprint`](crate::cache::KvCache): only what these tokens take of the capacity.
     fn footprint(&self, tokens: usize) -> Footprint;
@@ -220,16 +210,29 @@ pub trait DeviceCache: ChunkCache {
         Ok(None)
     }
 
+    /// Bytes of a row that [`Self::fetched_rows`] counts.
+    fn fetched_row_bytes(&self) -> usize {
+        0
+    }
+}
+
+/// What the timing of steps needs of a cache: any length without a prefill, and control over what overlaps.
+pub trait Timed {
+    /// Fills the first `tokens` of every sequence with hashed rows or codes, to time steps at that length
+    /// without a prefill.
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    fn fill_random(&mut self, gpu: &Gpu, tokens: usize) -> Result<()>;
+
+    /// Bytes that a step reads with `tokens` in every sequence.
+    fn step_bytes(&self, tokens: usize) -> usize;
+
     /// Makes steps wait for the encoding of tokens that leave the window, for timing. Call it before a
     /// [`Decoder`] is made.
     ///
     /// [`Decoder`]: super::Decoder
     fn encode_synchronously(&mut self) {}
-
-    /// Bytes of a row that [`Self::fetched_rows`] counts.
-    fn fetched_row_bytes(&self) -> usize {
-        0
-    }
 
     /// Counts this share of the rows that a step would read from the host as cache hits, for timing: random
     /// queries have no locality. With a share above 0, results are wrong. It applies to graphs that are
@@ -269,8 +272,8 @@ pub trait ChunkCache {
         false
     }
 
-    /// Whether [`DeviceCache::rows`] hold every token, so that [`Self::settle`] may follow steps, too: none
-    /// of the rows that they have written is still to be stored.
+    /// Whether [`DeviceCache::rows`] hold every token, so that [`Self::set_lengths`] may follow steps, too:
+    /// none of the rows that they have written is still to be stored.
     fn is_exact(&self) -> bool {
         self.has_rows_of_all()
     }
@@ -285,13 +288,13 @@ pub trait ChunkCache {
     ///
     /// # Errors
     /// [`Error::Device`].
-    fn settle(&mut self, gpu: &Gpu, lengths: &[usize]) -> Result<()>;
+    fn set_lengths(&mut self, gpu: &Gpu, lengths: &[usize]) -> Result<()>;
 
-    /// As [`Self::settle`] for one sequence. The others continue where they are.
+    /// As [`Self::set_lengths`] for one sequence. The others continue where they are.
     ///
     /// # Errors
     /// [`Error::Device`].
-    fn settle_one(&mut self, gpu: &Gpu, sequence: usize, length: usize) -> Result<()>;
+    fn set_length(&mut self, gpu: &Gpu, sequence: usize, length: usize) -> Result<()>;
 }
 
 /// Refuses more tokens than kernels count.

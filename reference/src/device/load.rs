@@ -2,7 +2,7 @@
 //!
 //! Copies and decoding overlap: while some layers are decoded, the next ones, or those of the next frame, are
 //! copied on a stream of their own. If decoding keeps up with the link, a load takes as long as the copy plus
-//! the decoding of [`LAYERS`](launch::LAYERS) layers. A frame that arrives over a network is decoded from its
+//! the decoding of [`LAYERS`] layers. A frame that arrives over a network is decoded from its
 //! first layers on. Checksums are compared on the device, on a third stream, since host threads that compare
 //! them slow the copies down; a frame is complete when all have been compared. Nothing reads the rows of a
 //! frame before that, so decoding needs no further synchronization.
@@ -11,9 +11,9 @@
 //! rows layer by layer and cannot give them back, so a frame is decoded to staging rows of the loader, and
 //! the cache takes them once the whole frame is verified.
 
-mod landing;
+mod buffers;
 mod launch;
-mod room;
+mod staging;
 mod target;
 
 use std::collections::VecDeque;
@@ -25,10 +25,10 @@ use cudarc::driver::{CudaEvent, CudaStream};
 use kv_gpu::codec::{Check, Decode, Planes};
 use kv_gpu::{AnyElement, DevicePtr, Element, VectorElement};
 
-pub(super) use landing::Landing;
+use buffers::{DecodeStream, FrameBuffers};
 pub use launch::Stages;
 use launch::{Part, Place, parts};
-use room::{Lane, Slot};
+pub(super) use staging::Staging;
 pub use target::StreamTarget;
 
 use super::cache::{Chunk, Rows};
@@ -45,7 +45,11 @@ pub const FRAMES: usize = 3;
 
 /// Streams that decode: kernels for the tiles of one part and for the transforms of another one use different
 /// units, and the last blocks of one leave room for the next.
-const LANES: usize = 4;
+const STREAMS: usize = 4;
+
+/// Layers that are copied, and then decoded, at once. With more of them decoding ends later after the copy;
+/// with fewer, gaps between copies and launches take longer.
+const LAYERS: usize = 8;
 
 /// Decodes the frames of a codec profile on the device.
 pub struct Loader {
@@ -58,9 +62,9 @@ pub struct Loader {
     check: Check,
     copies: Arc<CudaStream>,
     checks: Arc<CudaStream>,
-    lanes: Vec<Lane>,                 // LANES
-    slots: Vec<Slot>,                 // FRAMES
-    rows: Vec<DevicePtr<AnyElement>>, // (layer, 2): keys, then values
+    decode_streams: Vec<DecodeStream>, // STREAMS
+    slots: Vec<FrameBuffers>,          // FRAMES
+    rows: Vec<DevicePtr<AnyElement>>,  // (layer, 2): keys, then values
     rows_on_device: Buffer<DevicePtr<AnyElement>>,
     begun: VecDeque<Begun>,
     arriving: Option<Arriving>,
@@ -97,9 +101,9 @@ struct Level {
 struct Begun {
     chunk: Chunk,
     slot: usize,
-    lands: bool,
+    is_staged: bool,
     clears: u64,
-    done: Vec<CudaEvent>, // decoding in every lane, and the checks
+    done: Vec<CudaEvent>, // decoding on every stream, and the checks
     _bytes: Bytes,        // which are copied
 }
 
@@ -107,14 +111,14 @@ struct Begun {
 pub(super) struct Ended<'a> {
     pub chunk: Chunk,
     /// Where it has landed; none if it is in the cache.
-    pub landing: Option<&'a Landing>,
+    pub staging: Option<&'a Staging>,
     /// How often the sequences had been emptied when it began.
     pub clears: u64,
 }
 
 /// Where a frame goes.
 pub(super) struct Destination<'a> {
-    /// Rows of every layer, up to the frame's last token at least; none for a landing.
+    /// Rows of every layer, up to the frame's last token at least; none for staging rows.
     pub rows: Option<&'a [Rows]>,
     /// Cosines and sines (position, head_dim / 2) of the same tokens.
     pub angles: [DevicePtr<f32>; 2],
@@ -146,10 +150,10 @@ impl Loader {
         let rotate = || Rotate::new(gpu, element, info.heads, info.head_dim);
         let slot = |_| {
             let (frame, wrong, failed) = (Buffer::zeros(gpu, 0)?, HostWord::new(gpu)?, HostWord::new(gpu)?);
-            Ok(Slot { frame, wrong, failed, landing: None })
+            Ok(FrameBuffers { frame, wrong, failed, staging: None })
         };
         let stream = || gpu.device.context().new_stream().map_err(|e| driver("make a stream", e));
-        let lane = |_| Ok(Lane { stream: stream()?, workspace: Buffer::zeros(gpu, 0)? });
+        let on = |_| Ok(DecodeStream { stream: stream()?, workspace: Buffer::zeros(gpu, 0)? });
         let rows = vec![DevicePtr::dangling(); 2 * info.layers];
         Ok(Self {
             gpu: gpu.clone(),
@@ -161,7 +165,7 @@ impl Loader {
             check: Check::new(&gpu.device)?,
             copies: stream()?,
             checks: stream()?,
-            lanes: (0..LANES).map(lane).collect::<Result<_>>()?,
+            decode_streams: (0..STREAMS).map(on).collect::<Result<_>>()?,
             slots: (0..FRAMES).map(slot).collect::<Result<_>>()?,
             rows_on_device: Buffer::of(gpu, &rows)?,
             rows,
@@ -178,8 +182,8 @@ impl Loader {
 
     /// Tokens of a sequence with the frames that its cache is still to take, and that have begun since it was
     /// emptied last; none if there are none.
-    pub(super) fn landing_end(&self, sequence: usize, clears: u64) -> Option<usize> {
-        let is_of = |b: &&Begun| b.lands && b.chunk.sequence == sequence && b.clears == clears;
+    pub(super) fn staged_end(&self, sequence: usize, clears: u64) -> Option<usize> {
+        let is_of = |b: &&Begun| b.is_staged && b.chunk.sequence == sequence && b.clears == clears;
         self.begun.iter().rev().find(is_of).map(|b| b.chunk.end())
     }
 
@@ -209,10 +213,10 @@ impl Loader {
                 }
                 Some(stages) => self.launch_in_stages(&mut arriving, &frame, &bytes, stages)?,
             }
-            let join = |lane: &Lane| join(&self.gpu.stream, &lane.stream);
+            let join = |on: &DecodeStream| join(&self.gpu.stream, &on.stream);
             // What follows sees the rows in the cache.
-            self.lanes.iter().filter(|_| arriving.in_place).try_for_each(join)?;
-            let streams = self.lanes.iter().map(|lane| &lane.stream).chain([&self.checks]);
+            self.decode_streams.iter().filter(|_| arriving.in_place).try_for_each(join)?;
+            let streams = self.decode_streams.iter().map(|on| &on.stream).chain([&self.checks]);
             let event = |stream: &Arc<CudaStream>| {
                 stream.record_event(None).map_err(|e| driver("record an event", e))
             };
@@ -221,8 +225,8 @@ impl Loader {
         match begin() {
             Ok(done) => {
                 let Arriving { chunk, clears, in_place, .. } = arriving;
-                let (slot, lands) = (self.next, !in_place);
-                self.begun.push_back(Begun { chunk, slot, lands, clears, done, _bytes: bytes });
+                let (slot, is_staged) = (self.next, !in_place);
+                self.begun.push_back(Begun { chunk, slot, is_staged, clears, done, _bytes: bytes });
                 self.next = (slot + 1) % FRAMES;
                 Ok(())
             }
@@ -282,13 +286,13 @@ impl Loader {
         }
         let parts = parts(frame)?;
         let total = parts.back().map_or(0, |part| part.bytes.end);
-        self.make_room(self.next, level, frame, total, to.rows.is_none())?;
+        self.reserve(self.next, level, frame, total, to.rows.is_none())?;
         self.slots[self.next].wrong.set(0);
         self.slots[self.next].failed.set(0);
         let place = self.place(self.next, frame, to)?;
         if to.rows.is_none() {
             // The cache may still be taking what has landed there before.
-            self.lanes.iter().try_for_each(|lane| join(&lane.stream, &self.gpu.stream))?;
+            self.decode_streams.iter().try_for_each(|on| join(&on.stream, &self.gpu.stream))?;
         }
         let in_place = to.rows.is_some();
         Ok(Arriving { chunk, level, clears: to.clears, bytes: bytes.clone(), place, parts, in_place })
@@ -305,7 +309,7 @@ impl Loader {
     /// The chunks of the frames on their way, in order, that are decoded into the cache, which has not been
     /// emptied since.
     pub(super) fn in_place(&self, clears: u64) -> Vec<Chunk> {
-        self.begun.iter().filter(|b| !b.lands && b.clears == clears).map(|b| b.chunk).collect()
+        self.begun.iter().filter(|b| !b.is_staged && b.clears == clears).map(|b| b.chunk).collect()
     }
 
     /// Waits for the oldest frame. After an error no frame is on its way.
@@ -316,7 +320,7 @@ impl Loader {
         let Some(begun) = self.begun.pop_front() else {
             return Err(Error::argument("no frame is on its way"));
         };
-        let Begun { chunk, slot, lands, clears, .. } = begun;
+        let Begun { chunk, slot, is_staged, clears, .. } = begun;
         let wait = |event: &CudaEvent| event.synchronize().map_err(|e| driver("wait for a frame", e));
         let ended = begun.done.iter().try_for_each(wait);
         let ended =
@@ -327,8 +331,8 @@ impl Loader {
             });
         match ended {
             Ok(()) => {
-                let landing = self.slots[slot].landing.as_ref().filter(|_| lands);
-                Ok(Ended { chunk, landing, clears })
+                let staging = self.slots[slot].staging.as_ref().filter(|_| is_staged);
+                Ok(Ended { chunk, staging, clears })
             }
             Err(e) => {
                 let waited = self.wait();
@@ -341,7 +345,7 @@ impl Loader {
 
     /// Waits for all streams.
     fn wait(&self) -> Result<()> {
-        let streams = self.lanes.iter().map(|lane| &lane.stream).chain([&self.copies, &self.checks]);
+        let streams = self.decode_streams.iter().map(|on| &on.stream).chain([&self.copies, &self.checks]);
         let waited = streams.map(|stream| stream.synchronize().map_err(|e| driver("wait for a frame", e)));
         // For all of them, whatever one says.
         waited.fold(self.gpu.synchronize(), Result::and)

@@ -1,3 +1,5 @@
+//! Continuous batching.
+
 use super::Decoder;
 use crate::{Error, Result};
 

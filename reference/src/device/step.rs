@@ -112,7 +112,7 @@ impl Decoder {
             output: gemv(hidden, Input::Residual, Output::Store)?,
         };
         let reads: Vec<Prefetch> = weights.layers.iter().map(|layer| layer.o.read()).collect();
-        cache.followed_by(&gpu, &reads);
+        cache.prefetch_next(&gpu, &reads);
         let words = |n| Buffer::<u32>::zeros(&gpu, n);
         let (floats, halves) = (|n| Buffer::<f32>::zeros(&gpu, n), |n| Buffer::<u16>::zeros(&gpu, n));
         let rope = Rope::new(config, cache.room().capacity);

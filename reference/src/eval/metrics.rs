@@ -1,18 +1,6 @@
 //! Metrics of logits. Everything is summed in `f64`.
 
-/// Log-softmax of logits.
-///
-/// # Examples
-/// ```
-/// let log_p = kv_reference::eval::log_softmax(&[0.0, 0.0, f32::NEG_INFINITY]);
-/// assert!((log_p[0] - 0.5_f64.ln()).abs() < 1e-12);
-/// ```
-#[must_use]
-pub fn log_softmax(logits: &[f32]) -> Vec<f64> {
-    let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    let sum: f64 = logits.iter().map(|&x| f64::from(x - max).exp()).sum();
-    logits.iter().map(|&x| f64::from(x - max) - sum.ln()).collect()
-}
+use crate::ops::log_softmax;
 
 /// Kullback-Leibler divergence of `q` from `p` in nats, both given as logarithms of probabilities. Never
 /// negative; NaN for logarithms of NaN.

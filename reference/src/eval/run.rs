@@ -6,11 +6,12 @@ use std::time::Instant;
 use rayon::prelude::*;
 
 use crate::cache::KvCache;
-use crate::eval::{Divergence, RetrievalTask, log_softmax};
+use crate::eval::{Divergence, RetrievalTask};
 use crate::forward::{Decoder, WATCHED, logits, prefill};
 use crate::method::{Method, Prepared};
 use crate::model::{Model, Rope};
 use crate::ops::argmax;
+use crate::ops::log_softmax;
 use crate::{Error, Profile, Result};
 
 /// The activations of a prompt: all layers' keys (before RoPE) and values. Any cache can be filled from it.

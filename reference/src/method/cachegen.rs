@@ -8,13 +8,14 @@ use std::sync::Arc;
 
 use codec_core::{Coder, FitOptions, LayerRows, ModelInfo, ModelKind, Place, PlaneBuf, PredictorKind, Steps};
 
-#[cfg(feature = "cuda")]
-use super::kind::Bitstream;
 use super::kind::{Entry, Kind, Site};
+#[cfg(feature = "cuda")]
+use super::plan::{Bitstream, Plan};
 use super::settings::{Bits, Settings, words};
 use crate::cache::Store;
-use crate::calibrate::{Calibration, mean_row};
+use crate::calibrate::Calibration;
 use crate::model::{Config, Model, Rope};
+use crate::ops::mean_row;
 use crate::side::{Pair, Side};
 use crate::{Error, Profile, Result};
 use store::CacheGenStore;
@@ -243,20 +244,27 @@ impl Kind for CacheGen {
     }
 
     #[cfg(feature = "cuda")]
-    fn device_bitstream(&self) -> Option<Result<Bitstream>> {
-        let what = match (self.mode, self.predictor, self.coder) {
-            (Mode::LmCache { .. }, ..) => "mode=lmcache: steps of each token",
-            (_, Prediction::Anchor, _) => "predictor=anchor",
-            (_, _, Coder::Range) => "coder=range",
-            _ => {
-                let has_transform = matches!(self.mode, Mode::Transform { .. });
-                return Some(Ok(Bitstream { has_transform, models: self.models }));
-            }
+    fn device_plan(&self, config: &Config, profile: Option<&Profile>) -> Result<Option<Plan>> {
+        let refused = match (self.mode, self.predictor, self.coder) {
+            (Mode::LmCache { .. }, ..) => Some("mode=lmcache: steps of each token"),
+            (_, Prediction::Anchor, _) => Some("predictor=anchor"),
+            (_, _, Coder::Range) => Some("coder=range"),
+            _ => None,
         };
-        Some(Err(Error::Argument(format!(
-            "a device does not encode cachegen with {what}: pass mode=transform, channels or common, with another \
-             predictor and coder=lanes, or --device cpu"
-        ))))
+        if let Some(what) = refused {
+            return Err(Error::Argument(format!(
+                "a device does not encode cachegen with {what}: pass mode=transform, channels or common, with another \
+                 predictor and coder=lanes, or --device cpu"
+            )));
+        }
+        let has_transform = matches!(self.mode, Mode::Transform { .. });
+        let layers = |profile| -> Result<Vec<_>> {
+            let planes = self.planes_of(profile, config)?;
+            let layer = |l| Pair::try_of(|side| Ok(planes.plane(0, l, side.into())?.clone()));
+            (0..config.n_layers).map(layer).collect()
+        };
+        let planes = profile.map(layers).transpose()?;
+        Ok(Some(Plan::Bitstream(Bitstream { has_transform, models: self.models }, planes)))
     }
 
     fn coarseness(&self) -> Option<(&'static str, Pair<f32>)> {
@@ -301,7 +309,12 @@ mod tests {
     fn what_a_device_does_not_encode_is_refused_by_name() {
         use crate::method::Method;
 
-        let on_device = |spec: &str| spec.parse::<Method>().unwrap().device_bitstream();
+        let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/parity/fixtures/gqa");
+        let config = Model::load(&path).unwrap().config;
+        let on_device = |spec: &str| {
+            let plan = spec.parse::<Method>().unwrap().fitted(&config).unwrap().device_plan(&config, None);
+            plan.map(|plan| matches!(plan, Some(Plan::Bitstream(..))))
+        };
         for (spec, named) in [
             ("cachegen:mode=paper", "predictor=anchor"),
             ("cachegen:predictor=anchor", "predictor=anchor"),
@@ -317,10 +330,10 @@ mod tests {
             "cachegen:mode=channels:models=context",
             "cachegen:mode=paper:predictor=mean:coder=lanes",
         ] {
-            assert!(on_device(spec).unwrap().is_some(), "{spec}");
+            assert!(on_device(spec).unwrap(), "{spec}");
         }
         for spec in ["cachegen:exact-layers=0", "million", "dense"] {
-            assert!(on_device(spec).unwrap().is_none(), "{spec}");
+            assert!(!on_device(spec).unwrap(), "{spec}");
         }
     }
 

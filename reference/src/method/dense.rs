@@ -4,8 +4,12 @@ use std::sync::Arc;
 
 use super::kind::{Entry, Kind, Site};
 use super::paged::PagedMemory;
+#[cfg(feature = "cuda")]
+use super::plan::Plan;
 use crate::Result;
 use crate::cache::{ElementType, Store};
+#[cfg(feature = "cuda")]
+use crate::{Profile, model::Config};
 
 pub(super) const DENSE: Entry = Entry {
     names: &["dense"],
@@ -38,8 +42,8 @@ impl Kind for Dense {
     }
 
     #[cfg(feature = "cuda")]
-    fn device_pages(&self) -> Option<PagedMemory> {
-        self.pages
+    fn device_plan(&self, _: &Config, _: Option<&Profile>) -> Result<Option<Plan>> {
+        Ok(Some(Plan::Dense(self.pages)))
     }
 
     fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {

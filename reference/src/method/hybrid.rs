@@ -5,9 +5,6 @@
 //! a step reads. `retroinfer` approximates unfetched tokens by cluster centroids; this method uses product
 //! codes, which also select the rows.
 
-#[cfg(feature = "cuda")]
-mod device;
-
 use std::fmt::Display;
 use std::str::FromStr;
 use std::sync::Arc;
@@ -18,19 +15,19 @@ use svd_core::SoftmaxStats;
 use super::budget::Budget;
 use super::kind::{Entry, Kind, Site};
 use super::offload::{Home, OffloadSettings, offload_help};
-use super::pq_code::PqCode;
 #[cfg(feature = "cuda")]
-use super::pqklt::TransformedHead;
+use super::plan::{HybridPlan, Plan};
+use super::pq_code::PqCode;
 use super::pqklt::{CodedStep, PqKlt, TransformedStore};
 use super::settings::Switch;
+#[cfg(feature = "cuda")]
+use crate::Error;
 use crate::Profile;
 use crate::Result;
 use crate::cache::{Fetched, Footprint, Geometry, OffloadedRows, Store};
 use crate::calibrate::Calibration;
 use crate::model::{Config, Model, Rope};
 use crate::side::Pair;
-#[cfg(feature = "cuda")]
-pub(crate) use device::HybridPlan;
 
 pub(super) const HYBRID: Entry = Entry {
     names: &["hybrid"],
@@ -127,17 +124,19 @@ impl Kind for HybridKind {
     }
 
     #[cfg(feature = "cuda")]
-    fn device_hybrid(&self, geometry: Geometry) -> Option<Result<HybridPlan>> {
-        Some(self.device_plan(geometry.head_dim))
-    }
-
-    #[cfg(feature = "cuda")]
-    fn transformed_heads(
-        &self,
-        config: &Config,
-        profile: &Profile,
-    ) -> Option<Result<Vec<Vec<TransformedHead>>>> {
-        Some(self.codes.device_heads(config, profile))
+    fn device_plan(&self, config: &Config, profile: Option<&Profile>) -> Result<Option<Plan>> {
+        let (quantizers, form) = self.codes.device_form(config.head_dim)?;
+        if form.norms {
+            return Err(Error::argument("norms=on: a device has norms=off only: pass it, or --device cpu"));
+        }
+        let (home, held) = (self.offload.home(self.home)?, self.offload.held());
+        let (share, bound) = match self.rows {
+            Rows::Share(share) => (share, None),
+            Rows::Auto => (self.most, Some(self.bound)),
+        };
+        let plan = HybridPlan { quantizers, form, budget: Budget::Share(share), bound, home, held };
+        let heads = profile.map(|profile| self.codes.device_heads(config, profile)).transpose()?;
+        Ok(Some(Plan::Hybrid(plan, heads)))
     }
 
     #[cfg(feature = "cuda")]

@@ -1,27 +1,10 @@
 //! The interface between the registry and a method: parsing its settings and building its stores.
 
 use std::fmt::Debug;
-use std::path::Path;
 use std::sync::Arc;
 
 #[cfg(feature = "cuda")]
-use pq_core::CodebookBuf;
-use pq_core::PqShape;
-
-#[cfg(feature = "cuda")]
-use super::budget::Budget;
-#[cfg(feature = "cuda")]
-use super::cost::Iterations;
-#[cfg(feature = "cuda")]
-use super::head_maps::HeadMaps;
-#[cfg(feature = "cuda")]
-use super::hybrid::HybridPlan;
-#[cfg(feature = "cuda")]
-use super::offload::RowHome;
-#[cfg(feature = "cuda")]
-use super::paged::PagedMemory;
-#[cfg(feature = "cuda")]
-use super::pqklt::{RowForm, TransformedHead};
+use super::plan::Plan;
 use super::settings::Settings;
 use crate::cache::{DenseStore, ElementType, Geometry, Store};
 use crate::calibrate::Calibration;
@@ -74,16 +57,6 @@ pub(super) trait Kind: Debug + Send + Sync {
         None
     }
 
-    /// The file that a setting names.
-    fn file(&self) -> Option<&Path> {
-        None
-    }
-
-    /// Rejects files that the CPU needs and that cannot be read.
-    fn check_on_cpu(&self) -> Result<()> {
-        Ok(())
-    }
-
     /// Adds its entries to a profile.
     fn calibrate(
         &self,
@@ -109,92 +82,10 @@ pub(super) trait Kind: Debug + Send + Sync {
         self.fold(model, profile)
     }
 
-    /// The codes, for a method whose attention on codes runs on a device.
+    /// Its cache on a device, with the data of the profile; `None` for a method that no device has.
     #[cfg(feature = "cuda")]
-    fn device_codes(&self, _geometry: Geometry) -> Option<Result<DeviceCodes>> {
-        None
-    }
-
-    /// The codebooks of layer `l`, one pair per KV head, for a method with [`Self::device_codes`] of
-    /// untransformed rows.
-    #[cfg(feature = "cuda")]
-    fn codebooks(
-        &self,
-        _geometry: Geometry,
-        _l: usize,
-        _profile: &Profile,
-    ) -> Option<Result<Vec<Pair<CodebookBuf>>>> {
-        None
-    }
-
-    /// The product quantizer of a method that trains its codebooks on the prompt.
-    fn prompt_quantizer(&self, _geometry: Geometry) -> Option<Result<PqShape>> {
-        None
-    }
-
-    /// The device plan of a method that retrieves tokens by codes of their keys.
-    #[cfg(feature = "cuda")]
-    fn device_retrieval(&self, _geometry: Geometry) -> Option<Result<Retrieval>> {
-        None
-    }
-
-    /// The codebooks of the keys of layer `l`, one per KV head, for a method with [`Self::device_retrieval`].
-    #[cfg(feature = "cuda")]
-    fn key_codebooks(
-        &self,
-        _geometry: Geometry,
-        _l: usize,
-        _profile: &Profile,
-    ) -> Option<Result<Vec<CodebookBuf>>> {
-        None
-    }
-
-    /// The device plan of a method with hybrid attention over codes and exact rows.
-    #[cfg(feature = "cuda")]
-    fn device_hybrid(&self, _geometry: Geometry) -> Option<Result<HybridPlan>> {
-        None
-    }
-
-    /// The codes of every layer and head, for a method with codes of transformed rows on a device.
-    #[cfg(feature = "cuda")]
-    fn transformed_heads(
-        &self,
-        _config: &Config,
-        _profile: &Profile,
-    ) -> Option<Result<Vec<Vec<TransformedHead>>>> {
-        None
-    }
-
-    /// The pages of the method's tokens on a device; `None` if each sequence has memory for its maximum
-    /// length.
-    #[cfg(feature = "cuda")]
-    fn device_pages(&self) -> Option<PagedMemory> {
-        None
-    }
-
-    /// Whether these are the uniform codes that a device supports: 4-bit keys per channel over 64 tokens, and
-    /// 4-bit values per token over 64 channels.
-    #[cfg(feature = "cuda")]
-    fn is_device_int4(&self) -> bool {
-        false
-    }
-
-    /// The device plan of a method whose store is a bitstream.
-    #[cfg(feature = "cuda")]
-    fn device_bitstream(&self) -> Option<Result<Bitstream>> {
-        None
-    }
-
-    /// The device plan of a method that attends to all tokens at reduced rank, without codes.
-    #[cfg(feature = "cuda")]
-    fn device_cuts(&self) -> Option<DeviceCuts> {
-        None
-    }
-
-    /// The rotations and ranks of every layer and head, for a method with [`Self::device_cuts`].
-    #[cfg(feature = "cuda")]
-    fn cut_heads(&self, _config: &Config, _profile: &Profile) -> Option<Result<Vec<Vec<CutHead>>>> {
-        None
+    fn device_plan(&self, _config: &Config, _profile: Option<&Profile>) -> Result<Option<Plan>> {
+        Ok(None)
     }
 
     /// The relative step sizes of keys and values, for a method whose store is a bitstream, comparable
@@ -207,56 +98,6 @@ pub(super) trait Kind: Debug + Send + Sync {
     fn planes(&self, _config: &Config, _profile: &Profile) -> Option<Result<codec_core::Profile>> {
         None
     }
-}
-
-/// Attention on the codes of all tokens.
-#[cfg(feature = "cuda")]
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct DeviceCodes {
-    pub quantizers: Pair<PqShape>,
-    /// The form of transformed rows ([`Kind::transformed_heads`]).
-    pub transformed: Option<RowForm>,
-}
-
-/// Rows stored as a bitstream.
-#[cfg(feature = "cuda")]
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Bitstream {
-    /// Whether planes have a transform.
-    pub has_transform: bool,
-    /// The kind of their models.
-    pub models: codec_core::ModelKind,
-}
-
-/// Attention to rows of reduced rank.
-#[cfg(feature = "cuda")]
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct DeviceCuts {
-    /// Fractions of the dimensions to keep.
-    pub fractions: Pair<f64>,
-    /// Whether prompt tokens also attend to truncated rows.
-    pub cuts_prompts: bool,
-}
-
-/// A head with truncated rows: the first components, up to the rank, in the basis of the maps (keys) or of
-/// the folded weights (values).
-#[cfg(feature = "cuda")]
-pub(crate) struct CutHead {
-    pub maps: HeadMaps,
-    pub ranks: Pair<usize>,
-}
-
-/// Attention over exact rows retrieved by codes of their keys.
-#[cfg(feature = "cuda")]
-#[derive(Clone, Debug)]
-pub(crate) struct Retrieval {
-    pub quantizer: PqShape,
-    pub budget: Budget,
-    /// Iterations for codebooks trained on the prompt; `None` for the profile's codebooks.
-    pub training: Option<Iterations>,
-    pub home: RowHome,
-    /// Rows per head that stay resident on the device, if a step selects fewer.
-    pub held: usize,
 }
 
 /// The context in which stores are built.

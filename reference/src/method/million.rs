@@ -9,14 +9,15 @@ use pq_core::{
 };
 use svd_core::SoftmaxStats;
 
-#[cfg(feature = "cuda")]
-use super::kind::DeviceCodes;
 use super::kind::{Entry, Kind, SEED, Site};
 use super::paged::PagedMemory;
+#[cfg(feature = "cuda")]
+use super::plan::{CodedRows, Plan};
 use super::pq_code::{CODE_TILE, PqCode, attend_to_codes};
 use crate::cache::{Footprint, Geometry, Store, attend_rows};
-use crate::calibrate::{Calibration, mean_row};
+use crate::calibrate::{Calibration, rotated_keys};
 use crate::model::{Config, Model, Rope};
+use crate::ops::mean_row;
 use crate::side::{Pair, Side};
 use crate::{Error, Profile, Result};
 
@@ -72,53 +73,50 @@ impl Kind for Million {
         self.pages.map(|_| "pages")
     }
 
-    #[cfg(feature = "cuda")]
-    fn device_pages(&self) -> Option<PagedMemory> {
-        self.pages
-    }
-
     /// Trains codebooks for every head of every layer.
-    fn calibrate(&self, model: &Model, _: &Rope, samples: &Calibration, profile: &mut Profile) -> Result<()> {
+    fn calibrate(
+        &self,
+        model: &Model,
+        rope: &Rope,
+        samples: &Calibration,
+        profile: &mut Profile,
+    ) -> Result<()> {
         let geometry = Geometry::of(&model.config);
         let options = TrainOptions { iterations: self.iterations, seed: SEED, ..Default::default() };
-        for side in Side::ALL {
-            let (mut keys, mut sets) = (vec![], vec![]);
-            for (l, layer) in samples.layers.iter().enumerate() {
-                for head in 0..geometry.n_kv_heads {
-                    let rows = Pair::new(&layer.rotated_keys, &layer.values)[side];
-                    let mut rows = geometry.head_rows(head, rows);
+        for (l, layer) in samples.layers.iter().enumerate() {
+            for side in Side::ALL {
+                let rows = |head| -> Result<Vec<f32>> {
+                    let mut rows = match side {
+                        Side::Keys => rotated_keys(rope.layer(l), &geometry.head_rows(head, &layer.keys)),
+                        Side::Values => geometry.head_rows(head, &layer.values),
+                    };
                     if self.outliers > 0 {
                         let centre = mean_row(&rows, geometry.head_dim);
                         take_outliers(&mut rows, &centre, self.outliers)?;
                     }
-                    keys.push(self.key(side, l, head));
-                    sets.push(rows);
+                    Ok(rows)
+                };
+                let sets = (0..geometry.n_kv_heads).map(rows).collect::<Result<Vec<_>>>()?;
+                let sets: Vec<&[f32]> = sets.iter().map(Vec::as_slice).collect();
+                let trained = train_batch(self.codes[side].shape(geometry.head_dim)?, &sets, &options)?;
+                for (head, trained) in trained.into_iter().enumerate() {
+                    profile.put_floats(self.key(side, l, head), trained.centroids);
                 }
             }
-            let sets: Vec<&[f32]> = sets.iter().map(Vec::as_slice).collect();
-            let trained = train_batch(self.codes[side].shape(geometry.head_dim)?, &sets, &options)?;
-            keys.into_iter()
-                .zip(trained)
-                .for_each(|(key, trained)| profile.put_floats(key, trained.centroids));
         }
         Ok(())
     }
 
     #[cfg(feature = "cuda")]
-    fn device_codes(&self, geometry: Geometry) -> Option<Result<DeviceCodes>> {
-        let quantizers = || Pair::try_of(|side| self.codes[side].shape(geometry.head_dim));
-        let codes = || Ok(DeviceCodes { quantizers: quantizers()?, transformed: None });
-        (self.outliers == 0).then(codes)
-    }
-
-    #[cfg(feature = "cuda")]
-    fn codebooks(
-        &self,
-        geometry: Geometry,
-        l: usize,
-        profile: &Profile,
-    ) -> Option<Result<Vec<Pair<CodebookBuf>>>> {
-        Some(self.trained(profile, geometry, l))
+    fn device_plan(&self, config: &Config, profile: Option<&Profile>) -> Result<Option<Plan>> {
+        if self.outliers > 0 {
+            return Ok(None);
+        }
+        let geometry = Geometry::of(config);
+        let quantizers = Pair::try_of(|side| self.codes[side].shape(geometry.head_dim))?;
+        let trained = |profile| (0..config.n_layers).map(|l| self.trained(profile, geometry, l)).collect();
+        let rows = CodedRows::Plain(profile.map(trained).transpose()?);
+        Ok(Some(Plan::Codes { quantizers, rows, pages: self.pages }))
     }
 
     fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {
@@ -161,6 +159,9 @@ impl Coded {
         self.codes.truncate(len);
         let end = len * self.codes.view().shape().dim();
         self.outliers.retain(|x| (x.index as usize) < end);
+        if len == 0 {
+            self.centre.clear();
+        }
     }
 
     /// Decodes codes and outliers to rows.

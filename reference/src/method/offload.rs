@@ -8,6 +8,8 @@ use std::str::FromStr;
 use pq_core::Eviction;
 
 use super::kind::Site;
+#[cfg(feature = "cuda")]
+use super::plan::RowHome;
 use super::settings::{Settings, words};
 use crate::cache::{BlockRule, Offload, OffloadedRows, RowFormat};
 use crate::{Error, Result};
@@ -55,16 +57,6 @@ pub(super) enum Home {
     Device,
 }
 words!(Home, "host" => Home::Host, "device" => Home::Device);
-
-/// Location and format of the exact rows for a device.
-#[cfg(feature = "cuda")]
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum RowHome {
-    Device,
-    Host,
-    /// Host memory, 8 bits.
-    HostInt8,
-}
 
 #[derive(Clone, Copy, PartialEq)]
 enum Evict {

@@ -8,23 +8,22 @@ mod store;
 
 use std::sync::Arc;
 
-use pq_core::{CodebookBuf, RopeMeanBuf, TrainOptions, gaussian_centroids, train};
+use pq_core::{CodebookBuf, TrainOptions, gaussian_centroids, train};
 use rayon::prelude::*;
 use svd_core::{Gram, Hadamard, MapBuf, NoRope, Rotation, Rows, balanced_order};
 
-#[cfg(feature = "cuda")]
-use super::kind::DeviceCodes;
 use super::kind::{Entry, Kind, SEED, Site};
 use super::paged::PagedMemory;
+#[cfg(feature = "cuda")]
+use super::plan::{CodedRows, Plan};
 use super::pq_code::{CODE_TILE, PqCode};
 use super::settings::{Settings, Switch, words};
 use crate::cache::{Geometry, Store};
-use crate::calibrate::{Calibration, mean_row, output_gram, single};
+use crate::calibrate::{Calibration, output_gram, rotated_keys, single};
 use crate::model::{Config, Model, Rope};
+use crate::ops::mean_row;
 use crate::side::{Pair, Side};
 use crate::{Error, Profile, Result};
-#[cfg(feature = "cuda")]
-pub(crate) use device::{RowForm, TransformedHead};
 pub(super) use store::{CodedStep, TransformedStore};
 use store::{HeadCode, KeySpace, TransformedPlan, halved};
 
@@ -245,11 +244,6 @@ impl Kind for PqKlt {
         self.pages.map(|_| "pages")
     }
 
-    #[cfg(feature = "cuda")]
-    fn device_pages(&self) -> Option<PagedMemory> {
-        self.pages
-    }
-
     /// Fills the profile from samples of the model.
     fn calibrate(
         &self,
@@ -272,15 +266,12 @@ impl Kind for PqKlt {
                     self.fit(self.codes.keys, &layer.plain_query_grams[head], &covariance, keys)?
                 }
                 KeySpace::RotatedMean => {
-                    keys = geometry.head_rows(head, &layer.rotated_keys);
-                    RopeMeanBuf::new(&mean, rope.layer(l).frequencies())?
-                        .view()
-                        .subtract(Calibration::FIRST, &mut keys)?;
+                    keys = rotated_keys(rope.layer(l), &keys); // less their rotated mean
                     let covariance = gram_of(&keys, geometry.head_dim)?;
                     self.fit(self.codes.keys, &layer.query_grams[head], &covariance, keys)?
                 }
                 KeySpace::AfterRope => {
-                    let rows = geometry.head_rows(head, &layer.rotated_keys);
+                    let rows = rotated_keys(rope.layer(l), &geometry.head_rows(head, &layer.keys));
                     keys.clone_from(&rows);
                     take_mean(&mut keys, geometry.head_dim);
                     mean.fill(0.0);
@@ -318,18 +309,11 @@ impl Kind for PqKlt {
     }
 
     #[cfg(feature = "cuda")]
-    fn device_codes(&self, geometry: Geometry) -> Option<Result<DeviceCodes>> {
-        let form = self.device_form(geometry.head_dim);
-        Some(form.map(|(quantizers, form)| DeviceCodes { quantizers, transformed: Some(form) }))
-    }
-
-    #[cfg(feature = "cuda")]
-    fn transformed_heads(
-        &self,
-        config: &Config,
-        profile: &Profile,
-    ) -> Option<Result<Vec<Vec<TransformedHead>>>> {
-        Some(self.device_heads(config, profile))
+    fn device_plan(&self, config: &Config, profile: Option<&Profile>) -> Result<Option<Plan>> {
+        let (quantizers, form) = self.device_form(config.head_dim)?;
+        let heads = profile.map(|profile| self.device_heads(config, profile)).transpose()?;
+        let rows = CodedRows::Transformed(form, heads);
+        Ok(Some(Plan::Codes { quantizers, rows, pages: self.pages }))
     }
 
     #[cfg(feature = "cuda")]

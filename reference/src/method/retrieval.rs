@@ -2,7 +2,6 @@
 //! by the exact inner product, `pqcache` by product-quantized keys, with offloaded exact rows (on a GPU, in
 //! host memory).
 
-use std::path::Path;
 use std::sync::Arc;
 
 use pq_core::{
@@ -12,17 +11,16 @@ use pq_core::{
 use svd_core::SoftmaxStats;
 
 use super::budget::Budget;
-use super::cost::{ClusteringProfile, Iterations, Resolved};
-#[cfg(feature = "cuda")]
-use super::kind::Retrieval;
 use super::kind::{Entry, Kind, SEED, Site};
 #[cfg(feature = "cuda")]
 use super::offload::Home;
 use super::offload::{OffloadSettings, offload_help};
+#[cfg(feature = "cuda")]
+use super::plan::{Plan, Retrieval};
 use super::pq_code::PqCode;
 use super::settings::words;
 use crate::cache::{Fetched, Footprint, Geometry, OffloadedRows, Store};
-use crate::calibrate::Calibration;
+use crate::calibrate::{Calibration, rotated_keys};
 use crate::model::{Config, Model, Rope};
 use crate::ops::dot;
 use crate::{Error, Profile, Result};
@@ -42,14 +40,14 @@ pub(super) const PQ_CACHE: Entry = Entry {
     help: concat!(
         "\
   pqcache           top-k by PQ codes;                                    ratio=0.2 or tokens=N
-                                                                          code=16x8 iterations=4|FILE
+                                                                          code=16x8 iterations=4
                                                                           codebooks=prompt|profile
 ",
         offload_help!()
     ),
     parse: |s| {
         let (budget, code) = (Budget::take(s)?, PqCode::take(s, "code", 8, 8)?);
-        let iterations = s.own("iterations", Iterations::Count(4))?;
+        let iterations = s.positive("iterations", 4)?;
         let codebooks = s.common("codebooks", Codebooks::Prompt)?;
         let quantizer = Some(Quantizer { code, iterations, codebooks });
         Ok(Arc::new(TopK { budget, quantizer, offload: OffloadSettings::take(s)? }))
@@ -67,7 +65,7 @@ struct TopK {
 #[derive(Clone, Debug)]
 struct Quantizer {
     code: PqCode,
-    iterations: Iterations,
+    iterations: usize,
     codebooks: Codebooks,
 }
 
@@ -85,10 +83,6 @@ words!(Codebooks, "prompt" => Codebooks::Prompt, "profile" => Codebooks::Profile
 impl Quantizer {
     fn key(&self, l: usize, head: usize) -> String {
         format!("pqcache/{}/{l}/{head}/centroids", self.code)
-    }
-
-    fn iterations(&self, config: &Config) -> Result<Resolved> {
-        self.iterations.resolve(config, self.code.shape(config.head_dim)?)
     }
 
     /// The codebooks of layer `l`, one per KV head.
@@ -114,7 +108,7 @@ impl Quantizer {
         };
         let head = |codebook| PqHead { codebook: Arc::new(codebook), codes: CodesBuf::new(shape) };
         let heads = codebooks.into_iter().map(head).collect();
-        Ok(Scorer::Pq { shape, iterations: self.iterations(site.config)?, trained_on, heads })
+        Ok(Scorer::Pq { shape, iterations: self.iterations, trained_on, heads })
     }
 }
 
@@ -122,29 +116,12 @@ impl Kind for TopK {
     fn check(&self, config: &Config) -> Result<()> {
         if let Some(quantizer) = &self.quantizer {
             quantizer.code.check("pqcache", "code", config)?;
-            // A device has its own file; this one may then be missing.
-            if quantizer.iterations.file().is_none_or(Path::exists) {
-                quantizer.iterations(config)?;
-            }
         }
         self.offload.check()
     }
 
-    fn prompt_quantizer(&self, geometry: Geometry) -> Option<Result<PqShape>> {
-        let trains = |quantizer: &&Quantizer| quantizer.codebooks == Codebooks::Prompt;
-        self.quantizer.as_ref().filter(trains).map(|quantizer| quantizer.code.shape(geometry.head_dim))
-    }
-
     fn device_setting(&self) -> Option<&'static str> {
         self.offload.device_setting()
-    }
-
-    fn file(&self) -> Option<&Path> {
-        self.quantizer.as_ref()?.iterations.file()
-    }
-
-    fn check_on_cpu(&self) -> Result<()> {
-        self.file().map_or(Ok(()), |path| ClusteringProfile::load(path).map(drop))
     }
 
     fn needs_profile(&self) -> bool {
@@ -152,46 +129,44 @@ impl Kind for TopK {
     }
 
     /// Trains key codebooks for every head of every layer, if the profile's are used.
-    fn calibrate(&self, model: &Model, _: &Rope, samples: &Calibration, profile: &mut Profile) -> Result<()> {
+    fn calibrate(
+        &self,
+        model: &Model,
+        rope: &Rope,
+        samples: &Calibration,
+        profile: &mut Profile,
+    ) -> Result<()> {
         let Some(quantizer) = self.quantizer.as_ref().filter(|_| self.needs_profile()) else { return Ok(()) };
         let geometry = Geometry::of(&model.config);
-        let (mut keys, mut sets) = (vec![], vec![]);
+        let shape = quantizer.code.shape(geometry.head_dim)?;
         for (l, layer) in samples.layers.iter().enumerate() {
-            for head in 0..geometry.n_kv_heads {
-                keys.push(quantizer.key(l, head));
-                sets.push(geometry.head_rows(head, &layer.rotated_keys));
+            let keys = |head| rotated_keys(rope.layer(l), &geometry.head_rows(head, &layer.keys));
+            let sets: Vec<Vec<f32>> = (0..geometry.n_kv_heads).map(keys).collect();
+            let sets: Vec<&[f32]> = sets.iter().map(Vec::as_slice).collect();
+            let trained = train_batch(shape, &sets, &train_options(quantizer.iterations))?;
+            for (head, trained) in trained.into_iter().enumerate() {
+                profile.put_floats(quantizer.key(l, head), trained.centroids);
             }
         }
-        let sets: Vec<&[f32]> = sets.iter().map(Vec::as_slice).collect();
-        let shape = quantizer.code.shape(geometry.head_dim)?;
-        let n = sets.first().map_or(0, |rows| rows.len() / geometry.head_dim);
-        let options = train_options(quantizer.iterations(&model.config)?.of(n));
-        let trained = train_batch(shape, &sets, &options)?;
-        keys.into_iter().zip(trained).for_each(|(key, trained)| profile.put_floats(key, trained.centroids));
         Ok(())
     }
 
     #[cfg(feature = "cuda")]
-    fn device_retrieval(&self, geometry: Geometry) -> Option<Result<Retrieval>> {
-        let quantizer = self.quantizer.as_ref()?;
-        let retrieval = || -> Result<Retrieval> {
-            let trains = quantizer.codebooks == Codebooks::Prompt;
-            let training = trains.then(|| quantizer.iterations.clone());
-            let (held, home) = (self.offload.held(), self.offload.home(Home::Host)?);
-            let quantizer = quantizer.code.shape(geometry.head_dim)?;
-            Ok(Retrieval { quantizer, budget: self.budget, training, home, held })
+    fn device_plan(&self, config: &Config, profile: Option<&Profile>) -> Result<Option<Plan>> {
+        let Some(quantizer) = &self.quantizer else { return Ok(None) };
+        let geometry = Geometry::of(config);
+        let trains = quantizer.codebooks == Codebooks::Prompt;
+        let retrieval = Retrieval {
+            quantizer: quantizer.code.shape(geometry.head_dim)?,
+            budget: self.budget,
+            training: trains.then_some(quantizer.iterations),
+            home: self.offload.home(Home::Host)?,
+            held: self.offload.held(),
         };
-        Some(retrieval())
-    }
-
-    #[cfg(feature = "cuda")]
-    fn key_codebooks(
-        &self,
-        geometry: Geometry,
-        l: usize,
-        profile: &Profile,
-    ) -> Option<Result<Vec<CodebookBuf>>> {
-        self.quantizer.as_ref().map(|quantizer| quantizer.trained(profile, geometry, l))
+        let trained =
+            |profile| (0..config.n_layers).map(|l| quantizer.trained(profile, geometry, l)).collect();
+        let codebooks = profile.filter(|_| !trains).map(trained).transpose()?;
+        Ok(Some(Plan::Retrieval(retrieval, codebooks)))
     }
 
     fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {
@@ -230,7 +205,7 @@ enum Scorer {
     /// By product-quantized keys.
     Pq {
         shape: PqShape,
-        iterations: Resolved,
+        iterations: usize,
         trained_on: usize,  // keys of a head
         heads: Vec<PqHead>, // one per KV head; empty until codebooks are trained on the first keys
     },
@@ -317,7 +292,7 @@ impl Scorer {
             };
             let samples: Vec<Vec<f32>> = rows.iter().map(sample).collect();
             let samples: Vec<&[f32]> = samples.iter().map(Vec::as_slice).collect();
-            let trained = train_batch(*shape, &samples, &train_options(iterations.of(n)))?;
+            let trained = train_batch(*shape, &samples, &train_options(*iterations))?;
             let head = |trained: Trained| -> Result<PqHead> {
                 let codebook = Arc::new(CodebookBuf::new(*shape, &trained.centroids)?);
                 Ok(PqHead { codebook, codes: CodesBuf::new(*shape) })
@@ -350,8 +325,11 @@ impl Store for RetrievalStore {
     }
 
     fn truncate(&mut self, len: usize) -> Result<()> {
-        if let Scorer::Pq { heads, .. } = &mut self.scorer {
+        if let Scorer::Pq { heads, trained_on, .. } = &mut self.scorer {
             heads.iter_mut().for_each(|head| head.codes.truncate(len));
+            if len == 0 && *trained_on < usize::MAX {
+                (*heads, *trained_on) = (vec![], 0);
+            }
         }
         self.exact.truncate(len);
         Ok(())

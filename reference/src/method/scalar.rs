@@ -10,10 +10,14 @@ pub(super) use codecs::{PerChannel, PerToken};
 pub(super) use store::{BlockCodec, CodedStore};
 
 use super::kind::{Entry, Kind, SEED, Site};
+#[cfg(feature = "cuda")]
+use super::plan::Plan;
 use super::settings::Settings;
 use crate::Result;
 use crate::cache::Store;
 use crate::side::Pair;
+#[cfg(feature = "cuda")]
+use crate::{Profile, model::Config};
 use codecs::{LloydMax, Rotated};
 
 /// Tokens per decoded block of per-token codes.
@@ -82,8 +86,9 @@ impl Kind for Scalar {
     }
 
     #[cfg(feature = "cuda")]
-    fn is_device_int4(&self) -> bool {
-        self.bits == Pair::new(4, 4) && matches!(self.codes, Codes::Uniform { group: 64 })
+    fn device_plan(&self, _: &Config, _: Option<&Profile>) -> Result<Option<Plan>> {
+        let is_int4 = self.bits == Pair::new(4, 4) && matches!(self.codes, Codes::Uniform { group: 64 });
+        Ok(is_int4.then_some(Plan::Int4))
     }
 
     fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {

@@ -13,8 +13,9 @@ use svd_core::{Gram, Hadamard, PreRope, Rotation, Rows};
 use super::kind::{Entry, Kind, Site};
 use super::settings::Switch;
 use crate::cache::{Footprint, Geometry, Store, merge_part};
-use crate::calibrate::{Calibration, LayerSamples, mean_row, single};
+use crate::calibrate::{Calibration, LayerSamples, single};
 use crate::model::{Config, Model, Rope};
+use crate::ops::mean_row;
 use crate::{Error, Profile, Result};
 
 pub(super) const SQ: Entry = Entry {

@@ -9,8 +9,8 @@ use std::sync::Arc;
 use svd_core::SoftmaxStats;
 
 use super::kind::{Entry, Kind, Site};
+use crate::Result;
 use crate::cache::{Footprint, Geometry, Store};
-use crate::{Error, Result};
 
 pub(super) const STREAMING: Entry = Entry {
     names: &["streaming"],
@@ -56,11 +56,12 @@ impl Store for StreamingStore {
         self.dropped
     }
 
+    fn can_truncate(&self, len: usize, window: usize) -> bool {
+        window == len
+    }
+
     fn truncate(&mut self, len: usize) -> Result<()> {
-        if len < self.dropped {
-            let what = "cannot truncate into tokens it has dropped".into();
-            return Err(Error::Cache { method: "streaming", what });
-        }
+        self.dropped = len;
         Ok(())
     }
 

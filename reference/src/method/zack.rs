@@ -11,11 +11,9 @@ use rayon::prelude::*;
 use svd_core::{Budget, Gram, LayerRotations, Rotation, Rows, ranks_by_loss, ranks_by_removal};
 
 use super::cut::HeadCut;
-#[cfg(feature = "cuda")]
-use super::head_maps::HeadMaps;
-#[cfg(feature = "cuda")]
-use super::kind::{CutHead, DeviceCuts};
 use super::kind::{Entry, Kind, Site};
+#[cfg(feature = "cuda")]
+use super::plan::{CutHead, DeviceCuts, HeadMaps, Plan};
 use super::scalar::{BLOCK, BlockCodec, CodedStore, PerChannel, PerToken};
 use super::settings::{OptionalBits, words};
 use super::snapkv::EvictingStore;
@@ -158,21 +156,21 @@ impl Kind for Zack {
     }
 
     #[cfg(feature = "cuda")]
-    fn device_cuts(&self) -> Option<DeviceCuts> {
-        let cuts = DeviceCuts { fractions: self.fractions, cuts_prompts: self.prompt == Prompts::Cut };
-        (self.bits.is_none() && self.tokens >= 1.0).then_some(cuts)
-    }
-
-    #[cfg(feature = "cuda")]
-    fn cut_heads(&self, config: &Config, profile: &Profile) -> Option<Result<Vec<Vec<CutHead>>>> {
-        Some(self.plan(config, profile, |[keys, values], ranks| {
+    fn device_plan(&self, config: &Config, profile: Option<&Profile>) -> Result<Option<Plan>> {
+        if self.bits.is_some() || self.tokens < 1.0 {
+            return Ok(None);
+        }
+        let head = |[keys, values]: &[Rotation; 2], ranks| {
             let maps = HeadMaps {
                 keys: single(keys.basis()),
                 queries: single(keys.dual()),
                 values: single(values.basis()),
             };
             Ok(CutHead { maps, ranks })
-        }))
+        };
+        let heads = profile.map(|profile| self.plan(config, profile, head)).transpose()?;
+        let cuts = DeviceCuts { fractions: self.fractions, cuts_prompts: self.prompt == Prompts::Cut };
+        Ok(Some(Plan::Cuts(cuts, heads)))
     }
 }
 

@@ -1,11 +1,6 @@
-use std::path::Path;
+mod from_json;
 
-use serde::Deserialize;
-use serde_json::Value;
-
-use super::family::{AttentionBias, AttentionKeys, Family};
-use crate::error::Quoted;
-use crate::{Error, Result, files};
+use super::family::{AttentionKeys, Family};
 
 /// The shape of a model, and its differences from a Llama.
 #[derive(Clone, Debug, PartialEq)]
@@ -48,11 +43,6 @@ pub struct Config {
     pub attention: Vec<LayerAttention>,
     /// Tokens that end a text.
     pub eos_tokens: Vec<u32>,
-}
-
-/// A part of the configuration; errors name the key.
-fn named<'a, T: Deserialize<'a>>(value: &'a Value) -> std::result::Result<T, String> {
-    serde_path_to_error::deserialize(value).map_err(|e| e.to_string())
 }
 
 /// How one layer attends.
@@ -179,22 +169,6 @@ impl Config {
         2 * self.n_layers * self.kv_dim()
     }
 
-    /// Reads a Hugging Face `config.json`.
-    pub(crate) fn from_json(path: &Path) -> Result<Self> {
-        let value: Value = serde_json::from_slice(&files::read(path)?).map_err(|e| Error::file(path, e))?;
-        Self::from_value(&value).and_then(Self::validated).map_err(|what| Error::file(path, what))
-    }
-
-    /// The family is read first, since other families name their fields differently.
-    fn from_value(value: &Value) -> std::result::Result<Self, String> {
-        let Some(name) = value["model_type"].as_str() else {
-            return Err("has no model_type: not the configuration of a model".into());
-        };
-        let family = Family::of_model_type(name)?;
-        let keys: AttentionKeys = named(value)?;
-        named::<RawConfig>(value)?.check(family, &keys)
-    }
-
     /// How the layers of a model of `family` attend.
     ///
     /// Their number is limited as in [`Self::validated`], since `n_layers` may come from a file.
@@ -203,7 +177,7 @@ impl Config {
         keys: &AttentionKeys,
         n_layers: usize,
     ) -> std::result::Result<Vec<LayerAttention>, String> {
-        (0..n_layers.min(MOST_LAYERS)).map(|l| (family.attention)(keys, l)).collect()
+        (0..n_layers.min(MOST_LAYERS)).map(|l| (family.attention)(keys, family, l)).collect()
     }
 
     /// Rejects shapes beyond any model, so that products of sizes cannot overflow later.
@@ -269,151 +243,3 @@ impl Config {
 
 /// Maximum layers of a model.
 const MOST_LAYERS: usize = 1 << 12;
-
-/// `config.json` as parsed, before validation.
-#[derive(Deserialize)]
-struct RawConfig {
-    vocab_size: usize,
-    hidden_size: usize,
-    intermediate_size: usize,
-    num_hidden_layers: usize,
-    num_attention_heads: usize,
-    num_key_value_heads: Option<usize>,
-    head_dim: Option<usize>,
-    max_position_embeddings: Option<usize>,
-    rms_norm_eps: Option<f32>,
-    rope_theta: Option<f64>,
-    rope_scaling: Option<Value>,
-    rope_parameters: Option<Value>, // transformers 5 moved rope_theta and rope_scaling here
-    partial_rotary_factor: Option<f64>,
-    #[serde(default)]
-    attention_bias: bool,
-    #[serde(default)]
-    mlp_bias: bool,
-    #[serde(default)]
-    tie_word_embeddings: bool,
-    hidden_act: Option<String>,
-    eos_token_id: Option<Value>,
-    bos_token_id: Option<Value>, // only validated: the tokenizer's file decides
-}
-
-impl RawConfig {
-    fn check(self, family: &Family, keys: &AttentionKeys) -> std::result::Result<Config, String> {
-        if let Some(act) = self.hidden_act.as_deref().filter(|&act| act != "silu") {
-            return Err(format!("hidden_act {} is not supported, only `silu`", Quoted(act)));
-        }
-        if self.partial_rotary_factor.is_some_and(|x| x != 1.0) {
-            return Err("a partial_rotary_factor is not supported".into());
-        }
-        let theta = self.rope_parameters.as_ref().and_then(|rope| rope["rope_theta"].as_f64());
-        if theta.zip(self.rope_theta).is_some_and(|(new, old)| new != old) {
-            return Err("`rope_theta` differs from that of `rope_parameters`".into());
-        }
-        token_ids("bos_token_id", self.bos_token_id.as_ref())?;
-        let head_dim = match self.head_dim {
-            Some(head_dim) => head_dim,
-            None if self.num_attention_heads > 0 => self.hidden_size / self.num_attention_heads,
-            None => 0,
-        };
-        let configured = family.bias == AttentionBias::Configured && self.attention_bias;
-        let max_seq_len = self.max_position_embeddings.unwrap_or(2048);
-        let scaling = |given: &Option<Value>| -> std::result::Result<_, String> {
-            let given = given.as_ref().filter(|value| !value.is_null());
-            given.map(|value| rope_scaling(value, max_seq_len)).transpose()
-        };
-        let rope_scaling = match (scaling(&self.rope_parameters)?, scaling(&self.rope_scaling)?) {
-            (Some(new), Some(old)) if new != old => {
-                return Err("`rope_scaling` differs from `rope_parameters`".into());
-            }
-            (new, old) => new.or(old).unwrap_or(RopeScaling::None),
-        };
-        Ok(Config {
-            family: family.name,
-            vocab_size: self.vocab_size,
-            hidden_size: self.hidden_size,
-            intermediate_size: self.intermediate_size,
-            n_layers: self.num_hidden_layers,
-            n_heads: self.num_attention_heads,
-            n_kv_heads: self.num_key_value_heads.unwrap_or(self.num_attention_heads),
-            head_dim,
-            max_seq_len: rope_scaling.stretched(max_seq_len),
-            rms_norm_eps: self.rms_norm_eps.unwrap_or(1e-6),
-            rope_theta: theta.or(self.rope_theta).unwrap_or(10_000.0),
-            rope_scaling,
-            attention_bias: configured || family.bias == AttentionBias::Qkv,
-            output_bias: configured,
-            mlp_bias: self.mlp_bias,
-            tie_word_embeddings: self.tie_word_embeddings,
-            qk_norm: family.qk_norm,
-            attention: Config::attention(family, keys, self.num_hidden_layers)?,
-            eos_tokens: token_ids("eos_token_id", self.eos_token_id.as_ref())?,
-        })
-    }
-}
-
-fn rope_scaling(value: &Value, max_seq_len: usize) -> std::result::Result<RopeScaling, String> {
-    if !value.is_object() {
-        return Err("rope scaling is not an object".into());
-    }
-    let number = |key: &str| {
-        value[key].as_f64().ok_or_else(|| format!("rope scaling: `{key}` is missing or not a number"))
-    };
-    match value["rope_type"].as_str().or(value["type"].as_str()) {
-        None | Some("default") => Ok(RopeScaling::None),
-        Some("linear") => Ok(RopeScaling::Linear { factor: number("factor")? }),
-        Some("llama3") => Ok(RopeScaling::Llama3 {
-            factor: number("factor")?,
-            low_freq_factor: number("low_freq_factor")?,
-            high_freq_factor: number("high_freq_factor")?,
-            original_max_seq_len: number("original_max_position_embeddings")?,
-        }),
-        Some("yarn") => yarn(value, max_seq_len).map(RopeScaling::Yarn),
-        Some(other) => {
-            let supported = "only `linear`, `llama3` and `yarn`";
-            Err(format!("rope scaling {} is not supported, {supported}", Quoted(other)))
-        }
-    }
-}
-
-/// YaRN's settings with the defaults of `transformers`.
-fn yarn(value: &Value, max_seq_len: usize) -> std::result::Result<Yarn, String> {
-    let number = |key: &str| match &value[key] {
-        Value::Null => Ok(None),
-        given => given.as_f64().map(Some).ok_or_else(|| format!("rope scaling: `{key}` is not a number")),
-    };
-    let truncate = match &value["truncate"] {
-        Value::Null => true,
-        given => given.as_bool().ok_or("rope scaling: `truncate` is neither true nor false")?,
-    };
-    let original_max_seq_len = number("original_max_position_embeddings")?.unwrap_or(max_seq_len as f64);
-    let factor = number("factor")?.unwrap_or(max_seq_len as f64 / original_max_seq_len);
-    let mscales = number("mscale")?.zip(number("mscale_all_dim")?).filter(|&(a, b)| a != 0.0 && b != 0.0);
-    let attention_factor = match (number("attention_factor")?, mscales) {
-        (Some(given), _) => given,
-        (None, Some((mscale, all))) => {
-            Yarn::attention_factor_of(factor, mscale) / Yarn::attention_factor_of(factor, all)
-        }
-        (None, None) => Yarn::attention_factor_of(factor, 1.0),
-    };
-    Ok(Yarn {
-        factor,
-        beta_fast: number("beta_fast")?.unwrap_or(32.0),
-        beta_slow: number("beta_slow")?.unwrap_or(1.0),
-        original_max_seq_len,
-        truncate,
-        attention_factor,
-    })
-}
-
-/// A token or a list of tokens; empty if the key is missing or null.
-fn token_ids(key: &str, value: Option<&Value>) -> std::result::Result<Vec<u32>, String> {
-    let one = |value: &Value| {
-        let id = value.as_u64().and_then(|id| u32::try_from(id).ok());
-        id.ok_or_else(|| format!("{key}: {} is no token", Quoted(&value.to_string())))
-    };
-    match value {
-        None | Some(Value::Null) => Ok(vec![]),
-        Some(Value::Array(ids)) => ids.iter().map(one).collect(),
-        Some(value) => Ok(vec![one(value)?]),
-    }
-}

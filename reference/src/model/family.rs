@@ -19,8 +19,25 @@ pub(super) struct Family {
     pub qk_norm: bool,
     /// Whether GGUF files store the rows of Q and K with RoPE pairs adjacent.
     pub gguf_pairs: bool,
+    /// What `transformers` assumes of keys that `config.json` leaves out.
+    pub defaults: Defaults,
     /// How layer `l` attends.
-    pub attention: fn(&AttentionKeys, l: usize) -> Result<LayerAttention, String>,
+    pub attention: fn(&AttentionKeys, &Self, l: usize) -> Result<LayerAttention, String>,
+}
+
+/// Settings of a family whose keys are missing.
+#[derive(Clone, Copy)]
+pub(super) struct Defaults {
+    /// Key and value heads; `None` for as many as heads of queries.
+    pub n_kv_heads: Option<usize>,
+    /// Components of a head; `None` for `hidden_size / n_heads`.
+    pub head_dim: Option<usize>,
+    pub max_seq_len: usize,
+    pub rope_theta: f64,
+    pub tie_word_embeddings: bool,
+    pub eos_token: Option<u32>,
+    /// The sliding window of the layers that have one.
+    pub sliding_window: Option<usize>,
 }
 
 /// The attention projections with biases.
@@ -40,18 +57,47 @@ const LLAMA: Family = Family {
     bias: AttentionBias::Configured,
     qk_norm: false,
     gguf_pairs: true,
+    defaults: Defaults {
+        n_kv_heads: None,
+        head_dim: None,
+        max_seq_len: 2048,
+        rope_theta: 10_000.0,
+        tie_word_embeddings: false,
+        eos_token: Some(2),
+        sliding_window: None,
+    },
     attention: no_window,
+};
+
+const QWEN: Defaults = Defaults {
+    n_kv_heads: Some(32),
+    max_seq_len: 32_768,
+    eos_token: None,
+    sliding_window: Some(4096),
+    ..LLAMA.defaults
 };
 
 const FAMILIES: [Family; 5] = [
     LLAMA,
-    // llama.cpp converts a Mistral to the architecture `llama`.
-    Family { name: "mistral", gguf: None, bias: AttentionBias::None, attention: one_window, ..LLAMA },
+    Family {
+        name: "mistral",
+        gguf: None, // llama.cpp converts a Mistral to the architecture `llama`
+        bias: AttentionBias::None,
+        defaults: Defaults {
+            n_kv_heads: Some(8),
+            max_seq_len: 131_072,
+            sliding_window: Some(4096),
+            ..LLAMA.defaults
+        },
+        attention: one_window,
+        ..LLAMA
+    },
     Family {
         name: "qwen2",
         gguf: Some("qwen2"),
         bias: AttentionBias::Qkv,
         gguf_pairs: false,
+        defaults: QWEN,
         attention: late_windows,
         ..LLAMA
     },
@@ -60,10 +106,24 @@ const FAMILIES: [Family; 5] = [
         gguf: Some("qwen3"),
         qk_norm: true,
         gguf_pairs: false,
+        defaults: Defaults { head_dim: Some(128), ..QWEN },
         attention: late_windows,
         ..LLAMA
     },
-    Family { name: "smollm3", gguf: Some("smollm3"), attention: some_layers_without_rope, ..LLAMA },
+    Family {
+        name: "smollm3",
+        gguf: Some("smollm3"),
+        defaults: Defaults {
+            n_kv_heads: Some(4),
+            max_seq_len: 32_768,
+            rope_theta: 2_000_000.0,
+            tie_word_embeddings: true,
+            eos_token: Some(128_001),
+            ..LLAMA.defaults
+        },
+        attention: some_layers_without_rope,
+        ..LLAMA
+    },
 ];
 
 impl Family {
@@ -89,8 +149,7 @@ impl Family {
 #[derive(Deserialize)]
 #[serde(default)]
 pub(super) struct AttentionKeys {
-    #[serde(deserialize_with = "given")]
-    sliding_window: Option<Option<usize>>, // missing, `null` or a number
+    sliding_window: Given<usize>,
     use_sliding_window: bool,
     max_window_layers: usize,
     layer_types: Option<Vec<String>>,
@@ -101,7 +160,7 @@ pub(super) struct AttentionKeys {
 impl Default for AttentionKeys {
     fn default() -> Self {
         Self {
-            sliding_window: None,
+            sliding_window: Given::Missing,
             use_sliding_window: false,
             max_window_layers: 28,
             layer_types: None,
@@ -123,24 +182,41 @@ impl AttentionKeys {
         }
     }
 
-    /// The window of the layers that have one.
-    fn window(&self, l: usize) -> Result<usize, String> {
-        self.sliding_window
-            .unwrap_or(DEFAULT_WINDOW)
-            .ok_or_else(|| format!("layer {l} has a window, but sliding_window is null"))
+    /// The window of layer `l`, which has one.
+    fn window(window: Option<usize>, l: usize) -> Result<usize, String> {
+        window.ok_or_else(|| format!("layer {l} has a window, but there is no sliding_window"))
     }
 }
 
-/// The window of Mistral, Qwen2 and Qwen3 if `sliding_window` is missing.
-const DEFAULT_WINDOW: Option<usize> = Some(4096);
+/// A key of `config.json`: `null` and a missing key may differ.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) enum Given<T> {
+    #[default]
+    Missing,
+    Null,
+    Value(T),
+}
 
-fn given<'de, D: Deserializer<'de>>(value: D) -> Result<Option<Option<usize>>, D::Error> {
-    Option::deserialize(value).map(Some)
+impl<T> Given<T> {
+    /// The value, that of a missing key, or `None` for `null`.
+    pub fn or(self, missing: Option<T>) -> Option<T> {
+        match self {
+            Self::Missing => missing,
+            Self::Null => None,
+            Self::Value(value) => Some(value),
+        }
+    }
+}
+
+impl<'de, T: Deserialize<'de>> Deserialize<'de> for Given<T> {
+    fn deserialize<D: Deserializer<'de>>(value: D) -> Result<Self, D::Error> {
+        Ok(Option::deserialize(value)?.map_or(Self::Null, Self::Value))
+    }
 }
 
 /// Llama: every layer attends to all tokens.
-fn no_window(keys: &AttentionKeys, _: usize) -> Result<LayerAttention, String> {
-    match keys.sliding_window.flatten() {
+fn no_window(keys: &AttentionKeys, _: &Family, _: usize) -> Result<LayerAttention, String> {
+    match keys.sliding_window.or(None) {
         // `transformers` would ignore it, but its author expects an effect.
         Some(_) => Err("a `llama` has no sliding_window".into()),
         None => Ok(LayerAttention::FULL),
@@ -148,23 +224,28 @@ fn no_window(keys: &AttentionKeys, _: usize) -> Result<LayerAttention, String> {
 }
 
 /// Mistral: one window in all layers, or none.
-fn one_window(keys: &AttentionKeys, _: usize) -> Result<LayerAttention, String> {
-    let window = keys.sliding_window.unwrap_or(DEFAULT_WINDOW);
+fn one_window(keys: &AttentionKeys, family: &Family, _: usize) -> Result<LayerAttention, String> {
+    let window = keys.sliding_window.or(family.defaults.sliding_window);
     Ok(LayerAttention { window, ..LayerAttention::FULL })
 }
 
 /// Qwen2 and Qwen3: windows, if enabled, from some layer on.
-fn late_windows(keys: &AttentionKeys, l: usize) -> Result<LayerAttention, String> {
+fn late_windows(keys: &AttentionKeys, family: &Family, l: usize) -> Result<LayerAttention, String> {
     if !keys.use_sliding_window {
         return Ok(LayerAttention::FULL);
     }
-    let slides = keys.has_window(l, l >= keys.max_window_layers)?;
-    let window = slides.then(|| keys.window(l)).transpose()?;
+    let window = keys.sliding_window.or(family.defaults.sliding_window);
+    let slides = keys.has_window(l, window.is_some() && l >= keys.max_window_layers)?;
+    let window = slides.then(|| AttentionKeys::window(window, l)).transpose()?;
     Ok(LayerAttention { window, ..LayerAttention::FULL })
 }
 
 /// SmolLM3: listed layers, by default every fourth, have no RoPE (NoPE); windows, if enabled, apply to these.
-fn some_layers_without_rope(keys: &AttentionKeys, l: usize) -> Result<LayerAttention, String> {
+fn some_layers_without_rope(
+    keys: &AttentionKeys,
+    family: &Family,
+    l: usize,
+) -> Result<LayerAttention, String> {
     let rope = match &keys.no_rope_layers {
         Some(layers) => {
             *layers.get(l).ok_or_else(|| format!("no_rope_layers has no entry for layer {l}"))? != 0
@@ -175,6 +256,7 @@ fn some_layers_without_rope(keys: &AttentionKeys, l: usize) -> Result<LayerAtten
     if !keys.use_sliding_window {
         return Ok(LayerAttention { rope, window: None });
     }
-    let slides = keys.has_window(l, !rope && keys.sliding_window.flatten().is_some())?;
-    Ok(LayerAttention { rope, window: slides.then(|| keys.window(l)).transpose()? })
+    let window = keys.sliding_window.or(family.defaults.sliding_window);
+    let slides = keys.has_window(l, !rope && window.is_some())?;
+    Ok(LayerAttention { rope, window: slides.then(|| AttentionKeys::window(window, l)).transpose()? })
 }

@@ -11,7 +11,7 @@ mod header;
 use std::io::BufReader;
 use std::path::Path;
 
-use sha2::Sha256;
+use sha2::{Digest as _, Sha256};
 
 use crate::error::Quoted;
 use crate::model::family::{AttentionBias, AttentionKeys, Family};
@@ -42,6 +42,14 @@ impl Gguf {
         let source = Source::open(path)?;
         let input = BufReader::with_capacity(1 << 16, source.reader()?);
         let header = header::parse(input, source.len()).map_err(|what| source.error(what))?;
+        if let Some(&Value::Int(count)) = header.metadata.get("split.count")
+            && count > 1
+        {
+            let what = format!(
+                "is one of {count} files of a split model: merge them with `llama-gguf-split --merge`"
+            );
+            return Err(source.error(what));
+        }
         // The architecture is read first: it is the prefix of other metadata keys.
         let architecture = text(&source, &header, "general.architecture")?;
         let family = Family::of_architecture(&architecture).map_err(|what| source.error(what))?;
@@ -59,6 +67,10 @@ impl Gguf {
     /// The model's shape from the metadata.
     pub fn config(&self) -> Result<Config> {
         let (family, (n_heads, n_kv_heads)) = (self.family, self.heads);
+        let experts = self.int_or(&self.key("expert_count"), 0)?;
+        if experts > 0 {
+            return Err(self.error(format!("has {experts} experts: mixtures of experts are not supported")));
+        }
         let hidden_size = self.int(&self.key("embedding_length"))?;
         let head_dim = self.int_or(&self.key("attention.key_length"), hidden_size / n_heads.max(1))?;
         for key in ["attention.value_length", "rope.dimension_count"].map(|name| self.key(name)) {
@@ -76,7 +88,6 @@ impl Gguf {
         let attention = Config::attention(family, &AttentionKeys::default(), n_layers);
         let has = |name: &str| self.header.tensors.contains_key(name);
         let has_bias = |name: &str| family.bias != AttentionBias::None && has(name);
-        let eos = self.int_or("tokenizer.ggml.eos_token_id", usize::MAX)?;
         let config = Config {
             family: family.name,
             vocab_size: self.list_len("tokenizer.ggml.tokens")?,
@@ -87,8 +98,8 @@ impl Gguf {
             n_kv_heads,
             head_dim,
             max_seq_len,
-            rms_norm_eps: self.float_or(&self.key("attention.layer_norm_rms_epsilon"), 1e-5) as f32,
-            rope_theta: self.float_or(&self.key("rope.freq_base"), 10_000.0),
+            rms_norm_eps: self.float_or(&self.key("attention.layer_norm_rms_epsilon"), 1e-5)? as f32,
+            rope_theta: self.float_or(&self.key("rope.freq_base"), 10_000.0)?,
             rope_scaling: self.rope_scaling(head_dim, max_seq_len)?,
             attention_bias: family.bias == AttentionBias::Qkv || has_bias("blk.0.attn_q.bias"),
             output_bias: has_bias("blk.0.attn_output.bias"),
@@ -96,43 +107,70 @@ impl Gguf {
             tie_word_embeddings: !has("output.weight"),
             qk_norm: family.qk_norm,
             attention: attention.map_err(|what| self.error(what))?,
-            eos_tokens: u32::try_from(eos).into_iter().collect(),
+            eos_tokens: self.eos_tokens()?,
         };
         config.validated().map_err(|what| self.error(what))
     }
 
+    /// Ends of a sequence, a turn or a message, and of files in models that fill in code.
+    fn eos_tokens(&self) -> Result<Vec<u32>> {
+        let n = self.list_len("tokenizer.ggml.tokens")?;
+        let mut ends = vec![];
+        for name in ["eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep"] {
+            for suffix in ["id", "ids"] {
+                ends.extend(self.token_ids(&format!("tokenizer.ggml.{name}_token_{suffix}"))?);
+            }
+        }
+        ends.retain(|&id| (id as usize) < n);
+        Ok(ends)
+    }
+
+    /// Scaling of RoPE, by the keys of every age: without a type a factor is linear, and the oldest files have
+    /// `rope.scale_linear` instead of `rope.scaling.factor`.
     fn rope_scaling(&self, head_dim: usize, max_seq_len: usize) -> Result<RopeScaling> {
-        // Llama 3.1 files carry the divisors themselves and no scaling type.
-        if self.header.tensors.contains_key("rope_freqs.weight") {
-            return Ok(RopeScaling::Divisors(self.load_raw("rope_freqs.weight", &[head_dim / 2])?));
+        let key = |name: &str| self.key(&format!("rope.scaling.{name}"));
+        let old = self.float_or(&self.key("rope.scale_linear"), 0.0)?;
+        // A factor of 0 stands for none.
+        let factor = Some(self.float_or(&key("factor"), old)?).filter(|&factor| factor != 0.0).unwrap_or(1.0);
+        let number = |name: &str, default: f64| self.float_or(&key(name), default);
+        let factor_of_scores = number("attn_factor", 1.0)?;
+        let scaling = match self.text_or(&key("type"), "linear")?.as_str() {
+            "none" => RopeScaling::None,
+            "linear" if factor == 1.0 => RopeScaling::None,
+            "linear" => RopeScaling::Linear { factor },
+            "yarn" => RopeScaling::Yarn(Yarn {
+                factor,
+                beta_fast: number("yarn_beta_fast", 32.0)?,
+                beta_slow: number("yarn_beta_slow", 1.0)?,
+                original_max_seq_len: match self.int_or(&key("original_context_length"), 0)? {
+                    0 => max_seq_len as f64,
+                    original => original as f64,
+                },
+                truncate: true,
+                // The paper's factor, times those of the file.
+                attention_factor: Yarn::attention_factor_of(factor, 1.0)
+                    / Yarn::attention_factor_of(factor, number("yarn_log_multiplier", 0.0)?)
+                    * number("yarn_attn_factor", 1.0)?
+                    * factor_of_scores,
+            }),
+            other => return Err(self.error(format!("rope scaling {} is not supported", Quoted(other)))),
+        };
+        if factor_of_scores != 1.0 && !matches!(scaling, RopeScaling::Yarn(_)) {
+            let what = format!("metadata `{}` is supported with yarn only", key("attn_factor"));
+            return Err(self.error(what));
         }
-        let key = self.key("rope.scaling.type");
-        if !self.header.metadata.contains_key(&key) {
-            return Ok(RopeScaling::None);
+        // Llama 3.1 files carry divisors, which come on top of the scaling.
+        const DIVISORS: &str = "rope_freqs.weight";
+        if !self.header.tensors.contains_key(DIVISORS) {
+            return Ok(scaling);
         }
-        match self.text(&key)?.as_str() {
-            "none" => Ok(RopeScaling::None),
-            "linear" => {
-                Ok(RopeScaling::Linear { factor: self.float_or(&self.key("rope.scaling.factor"), 1.0) })
-            }
-            "yarn" => {
-                let factor = self.float_or(&self.key("rope.scaling.factor"), 1.0);
-                let original = self.key("rope.scaling.original_context_length");
-                Ok(RopeScaling::Yarn(Yarn {
-                    factor,
-                    beta_fast: self.float_or(&self.key("rope.scaling.yarn_beta_fast"), 32.0),
-                    beta_slow: self.float_or(&self.key("rope.scaling.yarn_beta_slow"), 1.0),
-                    original_max_seq_len: self.int_or(&original, max_seq_len)? as f64,
-                    truncate: true,
-                    // llama.cpp multiplies either of the two by the paper's factor.
-                    attention_factor: ["attn_factor", "yarn_attn_factor"]
-                        .map(|name| self.float_or(&self.key(&format!("rope.scaling.{name}")), 1.0))
-                        .iter()
-                        .fold(Yarn::attention_factor_of(factor, 1.0), |product, x| product * x),
-                }))
-            }
-            other => Err(self.error(format!("rope scaling {} is not supported", Quoted(other)))),
+        let mut divisors = self.load_raw(DIVISORS, &[head_dim / 2])?;
+        match scaling {
+            RopeScaling::None => {}
+            RopeScaling::Linear { factor } => divisors.iter_mut().for_each(|x| *x *= factor as f32),
+            _ => return Err(self.error(format!("tensor `{DIVISORS}` together with yarn is not supported"))),
         }
+        Ok(RopeScaling::Divisors(divisors))
     }
 
     /// A text in the metadata.
@@ -165,10 +203,15 @@ impl Gguf {
         Ok(texts)
     }
 
+    /// A text in the metadata, or a default.
+    pub fn text_or(&self, key: &str, default: &str) -> Result<String> {
+        if self.header.metadata.contains_key(key) { self.text(key) } else { Ok(default.to_owned()) }
+    }
+
     /// A list of numbers in the metadata, if present.
     pub fn numbers(&self, key: &str) -> Result<Option<Vec<f64>>> {
         let Some(list) = self.list(key)? else { return Ok(None) };
-        let Ok(width) = header::width(list.kind) else { return Ok(None) };
+        let Ok(width) = header::width(list.kind) else { return Err(self.missing(key, "list of numbers")) };
         let bytes = self.source.read(list.bytes.clone())?;
         Ok(Some(bytes.chunks_exact(width).map(|bytes| header::number(list.kind, bytes)).collect()))
     }
@@ -180,7 +223,8 @@ impl Gguf {
                 Err(self.error(format!("metadata `{key}` holds {} items, {MOST_ITEMS} at most", list.len)))
             }
             Some(Value::List(list)) => Ok(Some(list)),
-            _ => Ok(None),
+            Some(_) => Err(self.missing(key, "list")),
+            None => Ok(None),
         }
     }
 
@@ -193,16 +237,25 @@ impl Gguf {
     }
 
     /// A flag in the metadata, if present.
-    pub fn flag(&self, key: &str) -> Option<bool> {
+    pub fn flag(&self, key: &str) -> Result<Option<bool>> {
         match self.header.metadata.get(key) {
-            Some(Value::Bool(flag)) => Some(*flag),
-            _ => None,
+            None => Ok(None),
+            Some(Value::Bool(flag)) => Ok(Some(*flag)),
+            Some(_) => Err(self.missing(key, "flag")),
         }
     }
 
-    /// A token in the metadata, if present.
-    pub fn token_id(&self, key: &str) -> Option<u32> {
-        self.int(key).ok().and_then(|id| u32::try_from(id).ok())
+    /// A token in the metadata, or a list of them; none if the key is missing. Numbers that are no tokens are left
+    /// out: files write -1 for none.
+    pub fn token_ids(&self, key: &str) -> Result<Vec<u32>> {
+        match self.header.metadata.get(key) {
+            None => Ok(vec![]),
+            Some(&Value::Int(id)) => Ok(u32::try_from(id).into_iter().collect()),
+            Some(_) => {
+                let ids = self.numbers(key)?.unwrap_or_default().into_iter();
+                Ok(ids.filter(|id| (0.0..f64::from(u32::MAX)).contains(id)).map(|id| id as u32).collect())
+            }
+        }
     }
 
     fn int(&self, key: &str) -> Result<usize> {
@@ -216,10 +269,13 @@ impl Gguf {
         if self.header.metadata.contains_key(key) { self.int(key) } else { Ok(default) }
     }
 
-    fn float_or(&self, key: &str, default: f64) -> f64 {
+    /// A number in the metadata, whole or not, or a default.
+    fn float_or(&self, key: &str, default: f64) -> Result<f64> {
         match self.header.metadata.get(key) {
-            Some(&Value::Float(x)) => x,
-            _ => default,
+            None => Ok(default),
+            Some(&Value::Float(x)) => Ok(x),
+            Some(&Value::Int(x)) => Ok(x as f64),
+            Some(_) => Err(self.missing(key, "number")),
         }
     }
 
@@ -294,8 +350,14 @@ impl Tensors for Gguf {
         gguf_name(name)
     }
 
-    fn digest(&self, hasher: &mut Sha256) -> Result<()> {
-        self.source.digest(hasher)
+    fn digest(&self, stored_name: &str, hasher: &mut Sha256) -> Result<()> {
+        let Some(info) = self.header.tensors.get(stored_name) else { return Ok(()) };
+        hasher.update(format!(" {} {:?} ", info.kind, info.shape));
+        let ends_inside = || self.error(format!("tensor `{stored_name}`: the file ends inside it"));
+        let start = self.header.data_start;
+        let range =
+            info.range().and_then(|at| Some(start.checked_add(at.start)?..start.checked_add(at.end)?));
+        self.source.digest(range.ok_or_else(ends_inside)?, hasher)
     }
 }
 

@@ -17,6 +17,16 @@ impl Tokenizer {
         Ok(None)
     }
 
+    pub(crate) fn stop_tokens(&self) -> &[u32] {
+        match *self {}
+    }
+
+    /// # Errors
+    /// None: there is no tokenizer.
+    pub fn has_two_bos(&self, _: &[u32]) -> Result<bool> {
+        match *self {}
+    }
+
     /// # Errors
     /// None: there is no tokenizer.
     pub fn encode(&self, _: &str) -> Result<Vec<u32>> {
@@ -45,5 +55,28 @@ impl Tokenizer {
     #[must_use]
     pub fn token_id(&self, _: &str) -> Option<u32> {
         match *self {}
+    }
+}
+
+/// The text of tokens as they arrive: without the feature `tokenizers` there is none.
+pub struct TextStream<'a>(&'a Tokenizer);
+
+impl<'a> TextStream<'a> {
+    /// A stream at the beginning of a text.
+    #[must_use]
+    pub const fn new(tokenizer: &'a Tokenizer) -> Self {
+        Self(tokenizer)
+    }
+
+    /// # Errors
+    /// None: there is no tokenizer.
+    pub fn push(&mut self, _: u32) -> Result<String> {
+        match *self.0 {}
+    }
+
+    /// Nothing: there is no tokenizer.
+    #[must_use]
+    pub fn finish(self) -> String {
+        match *self.0 {}
     }
 }

@@ -116,13 +116,18 @@ impl Rope {
         }
     }
 
-    /// A copy of rows (n, heads * head_dim), rotated to evenly spaced positions from `first` to the last.
+    /// Copies of rows (n, heads * head_dim) at positions all over the context: (copies * n, heads * head_dim).
+    ///
+    /// The positions are evenly distributed from `first` to the last and have nothing to do with the order of
+    /// the rows: they are the multiples of the golden ratio, modulo 1.
     #[must_use]
-    pub fn spread(&self, rows: &[f32], row_len: usize, first: usize) -> Vec<f32> {
-        let n = rows.len() / row_len;
-        let mut spread = rows.to_vec();
+    pub fn spread(&self, rows: &[f32], row_len: usize, first: usize, copies: usize) -> Vec<f32> {
+        const GOLDEN: f64 = 0.618_033_988_749_894_9;
+        let positions = (self.len() - first) as f64;
+        let mut spread = rows.repeat(copies);
         for (i, row) in spread.chunks_exact_mut(row_len).enumerate() {
-            self.rotate(row, first + i * (self.len() - first) / n);
+            let share = (i as f64 * GOLDEN).fract();
+            self.rotate(row, first + (share * positions) as usize);
         }
         spread
     }
@@ -181,4 +186,37 @@ fn yarn_ramp(yarn: &Yarn, config: &Config) -> (f64, f64) {
     let (low, high) = (low.max(0.0), high.min(dim - 1.0));
     // The reference implementations separate equal ends by the same amount.
     if low == high { (low, high + 0.001) } else { (low, high) }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::Rope;
+    use crate::model::Model;
+
+    /// Every copy of every row has a position of its own, and each eighth of the context its share of the
+    /// copies, also of those of the first rows alone.
+    #[test]
+    fn copies_are_spread_over_the_context() {
+        let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/parity/fixtures/gqa");
+        let config = &Model::load(&fixture).unwrap().config;
+        let (rope, first, n, copies) = (Rope::new(config, 2052), 4, 64, 4);
+        let spread = rope.spread(&vec![1.0; n * config.head_dim], config.head_dim, first, copies);
+        let position = |row: &[f32]| {
+            let is_rotated = |&pos: &usize| {
+                let mut ones = vec![1.0; config.head_dim];
+                rope.rotate(&mut ones, pos);
+                ones == row
+            };
+            (0..rope.len()).find(is_rotated).unwrap()
+        };
+        let positions: Vec<usize> = spread.chunks_exact(config.head_dim).map(position).collect();
+        assert_eq!(positions.len(), n * copies);
+        for part in [&positions[..], &positions[..n], &positions[n..2 * n]] {
+            let mut counts = [0; 8];
+            part.iter().for_each(|&pos| counts[(pos - first) / 256] += 1);
+            assert!(counts.iter().all(|count| part.len().abs_diff(8 * count) <= 16), "{counts:?}");
+        }
+    }
 }

@@ -64,19 +64,16 @@ impl Source {
         read().map_err(|e| Error::io(&self.path, e))
     }
 
-    /// Feeds the whole file to a hash.
-    pub fn digest(&self, hasher: &mut Sha256) -> Result<()> {
-        // A larger buffer than that of `io::copy`, so that reading costs less than hashing.
-        let mut buffer = vec![0; 1 << 16];
-        let mut file = self.reader()?;
-        loop {
-            match file.read(&mut buffer) {
-                Ok(0) => return Ok(()),
-                Ok(n) => hasher.update(&buffer[..n]),
-                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-                Err(e) => return Err(Error::io(&self.path, e)),
-            }
+    /// Feeds the bytes of a range to a hash.
+    pub fn digest(&self, range: Range<u64>, hasher: &mut Sha256) -> Result<()> {
+        const BLOCK: u64 = 1 << 20; // memory for the bytes of a large tensor would be too much
+        let mut start = range.start;
+        while start < range.end {
+            let end = range.end.min(start + BLOCK);
+            hasher.update(self.read(start..end)?);
+            start = end;
         }
+        Ok(())
     }
 }
 

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use safetensors::Dtype;
 use safetensors::tensor::Metadata;
-use sha2::Sha256;
+use sha2::{Digest as _, Sha256};
 
 use super::source::Source;
 use crate::error::Quoted;
@@ -26,8 +26,8 @@ pub(crate) trait Tensors {
     fn stored_name(&self, name: &str) -> Option<String> {
         Some(name.to_owned())
     }
-    /// Feeds the files' bytes to a hash.
-    fn digest(&self, hasher: &mut Sha256) -> Result<()>;
+    /// Feeds the type, shape and bytes of a tensor, named as stored, to a hash; nothing if there is none.
+    fn digest(&self, stored_name: &str, hasher: &mut Sha256) -> Result<()>;
 }
 
 /// A source of tensors that records which tensors were requested: an unrequested tensor shows that the
@@ -56,6 +56,17 @@ impl<'a> Tracked<'a> {
 
     fn note(&self, name: &str) {
         self.asked.borrow_mut().extend(self.tensors.stored_name(name));
+    }
+
+    /// Feeds all requested tensors but `without` to a hash, in the order of their names: their order in the
+    /// files, and the number of files, make no difference.
+    pub fn digest(&self, without: &[&str], hasher: &mut Sha256) -> Result<()> {
+        let without: Vec<_> = without.iter().filter_map(|name| self.tensors.stored_name(name)).collect();
+        let asked = self.asked.borrow();
+        asked.iter().filter(|name| !without.contains(name)).try_for_each(|name| {
+            hasher.update(name);
+            self.tensors.digest(name, hasher)
+        })
     }
 
     /// Rejects files with unrequested tensors, and names them.
@@ -131,6 +142,16 @@ impl SafetensorsFiles {
         }
         Ok(Self { files, file_of })
     }
+
+    /// Why there is no tensor of this name. Quantized checkpoints store several others in its place.
+    fn missing(&self, name: &str) -> String {
+        let stem = name.trim_end_matches("weight");
+        let parts = ["qweight", "weight_packed", "weight_scale", "SCB"];
+        match parts.iter().map(|part| format!("{stem}{part}")).find(|part| self.file_of.contains_key(part)) {
+            Some(part) => format!("tensor `{name}` is stored quantized, as `{part}`: this is not supported"),
+            None => format!("tensor `{name}` is missing"),
+        }
+    }
 }
 
 impl Tensors for SafetensorsFiles {
@@ -141,22 +162,26 @@ impl Tensors for SafetensorsFiles {
     fn load(&self, name: &str, shape: &[usize]) -> Result<Vec<f32>> {
         let shard = self.file_of.get(name).map(|&file| &self.files[file]);
         let Some((shard, info)) = shard.and_then(|shard| Some((shard, shard.header.info(name)?))) else {
-            return Err(self.files[0].source.error(format!("tensor `{name}` is missing")));
+            return Err(self.files[0].source.error(self.missing(name)));
         };
         let source = &shard.source;
+        let convert: fn(&[u8]) -> std::result::Result<Vec<f32>, TryReserveError> = match info.dtype {
+            Dtype::F64 => |bytes| floats(bytes, |x| f64::from_le_bytes(x) as f32),
+            Dtype::F32 => |bytes| floats(bytes, f32::from_le_bytes),
+            Dtype::F16 => |bytes| floats(bytes, |x| half::f16::from_le_bytes(x).to_f32()),
+            Dtype::BF16 => |bytes| floats(bytes, |x| half::bf16::from_le_bytes(x).to_f32()),
+            other => {
+                let what = "only F64, F32, F16 and BF16 are supported";
+                return Err(source.error(format!("tensor `{name}` is of type {other:?}: {what}")));
+            }
+        };
         if info.shape != shape {
             let what = format!("tensor `{name}` has shape {:?}, the config asks for {shape:?}", info.shape);
             return Err(source.error(what));
         }
         let (start, end) = info.data_offsets;
         let bytes = source.read(shard.data_start + start as u64..shard.data_start + end as u64)?;
-        let values = match info.dtype {
-            Dtype::F32 => floats(&bytes, f32::from_le_bytes),
-            Dtype::F16 => floats(&bytes, |x| half::f16::from_le_bytes(x).to_f32()),
-            Dtype::BF16 => floats(&bytes, |x| half::bf16::from_le_bytes(x).to_f32()),
-            other => return Err(source.error(format!("tensor `{name}` is {other:?}, not a float type"))),
-        };
-        let values = values.map_err(|e| source.error(format!("tensor `{name}`: {e}")))?;
+        let values = convert(&bytes).map_err(|e| source.error(format!("tensor `{name}`: {e}")))?;
         check_finite(source.path(), name, values)
     }
 
@@ -164,8 +189,13 @@ impl Tensors for SafetensorsFiles {
         self.file_of.keys().map(String::as_str).collect()
     }
 
-    fn digest(&self, hasher: &mut Sha256) -> Result<()> {
-        self.files.iter().try_for_each(|shard| shard.source.digest(hasher))
+    fn digest(&self, stored_name: &str, hasher: &mut Sha256) -> Result<()> {
+        let shard = self.file_of.get(stored_name).map(|&file| &self.files[file]);
+        let info = shard.and_then(|shard| Some((shard, shard.header.info(stored_name)?)));
+        let Some((shard, info)) = info else { return Ok(()) };
+        hasher.update(format!(" {:?} {:?} ", info.dtype, info.shape));
+        let (start, end) = info.data_offsets;
+        shard.source.digest(shard.data_start + start as u64..shard.data_start + end as u64, hasher)
     }
 }
 
@@ -185,7 +215,12 @@ fn shards(dir: &Path) -> Result<Vec<PathBuf>> {
     }
     let path = dir.join("model.safetensors.index.json");
     if !path.exists() {
-        return Err(Error::file(dir, "holds neither model.safetensors nor model.safetensors.index.json"));
+        let neither = "holds neither model.safetensors nor model.safetensors.index.json";
+        let pickles = ["pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth"];
+        return Err(match pickles.iter().find(|name| dir.join(name).exists()) {
+            Some(name) => Error::file(dir, format!("{neither}; {name} must be converted to safetensors")),
+            None => Error::file(dir, neither),
+        });
     }
     let index: Index = serde_json::from_slice(&files::read(&path)?).map_err(|e| Error::file(&path, e))?;
     let mut names: Vec<String> = index.weight_map.into_values().collect();

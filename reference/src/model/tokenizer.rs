@@ -1,18 +1,42 @@
+mod from_folder;
 mod from_gguf;
 mod from_json;
+mod ggml;
+mod json;
 mod library;
+mod pre_tokenizer;
+mod sentencepiece;
+mod special;
+mod spelling;
+mod stop;
+mod stream;
 
 use std::path::Path;
 
+use crate::Result;
 use crate::model::gguf::Gguf;
-use crate::{Error, Result};
-use library::guarded;
+pub use stream::TextStream;
 
 /// Text to tokens and back.
 pub struct Tokenizer {
-    inner: tokenizers::Tokenizer,
-    bos: Option<u32>, // prepended to a text, if the model expects it
-    space: char,      // the vocabulary's marker of a space before a word
+    vocabulary: Box<dyn Vocabulary>,
+    stop_tokens: Vec<u32>, // ascending
+}
+
+/// What differs between the tokenizers of Hugging Face folders and of GGUF files.
+trait Vocabulary: Send + Sync {
+    /// As [`Tokenizer::encode`].
+    fn encode(&self, text: &str) -> Result<Vec<u32>>;
+    /// As [`Tokenizer::encode_piece`].
+    fn encode_piece(&self, text: &str) -> Result<Vec<u32>>;
+    /// The bytes that a token adds to a text after another token, or at its beginning (`None`).
+    fn bytes(&self, token: u32, after: Option<u32>) -> Result<Vec<u8>>;
+    /// All tokens but those added to the model's own.
+    fn tokens(&self) -> Vec<(u32, String)>;
+    /// The token with this name.
+    fn token_id(&self, token: &str) -> Option<u32>;
+    /// The marker of a space before a word.
+    fn space(&self) -> char;
 }
 
 /// A space in byte-level BPE (GPT-2).
@@ -21,63 +45,58 @@ const BYTE_LEVEL_SPACE: char = 'Ġ';
 const SENTENCEPIECE_SPACE: char = '\u{2581}';
 
 impl Tokenizer {
-    /// Reads the `tokenizer.json` of a Hugging Face folder, if there is one.
+    /// Reads the `tokenizer.json` of a Hugging Face folder, and the special tokens that other files of the
+    /// folder name. `None` for a folder without one.
     pub(crate) fn of_folder(dir: &Path) -> Result<Option<Self>> {
-        let path = dir.join("tokenizer.json");
-        match path.exists() {
-            true => Ok(Some(Self::new(from_json::load(&path)?, None))), // its post-processor adds special tokens
-            false => Ok(None),
-        }
+        let loaded = from_folder::load(dir)?;
+        Ok(loaded.map(|(json, stop_tokens)| Self { vocabulary: Box::new(json), stop_tokens }))
     }
 
     /// Builds the tokenizer from a GGUF file's metadata.
     pub(crate) fn of_gguf(gguf: &Gguf) -> Result<Option<Self>> {
-        let (inner, bos) = from_gguf::load(gguf)?;
-        Ok(Some(Self::new(inner, bos)))
+        let (ggml, stop_tokens) = from_gguf::load(gguf)?;
+        Ok(Some(Self { vocabulary: Box::new(ggml), stop_tokens }))
     }
 
-    fn new(inner: tokenizers::Tokenizer, bos: Option<u32>) -> Self {
-        let vocabulary = inner.get_vocab(false);
-        let count = |space| vocabulary.keys().filter(|token| token.starts_with(space)).count();
-        let sentencepiece = count(SENTENCEPIECE_SPACE) > count(BYTE_LEVEL_SPACE);
-        Self { inner, bos, space: if sentencepiece { SENTENCEPIECE_SPACE } else { BYTE_LEVEL_SPACE } }
+    /// The tokens that end a text, as the tokenizer's files name them: ends of a sequence, a turn, a message.
+    pub(crate) fn stop_tokens(&self) -> &[u32] {
+        &self.stop_tokens
     }
 
-    /// Tokens of a text, with the model's BOS token if it has one.
+    /// Tokens of a text, with the BOS and EOS tokens that the tokenizer adds.
     ///
     /// # Errors
-    /// [`Error::Argument`] when the text cannot be tokenized.
+    /// [`Error::Argument`](crate::Error::Argument) when the text cannot be tokenized.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
-        let ids = self.encode_plain(text, true)?;
-        Ok(self.bos.into_iter().chain(ids).collect())
+        self.vocabulary.encode(text)
     }
 
-    /// Tokens of a piece inside a text: without BOS, and without sentencepiece's leading space.
+    /// Tokens of a piece inside a text: without BOS and EOS, and without sentencepiece's leading space.
     ///
     /// # Errors
-    /// [`Error::Argument`] when the text cannot be tokenized.
+    /// [`Error::Argument`](crate::Error::Argument) when the text cannot be tokenized.
     pub fn encode_piece(&self, text: &str) -> Result<Vec<u32>> {
-        let plain = self.encode_plain(text, false)?;
-        if self.space != SENTENCEPIECE_SPACE {
-            return Ok(plain);
-        }
-        // The leading space then precedes the line break, which merges with nothing.
-        let (before, mut all) =
-            (self.encode_plain("\n", false)?, self.encode_plain(&format!("\n{text}"), false)?);
-        Ok(if all.starts_with(&before) { all.split_off(before.len()) } else { plain })
+        self.vocabulary.encode_piece(text)
     }
 
-    fn encode_plain(&self, text: &str, special: bool) -> Result<Vec<u32>> {
-        let encoding = guarded(|| self.inner.encode(text, special)).map_err(tokenizer_error)?;
-        Ok(encoding.get_ids().to_vec())
-    }
-
-    /// The text of tokens.
+    /// Whether tokens begin with two BOS tokens: the one that [`Self::encode`] adds, and one that the text
+    /// begins with.
     ///
     /// # Errors
-    /// [`Error::Argument`] when a token has no text.
+    /// Those of [`Self::encode`].
+    pub fn has_two_bos(&self, tokens: &[u32]) -> Result<bool> {
+        Ok(tokens.len() > 1 && tokens[0] == tokens[1] && self.encode("")?.first() == tokens.first())
+    }
+
+    /// The text of tokens. Special tokens have none; bytes that are not UTF-8 become U+FFFD.
+    ///
+    /// # Errors
+    /// [`Error::Argument`](crate::Error::Argument) when the tokenizer cannot decode a token.
     pub fn decode(&self, tokens: &[u32]) -> Result<String> {
-        guarded(|| self.inner.decode(tokens, true)).map_err(tokenizer_error)
+        let mut stream = TextStream::new(self);
+        let mut text = tokens.iter().map(|&token| stream.push(token)).collect::<Result<String>>()?;
+        text.push_str(&stream.finish());
+        Ok(text)
     }
 
     /// The tokens that consist of a space and a word of at least three ASCII letters: names for retrieval
@@ -86,16 +105,11 @@ impl Tokenizer {
     pub fn words(&self) -> Vec<u32> {
         let is_word = |token: &str| {
             token
-                .strip_prefix(self.space)
+                .strip_prefix(self.vocabulary.space())
                 .is_some_and(|w| w.len() >= 3 && w.bytes().all(|b| b.is_ascii_alphabetic()))
         };
-        let mut ids: Vec<u32> = self
-            .inner
-            .get_vocab(false)
-            .into_iter()
-            .filter(|(token, _)| is_word(token))
-            .map(|(_, id)| id)
-            .collect();
+        let tokens = self.vocabulary.tokens().into_iter();
+        let mut ids: Vec<u32> = tokens.filter(|(_, token)| is_word(token)).map(|(id, _)| id).collect();
         ids.sort_unstable();
         ids
     }
@@ -103,10 +117,6 @@ impl Tokenizer {
     /// The token of a chat template marker, if the vocabulary has it.
     #[must_use]
     pub fn token_id(&self, token: &str) -> Option<u32> {
-        self.inner.token_to_id(token)
+        self.vocabulary.token_id(token)
     }
-}
-
-fn tokenizer_error(what: String) -> Error {
-    Error::Argument(format!("tokenizer: {what}"))
 }

@@ -7,8 +7,10 @@ use std::io;
 const METADATA: &str = "//169.254.169.254/";
 const NO_CREDENTIALS: &str = "no AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, and none from ";
 
-/// Maximum characters of a cause: more than those of a file's error, with a name of two digests.
-const LONGEST: usize = 400;
+/// Maximum characters of a cause or of a request: more than those of a file's error, with a name of two digests.
+const LONGEST: usize = 300;
+/// Maximum characters of a server's answer.
+const LONGEST_ANSWER: usize = 150;
 
 /// One line about an error of `object_store` at `path`. Its own text has the server's whole answer and the
 /// names of all layers that the error has passed through.
@@ -24,7 +26,7 @@ pub(super) fn line(path: &str, e: &object_store::Error) -> String {
     match request {
         Some(request) => {
             let asked = if request.contains(METADATA) { NO_CREDENTIALS } else { "" };
-            format!("{asked}{}: {}", cut(&request), cut(&answer(&last(e))))
+            format!("{asked}{}: {}", cut(&request, LONGEST), cut(&answer(&last(e)), LONGEST_ANSWER))
         }
         None if path.is_empty() => cause(e), // the root
         None => format!("{path}: {}", without_file(cause(e), path)),
@@ -33,7 +35,7 @@ pub(super) fn line(path: &str, e: &object_store::Error) -> String {
 
 /// The text of an error without the name of the store.
 pub(super) fn cause(e: &object_store::Error) -> String {
-    cut(&e.source().map_or_else(|| e.to_string(), ToString::to_string))
+    cut(&e.source().map_or_else(|| e.to_string(), ToString::to_string), LONGEST)
 }
 
 /// The text of a file's error, such as "Unable to open file /store/PATH: REASON", without the file's name, of
@@ -51,14 +53,35 @@ pub(super) fn is_missing_key(e: &object_store::Error) -> bool {
     last(e).contains("<Code>NoSuchKey</Code>")
 }
 
-/// Whether the system has refused what it will refuse again.
+/// Whether the same request would fail again: an answer that does not depend on the server's load, a folder's
+/// system that has refused, or missing credentials.
 pub(super) fn is_final(e: &object_store::Error) -> bool {
-    use io::ErrorKind::{FileTooLarge, PermissionDenied, ReadOnlyFilesystem};
+    use io::ErrorKind::{Interrupted, ResourceBusy, StaleNetworkFileHandle, TimedOut, WouldBlock};
+    if let Some(status) = status(e) {
+        return !matches!(status, 408 | 429 | 500 | 502.. if status != 505);
+    }
     let mut causes = std::iter::successors(e.source(), |&cause| cause.source());
-    causes.any(|cause| {
-        let kind = cause.downcast_ref().map(io::Error::kind);
-        matches!(kind, Some(FileTooLarge | PermissionDenied | ReadOnlyFilesystem))
-    })
+    match e {
+        object_store::Error::Generic { store: "LocalFileSystem", .. } => !causes.any(|cause| {
+            let kind = cause.downcast_ref().map(io::Error::kind);
+            matches!(kind, Some(Interrupted | ResourceBusy | StaleNetworkFileHandle | TimedOut | WouldBlock))
+        }),
+        _ => e.to_string().contains(METADATA),
+    }
+}
+
+/// Whether the server, or this client by its settings, does not implement the request.
+pub(super) fn is_not_implemented(e: &object_store::Error) -> bool {
+    matches!(e, object_store::Error::NotImplemented { .. })
+        || status(e) == Some(501)
+        || last(e).contains("<Code>NotImplemented</Code>")
+}
+
+const STATUS: &str = "Server returned non-2xx status code: ";
+
+/// The status of a server's answer.
+fn status(e: &object_store::Error) -> Option<u16> {
+    last(e).strip_prefix(STATUS)?.split(' ').next()?.parse().ok()
 }
 
 /// The first cause of an error.
@@ -72,7 +95,7 @@ fn last(e: &object_store::Error) -> String {
 
 /// The status of a server's answer with its code and message from S3's XML body; other causes are unchanged.
 fn answer(cause: &str) -> String {
-    let Some(answer) = cause.strip_prefix("Server returned non-2xx status code: ") else {
+    let Some(answer) = cause.strip_prefix(STATUS) else {
         return cause.to_owned();
     };
     let (status, body) = answer.split_once(": ").unwrap_or((answer, ""));
@@ -87,11 +110,11 @@ fn answer(cause: &str) -> String {
     }
 }
 
-/// Its first line, without control characters, of at most [`LONGEST`] characters.
-fn cut(text: &str) -> String {
+/// Its first line, without control characters, of at most `longest` characters.
+fn cut(text: &str, longest: usize) -> String {
     let line = text.trim().lines().next().unwrap_or_default();
     let mut chars = line.chars().map(|c| if c.is_control() { ' ' } else { c });
-    let mut shown: String = chars.by_ref().take(LONGEST).collect();
+    let mut shown: String = chars.by_ref().take(longest).collect();
     if chars.next().is_some() {
         shown.push_str("...");
     }
@@ -112,10 +135,19 @@ mod tests {
         let status = "Server returned non-2xx status code: 403 Forbidden";
         assert_eq!(answer(&format!("{status}: {xml}")), "403 Forbidden (AccessDenied: No.)");
         assert_eq!(answer(&format!("{status}: <Code>A</Code>")), "403 Forbidden (A)");
-        assert_eq!(cut(&answer(&format!("{status}: "))), "403 Forbidden");
-        assert_eq!(cut(&answer(&format!("{status}: go away\nnow"))), "403 Forbidden go away");
+        assert_eq!(cut(&answer(&format!("{status}: ")), 80), "403 Forbidden");
+        assert_eq!(cut(&answer(&format!("{status}: go away\nnow")), 80), "403 Forbidden go away");
         let refused = "Error performing list request: Error performing GET http://h:1/b?prefix=a in 1ms - no";
         assert!(line("a", &generic(refused)).starts_with("GET http://h:1/b: "));
+        // A long answer does not make a long line, whatever its form.
+        let body = "b".repeat(100_000);
+        for body in
+            [body.clone(), format!("<Code>{body}</Code>"), format!("<Code>A</Code><Message>{body}</Message>")]
+        {
+            let line =
+                line("a", &generic(&format!("Error performing GET http://h:1/b in 1ms - {status}: {body}")));
+            assert!(line.chars().count() < 200 && line.ends_with("..."), "{line}");
+        }
         let metadata = "Error performing PUT http://169.254.169.254/latest/api/token in 1ms - no";
         assert!(line("a", &generic(metadata)).starts_with("no AWS_ACCESS_KEY_ID and "));
     }
@@ -130,19 +162,35 @@ mod tests {
     }
 
     #[test]
-    fn what_the_system_refuses_is_not_repeated() {
-        let failed = |kind: io::ErrorKind| object_store::Error::Generic {
+    fn what_would_fail_again_is_not_repeated() {
+        let of_folder = |kind: io::ErrorKind| object_store::Error::Generic {
             store: "LocalFileSystem",
             source: Box::new(object_store::Error::NotFound {
                 path: "a".into(),
                 source: Box::new(io::Error::from(kind)),
             }),
         };
+        for kind in [io::ErrorKind::FileTooLarge, io::ErrorKind::PermissionDenied, io::ErrorKind::StorageFull]
+        {
+            assert!(is_final(&of_folder(kind)));
+        }
+        assert!(!is_final(&of_folder(io::ErrorKind::StaleNetworkFileHandle)));
+        assert!(!is_final(&generic("connection refused")));
+        let answered = |status: &str| generic(&format!("{STATUS}{status}: <Code>A</Code>"));
+        for status in ["400 Bad Request", "405 Method Not Allowed", "501 Not Implemented"] {
+            assert!(is_final(&answered(status)), "{status}");
+        }
+        for status in
+            ["408 Request Timeout", "429 Too Many Requests", "500 I", "503 Slow Down", "504 Gateway"]
+        {
+            assert!(!is_final(&answered(status)), "{status}");
+        }
+        assert!(is_final(&generic(
+            "Error performing PUT http://169.254.169.254/latest/api/token in 1ms - no"
+        )));
         assert!(
-            is_final(&failed(io::ErrorKind::FileTooLarge))
-                && is_final(&failed(io::ErrorKind::PermissionDenied))
+            is_not_implemented(&answered("501 Not Implemented")) && !is_not_implemented(&answered("500 I"))
         );
-        assert!(!is_final(&failed(io::ErrorKind::ConnectionReset)) && !is_final(&generic("denied")));
     }
 
     #[test]

@@ -161,7 +161,7 @@ impl KvStore {
             Err(e) if !e.is_torn() => Err(e.into()),
             _ => {
                 let made = make()?;
-                Ok(self.wait(self.store.put_profile(id, made))?)
+                Ok(self.wait(self.store.put_profile(id, &made))?)
             }
         }
     }

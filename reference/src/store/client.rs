@@ -162,14 +162,15 @@ impl AsyncStore {
     /// Stores a chunk: `object` is [`codec_core::write_chunk`] of a frame per level, in their order. The
     /// previous chunk must be stored, or a reader will not find this one.
     ///
-    /// The frames are written first, the manifest last and only if there is none. When this returns, the
-    /// chunk can be read; before, no reader sees any of it. A chunk whose frames are lost or truncated is
-    /// stored again; wrong bits in them are found by [`Self::damaged`] and repaired by
-    /// [`Self::replace_chunk`].
+    /// The frames are written first, the manifest last and only if there is none. Both are then read back, the
+    /// frames by their length. When this returns, the chunk can be read; before, no reader sees any of it. A
+    /// chunk whose frames are lost or truncated is stored again; wrong bits in them are found by
+    /// [`Self::damaged`] and repaired by [`Self::replace_chunk`].
     ///
     /// # Errors
-    /// [`Error::Codec`] and [`Error::Argument`] for an object that is not the chunk's; [`Error::Backend`] and
-    /// [`Error::Timeout`]. After an error, or when the call is dropped, an object may remain that no manifest
+    /// [`Error::Codec`] and [`Error::Argument`] for an object that is not the chunk's; [`Error::Backend`],
+    /// [`Error::Timeout`] and [`Error::NoConditions`]; [`Error::NotKept`] if the store does not hold what it
+    /// has acknowledged. After an error, or when the call is dropped, an object may remain that no manifest
     /// names: [`Listing::orphans`](super::Listing::orphans).
     pub async fn put_chunk(&self, space: &Space, key: &ChunkKey, object: Bytes) -> Result<Put> {
         let path = self.manifest_path(space.name(), key.id);
@@ -180,18 +181,19 @@ impl AsyncStore {
             return self.replace_chunk(space, key, object).await.map(|()| Put::Repaired);
         }
         let (manifest, bytes) = self.put_data(space, key, object).await?;
-        if self.remote.put(&path, bytes.clone(), PutMode::Create).await? {
-            return Ok(Put::Stored);
-        }
-        // A manifest exists: of a faster writer, of our own attempt whose answer was lost, or a damaged one.
-        match self.stat(space, key.clone()).await? {
-            Some(stored) if stored.manifest == manifest => Ok(Put::Stored),
-            Some(_) => {
-                self.remote.delete(&self.data_path(space.name(), &manifest)).await?;
-                Ok(Put::Present)
+        if !self.remote.put(&path, bytes.clone(), PutMode::Create).await? {
+            // A manifest exists: of a faster writer, of our own attempt whose answer was lost, or a damaged one.
+            match self.stat(space, key.clone()).await? {
+                Some(stored) if stored.manifest == manifest => {}
+                Some(_) => {
+                    self.remote.delete(&self.data_path(space.name(), &manifest)).await?;
+                    return Ok(Put::Present);
+                }
+                None => drop(self.remote.put(&path, bytes, PutMode::Overwrite).await?),
             }
-            None => self.remote.put(&path, bytes, PutMode::Overwrite).await.map(|_| Put::Stored),
         }
+        self.remote.kept(&path, || self.stat(space, key.clone())).await?;
+        Ok(Put::Stored)
     }
 
     /// Stores a chunk over one that a reader has found to be damaged. The old frames remain as an orphan.
@@ -200,15 +202,19 @@ impl AsyncStore {
     /// As [`Self::put_chunk`].
     pub async fn replace_chunk(&self, space: &Space, key: &ChunkKey, object: Bytes) -> Result<()> {
         let (_, bytes) = self.put_data(space, key, object).await?;
-        self.remote.put(&self.manifest_path(space.name(), key.id), bytes, PutMode::Overwrite).await?;
-        Ok(())
+        let path = self.manifest_path(space.name(), key.id);
+        self.remote.put(&path, bytes, PutMode::Overwrite).await?;
+        self.remote.kept(&path, || self.stat(space, key.clone())).await.map(drop)
     }
 
     /// Writes the frames of a chunk, and returns the manifest that names them and its bytes.
     async fn put_data(&self, space: &Space, key: &ChunkKey, object: Bytes) -> Result<(Manifest, Bytes)> {
         let manifest = Manifest::describe(key, space, random()?, &object)?;
         manifest.check(key, space).map_err(Error::Argument)?;
-        self.remote.put(&self.data_path(space.name(), &manifest), object, PutMode::Overwrite).await?;
+        let path = self.data_path(space.name(), &manifest);
+        self.remote.put(&path, object, PutMode::Overwrite).await?;
+        let is_whole = async || Ok(self.remote.size(&path).await?.filter(|&len| len == manifest.data_len));
+        self.remote.kept(&path, is_whole).await?;
         let bytes = manifest.to_bytes().into();
         Ok((manifest, bytes))
     }

@@ -24,7 +24,7 @@ pub enum Error {
         /// The feature of this crate.
         feature: &'static str,
     },
-    /// The store rejected a request, or the last of the attempts failed.
+    /// The store rejected a request, or it failed until the store had been away for too long.
     #[error("{}", backend_text::line(path, source))]
     Backend {
         /// The object.
@@ -32,13 +32,30 @@ pub enum Error {
         /// What the store said.
         source: object_store::Error,
     },
-    /// No attempt ended in time.
-    #[error("{path}: no answer within {limit:?}")]
+    /// The store gave no answer.
+    #[error("{path}: no answer from {server}, which may be away for {budget:?}")]
     Timeout {
         /// The object.
         path: String,
-        /// The limit of the last attempt.
-        limit: Duration,
+        /// The store.
+        server: String,
+        /// How long it may be away.
+        budget: Duration,
+    },
+    /// The server cannot write an object only if there is none.
+    #[error(
+        "{server}: the server has no conditional writes (PUT with `If-None-Match: *`), by which the first of \
+         several writers of a chunk wins"
+    )]
+    NoConditions {
+        /// The store.
+        server: String,
+    },
+    /// The store acknowledged the write of an object, or said that it exists, and does not hold it.
+    #[error("{path}: the store said that it is stored, and does not hold it")]
+    NotKept {
+        /// The object.
+        path: String,
     },
     /// The call was cancelled.
     #[error("cancelled")]
@@ -75,9 +92,9 @@ pub enum Error {
         /// The object.
         path: String,
     },
-    /// A manifest is not of this format, or belongs to another chunk.
+    /// An object is not of this format, or is another one's in its place.
     #[error("{path}: {what}")]
-    Manifest {
+    Object {
         /// The object.
         path: String,
         /// What is wrong with it.
@@ -124,7 +141,7 @@ impl Error {
             Self::Timeout { .. }
             | Self::Length { .. }
             | Self::Digest { .. }
-            | Self::Manifest { .. }
+            | Self::Object { .. }
             | Self::Missing { .. } => true,
             _ => false,
         }
@@ -132,13 +149,17 @@ impl Error {
 
     /// Whether an object's bytes differ from those written.
     pub(super) const fn is_torn(&self) -> bool {
-        matches!(self, Self::Length { .. } | Self::TooLong { .. } | Self::Digest { .. })
+        matches!(self, Self::Length { .. } | Self::TooLong { .. } | Self::Digest { .. } | Self::Object { .. })
     }
 
-    /// Whether the store refused a request or did not answer: nothing is known about the object.
+    /// Whether the store refused a request, did not answer, or does not keep what is written: nothing is known
+    /// about the object.
     #[must_use]
     pub const fn is_failure(&self) -> bool {
-        matches!(self, Self::Backend { .. } | Self::Timeout { .. })
+        matches!(
+            self,
+            Self::Backend { .. } | Self::Timeout { .. } | Self::NoConditions { .. } | Self::NotKept { .. }
+        )
     }
 
     /// Whether the store holds wrong data for the chunk, as opposed to not answering: the chunk counts as not
@@ -151,7 +172,7 @@ impl Error {
                 | Self::Length { .. }
                 | Self::TooLong { .. }
                 | Self::Digest { .. }
-                | Self::Manifest { .. }
+                | Self::Object { .. }
                 | Self::Limit { .. }
                 | Self::Codec(_)
         )

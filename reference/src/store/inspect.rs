@@ -136,7 +136,7 @@ impl AsyncStore {
     /// damaged, so that nothing is written to a space that has its line.
     ///
     /// # Errors
-    /// [`Error::Backend`] and [`Error::Timeout`].
+    /// [`Error::Backend`], [`Error::Timeout`], [`Error::NoConditions`] and [`Error::NotKept`].
     pub async fn describe(&self, space: ChunkId, about: &str) -> Result<()> {
         let mode = match self.about(space).await {
             Ok(Some(_)) => return Ok(()),
@@ -144,21 +144,24 @@ impl AsyncStore {
             Err(e) if e.is_damage() => PutMode::Overwrite,
             Err(e) => return Err(e),
         };
-        let sealed = sealed(about).into_bytes().into();
-        self.remote().put(&self.about_path(space), sealed, mode).await.map(drop)
+        let path = self.about_path(space);
+        self.remote().put(&path, sealed(space, about).into_bytes().into(), mode).await?;
+        self.remote().kept(&path, || self.about(space)).await.map(drop)
     }
 
     /// The description of a space; none if there is none.
     ///
     /// # Errors
-    /// [`Error::Manifest`] and [`Error::TooLong`] if the object is not what was written; [`Error::Backend`] and
+    /// [`Error::Object`] and [`Error::TooLong`] if the object is not what was written; [`Error::Backend`] and
     /// [`Error::Timeout`].
     pub async fn about(&self, space: ChunkId) -> Result<Option<String>> {
         let line = |bytes: &[u8]| {
             let text = std::str::from_utf8(bytes).ok();
             let line = text.and_then(|text| Some((text, text.split_once('\n')?.0)));
-            let line = line.filter(|(text, line)| sealed(line) == *text && !line.contains(char::is_control));
-            line.map(|(_, line)| line.to_owned()).ok_or("is not the line that was written")
+            let is_own =
+                |text: &str, line: &str| sealed(space, line) == text && !line.contains(char::is_control);
+            let line = line.filter(|(text, line)| is_own(text, line));
+            line.map(|(_, line)| line.to_owned()).ok_or("is not the line that was written for this space")
         };
         self.remote().get(&self.about_path(space), MAX_ABOUT, line).await
     }
@@ -219,7 +222,7 @@ impl AsyncStore {
                 let path = self.manifest_path(space, id);
                 let parse = |bytes: &[u8]| {
                     let manifest = Manifest::parse(bytes)?;
-                    if manifest.id == id { Ok(manifest) } else { Err("is the manifest of another chunk") }
+                    manifest.check_names(space, id).map(|()| manifest)
                 };
                 (id, remote.get(&path, MAX_MANIFEST, parse).await)
             })
@@ -267,7 +270,7 @@ impl AsyncStore {
     ///
     /// # Errors
     /// [`Error::Missing`], [`Error::Length`] and [`Error::Digest`] for bytes that differ from those written,
-    /// [`Error::Manifest`] for a manifest that no writer writes; [`Error::Backend`] and [`Error::Timeout`].
+    /// [`Error::Object`] for a manifest that no writer writes; [`Error::Backend`] and [`Error::Timeout`].
     pub async fn verify(&self, space: ChunkId, chunk: &ListedChunk) -> Result<()> {
         self.check(space, &chunk.manifest, Check::Digests).await
     }
@@ -300,7 +303,7 @@ impl AsyncStore {
         if check == Check::Length {
             return check_len(&path, remote.size(&path).await?, manifest);
         }
-        let (head, expected) = manifest.head().ok_or_else(|| Error::Manifest {
+        let (head, expected) = manifest.head().ok_or_else(|| Error::Object {
             path: self.manifest_path(space, manifest.id).to_string(),
             what: "is a manifest of frames that are not those of a chunk",
         })?;
@@ -356,9 +359,9 @@ impl AsyncStore {
     }
 }
 
-/// A line, and its digest in a second one.
-fn sealed(line: &str) -> String {
-    format!("{line}\n{}\n", ChunkId(digest(line.as_bytes())))
+/// The line of a space, and in a second line the digest of the space's name and the line.
+fn sealed(space: ChunkId, line: &str) -> String {
+    format!("{line}\n{}\n", ChunkId(digest(&[&space.0, line.as_bytes()].concat())))
 }
 
 /// Compares the size of the data object, if it exists, with its manifest.

@@ -155,7 +155,7 @@ impl Space {
         }
         grid.check()?;
         let mut hash = Sha256::new();
-        hash.update(b"kv-store-1");
+        hash.update(b"kv-store-2");
         for size in [model.len(), grid.chunk, grid.tail] {
             hash.update((size as u64).to_le_bytes());
         }

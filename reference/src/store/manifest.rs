@@ -4,11 +4,12 @@
 //! | bytes | field |
 //! | --- | --- |
 //! | 4 | `KVSM` |
-//! | 1 | version, 1 |
+//! | 1 | version, 2 |
 //! | 1 | levels, at least 1 and at most 16 |
 //! | 2 | 0 |
 //! | 4 | tokens |
 //! | 8 | position of the first token |
+//! | 32 | name of the space, which stands for the model, the profile and the grid |
 //! | 32 | name of the chunk |
 //! | 32 | name of the previous chunk, or of the space |
 //! | 16 | name of the object with the frames |
@@ -29,8 +30,8 @@ use super::key::Digest;
 use super::{ChunkId, ChunkKey, Space};
 
 const MAGIC: [u8; 4] = *b"KVSM";
-const VERSION: u8 = 1;
-const FIXED: usize = 108;
+const VERSION: u8 = 2;
+const FIXED: usize = 140;
 const LEVEL: usize = 16;
 const DIGEST: usize = 32;
 /// Bytes of a piece.
@@ -45,6 +46,7 @@ pub(super) type DataId = [u8; 16];
 /// The object that holds a chunk's frames, and the range of each level's frame in it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Manifest {
+    pub(super) space: ChunkId,
     pub(super) id: ChunkId,
     pub(super) parent: ChunkId,
     pub(super) tokens: Range<usize>,
@@ -107,8 +109,9 @@ impl Manifest {
             levels.push(Level { bytes, pieces: frame.chunks(PIECE as usize).map(digest).collect() });
         }
         levels.reverse();
-        let (id, parent, tokens) = (key.id, key.parent, key.tokens.clone());
-        Ok(Self { id, parent, tokens, data, data_len: object.len() as u64, levels })
+        let (space, tokens) = (space.name(), key.tokens.clone());
+        let data_len = object.len() as u64;
+        Ok(Self { space, id: key.id, parent: key.parent, tokens, data, data_len, levels })
     }
 
     /// The bytes of the object before its frames, and their range; none for a manifest of frames that no
@@ -134,8 +137,7 @@ impl Manifest {
         out.extend([VERSION, self.levels.len() as u8, 0, 0]);
         out.extend((self.tokens.len() as u32).to_le_bytes());
         out.extend((self.tokens.start as u64).to_le_bytes());
-        out.extend(self.id.0);
-        out.extend(self.parent.0);
+        [self.space, self.id, self.parent].iter().for_each(|name| out.extend(name.0));
         out.extend(self.data);
         out.extend(self.data_len.to_le_bytes());
         for Level { bytes, .. } in &self.levels {
@@ -165,7 +167,7 @@ impl Manifest {
             return Err("is a damaged manifest");
         }
         if fixed[4] != VERSION {
-            return Err("is a manifest of another version");
+            return Err("is a manifest of another version of the format, which is not read");
         }
         let n_levels = usize::from(fixed[5]);
         if !(1..=codec_core::MAX_LEVELS).contains(&n_levels) || fixed[6..8] != [0; 2] {
@@ -188,8 +190,8 @@ impl Manifest {
             ChunkId(id)
         };
         let mut data = [0; 16];
-        data.copy_from_slice(&fixed[84..100]);
-        let data_len = eight(fixed, 100);
+        data.copy_from_slice(&fixed[116..132]);
+        let data_len = eight(fixed, 132);
         let (table, mut digests) =
             rest.split_at_checked(LEVEL * n_levels).ok_or("is a manifest that is truncated")?;
         let mut levels = Vec::with_capacity(n_levels);
@@ -210,7 +212,19 @@ impl Manifest {
         if !digests.is_empty() {
             return Err("is a manifest with bytes after its end");
         }
-        Ok(Self { id: name(20), parent: name(52), tokens: first..end, data, data_len, levels })
+        let [space, id, parent] = [20, 52, 84].map(name);
+        Ok(Self { space, id, parent, tokens: first..end, data, data_len, levels })
+    }
+
+    /// Rejects a manifest that stands in the place of that of chunk `id` of `space`.
+    ///
+    /// # Errors
+    /// The reason why it is rejected.
+    pub(super) fn check_names(&self, space: ChunkId, id: ChunkId) -> Result<(), &'static str> {
+        if self.space != space {
+            return Err("is the manifest of a chunk of another model, profile or grid");
+        }
+        if self.id == id { Ok(()) } else { Err("is the manifest of another chunk") }
     }
 
     /// Rejects the manifest of another chunk, and frames that are longer than any of their shape.
@@ -218,7 +232,8 @@ impl Manifest {
     /// # Errors
     /// The reason why it is rejected.
     pub(super) fn check(&self, key: &ChunkKey, space: &Space) -> Result<(), &'static str> {
-        if (self.id, self.parent, &self.tokens) != (key.id, key.parent, &key.tokens) {
+        self.check_names(space.name(), key.id)?;
+        if (self.parent, &self.tokens) != (key.parent, &key.tokens) {
             return Err("is the manifest of another chunk");
         }
         if self.levels.len() != space.levels() {

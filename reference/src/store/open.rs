@@ -6,11 +6,11 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use object_store::local::LocalFileSystem;
 use object_store::path::Path;
 use object_store::{ObjectStore, ObjectStoreScheme, parse_url_opts};
 use url::Url;
 
+use super::folder::Folder;
 use super::profiles::PROFILES;
 use super::{ChunkId, Error, Orphan, Result, backend_text};
 
@@ -127,9 +127,7 @@ fn folder(path: &std::path::Path, create: bool) -> Result<(Arc<dyn ObjectStore>,
     } else if !path.is_dir() {
         return Err(bad("there is no such folder".into()));
     }
-    // Acknowledged writes are on the disk.
-    let store =
-        LocalFileSystem::new_with_prefix(path).map_err(|e| bad(backend_text::cause(&e)))?.with_fsync(true);
+    let store = Folder::open(path).map_err(|e| bad(backend_text::cause(&e)))?;
     Ok((Arc::new(store), Path::default()))
 }
 

@@ -10,22 +10,28 @@ use futures_util::{StreamExt, TryStreamExt};
 use object_store::path::Path;
 use object_store::{GetOptions, GetRange, ObjectMeta, ObjectStore, ObjectStoreExt, PutMode, PutPayload};
 use tokio::sync::Semaphore;
-use tokio::time::{sleep, timeout};
+use tokio::time::{Instant, sleep, timeout};
 use tracing::{debug, warn};
 
+use super::outage::Outage;
 use super::{Error, Result, backend_text};
 
 /// Limits on requests.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug)]
 pub struct Options {
-    /// Attempts of a request, at least one.
+    /// How long the store may be away: the time in which requests fail or get no answer before the first one
+    /// is given up. Later requests have one short attempt each, until time without failures restores it.
+    pub retry: Duration,
+    /// Called once in an outage of some seconds, with the error and the time that is left.
+    pub on_outage: Option<fn(&Error, Duration)>,
+    /// Attempts of a read whose bytes are wrong, at least one: a read may be stale, or corrupted in transit.
     pub attempts: u32,
     /// Time limit of an attempt, in addition to that of its bytes.
     pub timeout: Duration,
     /// Bytes per second below which an attempt is abandoned.
     pub least_rate: u64,
     /// Backoff before the second attempt. It doubles with each attempt, up to `most_backoff`; a random part
-    /// of up to a half is subtracted, so that readers do not retry in step.
+    /// of up to a half is subtracted.
     pub backoff: Duration,
     /// Maximum backoff.
     pub most_backoff: Duration,
@@ -36,6 +42,8 @@ pub struct Options {
 impl Default for Options {
     fn default() -> Self {
         Self {
+            retry: Duration::from_secs(60),
+            on_outage: None,
             attempts: 5,
             timeout: Duration::from_secs(10),
             least_rate: 1 << 20,
@@ -46,18 +54,23 @@ impl Default for Options {
     }
 }
 
+/// Time limit of an attempt, without that of its bytes, if the store has been away for too long.
+const LAST: Duration = Duration::from_secs(1);
+
 #[derive(Clone, Debug)]
 pub(super) struct Remote {
     store: Arc<dyn ObjectStore>,
     root: Path,
     options: Options,
     permits: Arc<Semaphore>,
+    outage: Arc<Outage>,
 }
 
 impl Remote {
     pub fn new(store: Arc<dyn ObjectStore>, root: Path, options: Options) -> Self {
         let parallel = options.parallel.clamp(1, Semaphore::MAX_PERMITS);
-        Self { store, root, options, permits: Arc::new(Semaphore::new(parallel)) }
+        let outage = Arc::new(Outage::new(options.retry));
+        Self { store, root, options, permits: Arc::new(Semaphore::new(parallel)), outage }
     }
 
     pub const fn options(&self) -> &Options {
@@ -68,34 +81,79 @@ impl Remote {
         parts.into_iter().fold(self.root.clone(), |path, part| path.join(part))
     }
 
-    /// Retries `request`, which moves up to `bytes` bytes, until it succeeds, fails for good, or has used up
-    /// its attempts.
+    /// Retries `request`, which moves up to `bytes` bytes, until it succeeds, fails for good, has read wrong
+    /// bytes in all of its attempts, or the store has been away for too long.
     async fn repeat<T, F: Future<Output = Result<T>>>(
         &self,
         path: &Path,
         bytes: u64,
         request: impl Fn() -> F,
     ) -> Result<T> {
-        let limit = self.options.timeout + Duration::from_secs(bytes / self.options.least_rate.max(1));
+        let Options { retry, on_outage, attempts, timeout: limit, least_rate, .. } = self.options;
+        let of_bytes = Duration::from_secs(bytes / least_rate.max(1));
+        let mut wait = self.options.backoff.min(self.options.most_backoff);
+        let mut damaged = 0;
+        loop {
+            // The semaphore is never closed.
+            let permit = self.permits.acquire().await;
+            let start = Instant::now();
+            let most = limit.min(self.outage.left(start).max(LAST)) + of_bytes;
+            let answer = timeout(most, request()).await;
+            drop(permit);
+            let now = Instant::now();
+            let (e, since) = match answer {
+                Ok(Ok(done)) => return Ok(done),
+                // Bytes may have arrived until shortly before.
+                Ok(Err(e)) => (e, now.checked_sub(limit).map_or(start, |at| at.max(start))),
+                Err(_) => {
+                    let server = self.store.to_string();
+                    (Error::Timeout { path: path.to_string(), server, budget: retry }, start)
+                }
+            };
+            if !e.is_transient() {
+                return Err(e);
+            }
+            let mut left = Duration::MAX;
+            if e.is_failure() {
+                let rest = self.outage.count(since, now);
+                left = rest.left;
+                if let Some(report) = on_outage.filter(|_| rest.is_news) {
+                    report(&e, left);
+                }
+            } else {
+                damaged += 1;
+            }
+            if damaged >= attempts || left.is_zero() {
+                return Err(e);
+            }
+            warn!(%path, error = %e, "the request is repeated");
+            sleep(jittered(wait).min(left)).await;
+            wait = (2 * wait).min(self.options.most_backoff);
+            if e.is_failure() {
+                self.outage.count(now, Instant::now());
+            }
+        }
+    }
+
+    /// What `read` finds of an object that was written just before. The first reads may still miss it.
+    ///
+    /// # Errors
+    /// [`Error::NotKept`] if none finds it; those of `read`.
+    pub async fn kept<T, F: Future<Output = Result<Option<T>>>>(
+        &self,
+        path: &Path,
+        read: impl Fn() -> F,
+    ) -> Result<T> {
         let mut wait = self.options.backoff.min(self.options.most_backoff);
         for attempt in 1.. {
-            let result = {
-                // The semaphore is never closed.
-                let _permit = self.permits.acquire().await;
-                timeout(limit, request()).await
-            };
-            let late = || Error::Timeout { path: path.to_string(), limit };
-            let e = match result.unwrap_or_else(|_| Err(late())) {
-                Ok(done) => return Ok(done),
-                Err(e) if !e.is_transient() || attempt >= self.options.attempts => return Err(e),
-                Err(e) => e,
-            };
-            warn!(%path, attempt, error = %e, "the request is repeated");
-            let random = f64::from(getrandom::u32().unwrap_or(0)) / f64::from(u32::MAX);
-            sleep(wait.mul_f64(1.0 - random / 2.0)).await;
+            match read().await? {
+                Some(found) => return Ok(found),
+                None if attempt >= self.options.attempts => break,
+                None => sleep(jittered(wait)).await,
+            }
             wait = (2 * wait).min(self.options.most_backoff);
         }
-        Err(Error::Argument("a request needs at least one attempt"))
+        Err(Error::NotKept { path: path.to_string() })
     }
 
     /// Reads a whole object of at most `limit` bytes, if it exists, and parses it. A read that cannot be
@@ -116,7 +174,7 @@ impl Remote {
                 return Err(Error::TooLong { path: path.to_string(), actual: expected, limit });
             }
             let bytes = self.body(path, got, expected, |_| ()).await?;
-            parse(&bytes).map(Some).map_err(|what| Error::Manifest { path: path.to_string(), what })
+            parse(&bytes).map(Some).map_err(|what| Error::Object { path: path.to_string(), what })
         })
         .await
     }
@@ -198,6 +256,9 @@ impl Remote {
 
     /// Writes an object, and returns whether it was written: in mode [`PutMode::Create`] it is not if one
     /// exists.
+    ///
+    /// # Errors
+    /// [`Error::NoConditions`] from a server without this mode.
     pub async fn put(&self, path: &Path, payload: Bytes, mode: PutMode) -> Result<bool> {
         let bytes = payload.len() as u64;
         self.repeat(path, bytes, async || {
@@ -207,7 +268,10 @@ impl Remote {
                     debug!(%path, bytes, "written");
                     Ok(true)
                 }
-                Err(object_store::Error::AlreadyExists { .. }) => Ok(false),
+                Err(object_store::Error::AlreadyExists { .. }) if mode == PutMode::Create => Ok(false),
+                Err(e) if mode == PutMode::Create && backend_text::is_not_implemented(&e) => {
+                    Err(Error::NoConditions { server: self.store.to_string() })
+                }
                 Err(e) => Err(backend(path, e)),
             }
         })
@@ -293,6 +357,12 @@ impl Drop for Count<'_> {
     fn drop(&mut self) {
         self.counter.fetch_sub(self.bytes, Ordering::Relaxed);
     }
+}
+
+/// A part of `wait`, from a half on, so that readers do not retry in step.
+fn jittered(wait: Duration) -> Duration {
+    let random = f64::from(getrandom::u32().unwrap_or(0)) / f64::from(u32::MAX);
+    wait.mul_f64(1.0 - random / 2.0)
 }
 
 fn backend(path: &Path, source: object_store::Error) -> Error {

@@ -63,7 +63,7 @@ impl Bandwidth {
 
     /// The file that a text names, if it is neither a rate nor a range of rates.
     #[must_use]
-    pub fn file_of(text: &str) -> Option<&Path> {
+    fn file_of(text: &str) -> Option<&Path> {
         let is_file = !text.starts_with("random:") && text.parse::<f64>().is_err();
         is_file.then(|| Path::new(text))
     }

@@ -8,7 +8,7 @@ use std::process::{Child, Stdio};
 use std::thread::sleep;
 use std::time::Duration;
 
-use crate::support::kv::{finished, fixture, kv, one_line, text};
+use crate::support::kv::{finished, fixture, kv, one_line, run, text};
 
 const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 const FILES: [&str; 2] = ["config.json", "model.safetensors"];

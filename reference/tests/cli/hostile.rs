@@ -448,8 +448,7 @@ fn a_profile_of_another_model_is_refused_by_name() {
 
 #[cfg(feature = "cuda")]
 #[test]
-fn devices_and_shapes_that_are_not_there() {
+fn a_device_that_is_not_there() {
     let generate = ["generate", "We", "--tokens", "1", "--device", "cuda:99"];
     refused("a device", &generate, "device: ");
-    refused("a shape", &["speed", "--random", "llama"], "no random model `llama`, only llama-2-7b");
 }

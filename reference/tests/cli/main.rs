@@ -4,11 +4,13 @@
 
 #[path = "../support"]
 mod support {
+    pub mod gguf;
     pub mod kv;
     #[cfg(feature = "s3")]
     pub mod s3;
 }
 
+mod answers;
 mod any_checkpoint;
 #[cfg(all(unix, feature = "fetch"))]
 mod fetch;

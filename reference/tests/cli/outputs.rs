@@ -210,50 +210,6 @@ fn an_input_is_never_an_output() {
     assert_eq!(folder_contents(folder.path()), before);
 }
 
-/// Inputs that an option's value names: the trace of a link, the file of a method's setting, a store's objects.
-#[test]
-fn inputs_in_values_of_options_are_never_outputs() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = |name: &str| text(&folder.path().join(name)).to_owned();
-    let (link, cost) = (path("link"), path("cost.json"));
-    fs::write(&link, "0 1\n").unwrap();
-    fs::write(&cost, "{}").unwrap();
-    let method = format!("pqcache:iterations={cost}");
-    let simulate = ["stream", "simulate", "--tokens", "9", "--values", "9", "--recompute", "9=1"];
-    let with =
-        |args: &[&str], more: [&str; 2]| [args, &more].concat().into_iter().map(String::from).collect();
-    let mut cases: Vec<Vec<String>> = vec![
-        with(&["generate", "We", "--method", &method], ["--json", &cost]),
-        with(&["cost", "--method", &method], ["--json", &cost]),
-        with(&["calibrate", &cost], ["--methods", &method]),
-    ];
-    for output in ["--json", "--report"] {
-        cases.push(with(&[&simulate[..], &["--link", &link]].concat(), [output, &link]));
-        cases.push(with(&["stream", "load", "--link", &link], [output, &link]));
-        cases.push(with(&["compare", "--methods", &method], [output, &cost]));
-    }
-    cases.push(with(&["eval", "--methods", &method], ["--json", &cost]));
-    #[cfg(feature = "cuda")]
-    {
-        // A GPU has its own file next to the setting's.
-        let times = path("cost.NVIDIA-H200.8x16.4x2x64.16x8.json");
-        fs::write(&times, "{}").unwrap();
-        cases.push(with(&["generate", "We", "--method", &method], ["--json", &times]));
-        cases.push(with(&["compare", "--methods", &method], ["--report", &times]));
-        cases.push(with(&["speed", "--methods", &method], ["--logits", &times]));
-    }
-    let before = folder_contents(folder.path());
-    for args in cases {
-        let args: Vec<&str> = args.iter().map(String::as_str).collect();
-        refused(&args.join(" "), &args, "would overwrite");
-    }
-    assert_eq!(folder_contents(folder.path()), before);
-    // A rate is no file, whatever has its name.
-    let mut command = kv(&[&simulate[..], &["--link", "3", "--json", "3"]].concat());
-    command.current_dir(folder.path());
-    assert!(run("a rate", command).status.success());
-}
-
 #[cfg(feature = "store")]
 #[test]
 fn an_output_is_outside_of_the_store() {

@@ -1,8 +1,10 @@
 //! `kv store` and `kv generate --kv` as commands: what they print, and what they refuse in one line.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::time::{Duration, Instant};
 
-use crate::support::kv::{kv, refused, run, usage_refused};
+use crate::support::kv::{kv, one_line, refused, run, text, usage_refused};
 
 #[test]
 fn the_command_line_stores_and_loads() {
@@ -128,4 +130,160 @@ fn wrong_stores_are_refused_in_one_line() {
         usage_refused("no store", &["generate", "x", option, value], &["--kv <URL>"]);
     }
     refused("grid", &["store", "get", url, "--kv-grid", "10/3"], "chunk");
+}
+
+/// A store with one small level, put by `kv` for a text of a few chunks.
+struct Small {
+    folder: tempfile::TempDir,
+    text: PathBuf,
+}
+
+const LEVELS: [&str; 4] = ["--kv-grid", "100/20", "--kv-levels", "cachegen:bits=8"];
+
+impl Small {
+    fn new() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let text = folder.path().join("text");
+        let assets = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets");
+        let all = std::fs::read_to_string(assets.join("sotu-heldout.txt")).unwrap();
+        std::fs::write(&text, &all[30_000..31_500]).unwrap();
+        Self { folder, text }
+    }
+
+    fn url(&self, name: &str) -> String {
+        text(&self.folder.path().join(name)).to_owned()
+    }
+
+    fn on_text(&self, command: &str, url: &str, more: &[&str]) -> Output {
+        let args: [&[&str]; 4] = [&["store", command, url, "--text", text(&self.text)], &LEVELS, more, &[]];
+        run(command, kv(&args.concat()))
+    }
+
+    fn generate(&self, url: &str) -> (String, String) {
+        let args = ["generate", "-f", text(&self.text), "--tokens", "6", "--device", "cpu", "--kv", url];
+        let output = run("generate", kv(&[&args[..], &LEVELS].concat()));
+        let texts = [output.stdout, output.stderr].map(|bytes| String::from_utf8(bytes).unwrap());
+        assert!(output.status.success(), "{}", texts[1]);
+        texts.into()
+    }
+
+    /// The files of a store in a folder of this name.
+    fn files(&self, url: &str, folder: &str) -> Vec<PathBuf> {
+        let paths = |path: &Path| -> Vec<PathBuf> {
+            path.read_dir().into_iter().flatten().map(|entry| entry.unwrap().path()).collect()
+        };
+        let mut all = paths(Path::new(url));
+        let mut files = vec![];
+        while let Some(path) = all.pop() {
+            match path.is_dir() {
+                true => all.extend(paths(&path)),
+                false => files.push(path),
+            }
+        }
+        files.retain(|path| path.components().any(|part| part.as_os_str() == folder));
+        files.sort();
+        files
+    }
+}
+
+fn said(output: &Output) -> String {
+    String::from_utf8_lossy(&[&output.stdout[..], &output.stderr[..]].concat()).into_owned()
+}
+
+/// The profile of another model in the place of a store's is believed by no command, and `put` makes the
+/// store's own again, so that the chunks are found as before.
+#[test]
+fn a_foreign_profile_is_not_believed() {
+    let small = Small::new();
+    let (a, b) = (small.url("a"), small.url("b"));
+    let other = small.folder.path().join("other");
+    let shipped = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/tiny-llama-12m");
+    std::fs::create_dir(&other).unwrap();
+    for entry in shipped.read_dir().unwrap() {
+        let path = entry.unwrap().path();
+        std::fs::copy(&path, other.join(path.file_name().unwrap())).unwrap();
+    }
+    let weights = other.join("model.safetensors");
+    let mut bytes = std::fs::read(&weights).unwrap();
+    let end = bytes.len();
+    bytes[end - 200_000..].chunks_exact_mut(2).for_each(|x| x[0] ^= 0x40);
+    std::fs::write(&weights, bytes).unwrap();
+    for (url, model) in [(&a, &shipped), (&b, &other)] {
+        let output = small.on_text("put", url, &["--model", text(model)]);
+        assert!(said(&output).contains(" new, 0 repaired"), "{}", said(&output));
+    }
+    let (before, _) = small.generate(&a);
+    let [own] = &small.files(&a, "profiles")[..] else { panic!("one profile") };
+    let [foreign] = &small.files(&b, "profiles")[..] else { panic!("one profile") };
+    let (kept, spaces) = (std::fs::read(own).unwrap(), small.files(&a, "chunks"));
+    std::fs::copy(foreign, own).unwrap();
+    let what = "is the profile of another model or of other levels";
+    let (same, said_by_generate) = small.generate(&a);
+    assert_eq!(same, before);
+    assert!(said_by_generate.contains(what) && said_by_generate.contains("; the prompt is computed"));
+    one_line("get", &small.on_text("get", &a, &[]), 2, what);
+    let verify = run("verify", kv(&["store", "verify", &a]));
+    assert!(verify.status.code() == Some(2) && said(&verify).contains(what), "{}", said(&verify));
+    let put = small.on_text("put", &a, &[]);
+    assert!(said(&put).contains(": 0 new, 0 repaired"), "{}", said(&put));
+    assert_eq!((std::fs::read(own).unwrap(), small.files(&a, "chunks")), (kept, spaces));
+    // The chunks and the line of the other model's space in this one.
+    let copied = |folder: &str| {
+        let (to, from) = (&small.files(&a, folder)[0], &small.files(&b, folder)[0]);
+        let own = std::fs::read(to).unwrap();
+        std::fs::copy(from, to).unwrap();
+        let (ls, verify) = (run("ls", kv(&["store", "ls", &a])), run("verify", kv(&["store", "verify", &a])));
+        assert!(ls.status.success() && verify.status.code() == Some(2), "{}", said(&verify));
+        for output in [ls, verify] {
+            assert!(said(&output).contains("damaged: "), "{folder}: {}", said(&output));
+        }
+        assert_eq!(small.generate(&a).0, before, "{folder}");
+        std::fs::write(to, own).unwrap();
+    };
+    ["chunks", "about"].into_iter().for_each(copied);
+    assert!(run("verify", kv(&["store", "verify", &a])).status.success());
+}
+
+/// A pipe or a device in the place of an object is an error at once.
+#[cfg(unix)]
+#[test]
+fn only_regular_files_are_opened() {
+    use std::os::unix::fs::symlink;
+    let small = Small::new();
+    let url = small.url("a");
+    assert!(small.on_text("put", &url, &[]).status.success());
+    let (before, _) = small.generate(&url);
+    for (i, folder) in ["chunks", "data", "profiles", "about"].into_iter().enumerate() {
+        let path = &small.files(&url, folder)[0];
+        let own = std::fs::read(path).unwrap();
+        for device in [false, true] {
+            std::fs::remove_file(path).unwrap();
+            match device {
+                true => symlink("/dev/zero", path).unwrap(),
+                false => assert!(Command::new("mkfifo").arg(path).status().unwrap().success()),
+            }
+            let start = Instant::now();
+            let put = small.on_text("put", &url, &["--verify"]);
+            let get = small.on_text("get", &url, &[]);
+            let (ls, verify) =
+                (run("ls", kv(&["store", "ls", &url])), run("verify", kv(&["store", "verify", &url])));
+            let (same, err) = small.generate(&url);
+            assert!(start.elapsed() < Duration::from_secs(150), "{folder}: {:?}", start.elapsed());
+            assert_eq!(same, before, "{folder}: {err}");
+            let what = "is a pipe or a device, not a regular file";
+            // Frames that cannot be opened may also be listed, with no bytes.
+            let names_it = |output: &Output| {
+                said(output).contains(what)
+                    || (i == 1 && said(output).contains(": is 0 B long, where it must be "))
+            };
+            assert!(verify.status.code() == Some(2) && names_it(&verify), "{}", said(&verify));
+            // Chunks and lines that cannot be read are not believed to be missing.
+            assert!(i == 3 || (put.status.code() == Some(2) && said(&put).contains(what)), "{}", said(&put));
+            assert!(i == 3 || (get.status.code() == Some(2) && said(&get).contains(what)), "{}", said(&get));
+            assert!(ls.status.success() && (i == 2 || names_it(&ls)), "{}", said(&ls));
+        }
+        std::fs::remove_file(path).unwrap();
+        std::fs::write(path, own).unwrap();
+    }
+    assert!(run("verify", kv(&["store", "verify", &url])).status.success());
 }

@@ -1,6 +1,9 @@
 //! Messages of the command line about invalid arguments, and its help.
 
-use crate::support::kv::{kv, one_line, refused, run, text, usage_refused};
+use std::io::Write;
+use std::process::Stdio;
+
+use crate::support::kv::{finished, fixture, kv, one_line, refused, run, text, usage_refused};
 
 #[test]
 fn arguments_that_do_not_parse_get_a_whole_message() {
@@ -18,11 +21,6 @@ fn arguments_that_do_not_parse_get_a_whole_message() {
             "a chunk of nothing",
             &["generate", "a", "--chunk", "0"],
             &["--chunk <N>", "must be a whole number from 1 on"],
-        ),
-        (
-            "a simulation without times of prefill",
-            &["stream", "simulate", "--tokens", "4096", "--values", "2048"],
-            &["--recompute <LIST>", "Usage: kv stream simulate"],
         ),
         (
             "a method that attends to nothing",
@@ -82,13 +80,6 @@ fn refusals_name_the_option_and_the_way_out() {
     for (args, what) in [
         (&["eval", "--lengths", "64,128,64"][..], "--lengths: 64 is given twice"),
         (&["eval", "--depths", "0.5,0.50"], "--depths: 0.5 is given twice"),
-        (&["cost", "--lengths", "64,128,64"], "--lengths: 64 is given twice"),
-        (&["cost", "--lengths", "0,1,2"], "--lengths must be at least 1, not 0"),
-        (&["stream", "load", "--timeout", "0"], "a number of seconds above 0, at most 86400, not 0"),
-        (&["stream", "load", "--latency", "-1"], "--latency must be a number of seconds from 0 on, not -1"),
-        (&["stream", "load", "--slo", "inf"], "--slo must be a number of seconds from 0 on, not inf"),
-        (&["stream", "load", "--reserve", "1"], "--reserve must be a fraction from 0 to below 1, not 1"),
-        (&["stream", "load", "--batch", "0"], "--batch must be at least 1"),
         (
             &["eval", "--methods", "dense", "--lengths", "64", "--trials", "18446744073709551615"],
             "--trials 18446744073709551615: a prompt of 64 tokens (--lengths) has no room for as many facts",
@@ -109,7 +100,10 @@ fn refusals_name_the_option_and_the_way_out() {
             &["generate", "a", "--method", "pqcache:held=64", "--device", "cpu"],
             "method pqcache: `held` has no effect on the CPU",
         ),
-        (&["compare", "--methods", "pqcache:iterations=no-file.json", "--device", "cpu"], "no-file.json: "),
+        (
+            &["compare", "--methods", "pqcache:iterations=no-file.json"],
+            "must be a whole number from 1 to 4096",
+        ),
         (&["eval", "--lengths", "64", "--trials", "16"], "--trials 16: a prompt of 64 tokens cannot be made"),
         (&["eval", "--lengths", "0"], "--lengths and --decode must be at least 1"),
         (&["eval", "--depths", "1.5"], "--depths: 1.5 is not from 0 to 1"),
@@ -145,6 +139,103 @@ fn refusals_name_the_option_and_the_way_out() {
         &["compare", "--text", text(&short)],
         "are needed: pass a longer --text, or a smaller --context or --decode",
     );
+}
+
+/// An option that the others leave without effect is an error, not ignored.
+#[test]
+fn options_without_effect_are_refused() {
+    for (args, what) in [
+        (&["generate", "a", "--top-p", "0.9"][..], "--top-p has no effect without --temperature"),
+        (&["generate", "a", "--seed", "3"], "--seed has no effect without --temperature"),
+        (
+            &["generate", "a", "--profile", "/nowhere"],
+            "--profile has no effect on these methods, which need none",
+        ),
+        (&["compare", "--methods", "dense,int4", "--profile", "/nowhere"], "--profile has no effect"),
+        (&["eval", "--methods", "dense", "--profile", "/nowhere"], "--profile has no effect"),
+        (&["eval", "--trials", "0", "--seed", "3"], "--seed has no effect with --trials 0"),
+    ] {
+        refused(&args.join(" "), args, what);
+    }
+    #[cfg(feature = "store")]
+    for option in ["--kv-retry", "--kv-slo"] {
+        usage_refused(option, &["generate", "a", option, "5"], &["--kv <URL>"]);
+    }
+}
+
+/// A prompt may come from standard input, under each of its names; no more of it is read than a prompt takes.
+#[test]
+fn a_prompt_may_come_from_standard_input() {
+    let options = ["--tokens", "4", "--device", "cpu"];
+    let with_input = |args: &[&str], input: &[u8]| {
+        let mut command = kv(&[&["generate"], args, &options].concat());
+        let (mut reader, input) = (command.stdin(Stdio::piped()), input.to_vec());
+        reader = reader.stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = reader.spawn().unwrap();
+        let mut pipe = child.stdin.take().unwrap();
+        let writer = std::thread::spawn(move || drop(pipe.write_all(&input))); // it may not be read to its end
+        let output = finished("standard input", child);
+        writer.join().unwrap();
+        output
+    };
+    let plain = run("plain", kv(&[&["generate", "We, the people"], &options[..]].concat()));
+    assert!(plain.status.success() && !plain.stdout.is_empty());
+    let mut names = vec![&["-"][..], &["--file", "-"]];
+    if cfg!(unix) {
+        names.extend([&["--file", "/dev/stdin"][..], &["-f", "/dev/fd/0"]]);
+    }
+    for args in names {
+        let output = with_input(args, b"We, the people\n\n");
+        assert!(output.status.success() && output.stderr.is_empty(), "{args:?}: {output:?}");
+        assert_eq!(output.stdout, plain.stdout, "{args:?}");
+        one_line("no prompt", &with_input(args, b"\n"), 2, "the prompt is empty");
+        one_line("no text", &with_input(args, b"\xff\xfe"), 2, "standard input: invalid utf-8");
+        let long = vec![b'a'; (8 << 20) + 1];
+        one_line("a long text", &with_input(args, &long), 2, "standard input: has more than 8388608 bytes");
+    }
+}
+
+/// A prompt with the text of BOS at its beginning, as a chat template leaves it, has BOS twice.
+#[test]
+fn a_second_bos_is_named() {
+    let model = fixture("gguf-sentencepiece").join("model.gguf");
+    let stderr = |prompt: &str| {
+        let args = ["generate", prompt, "--model", text(&model), "--tokens", "1", "--device", "cpu"];
+        let output = run(prompt, kv(&args));
+        assert!(output.status.success(), "{output:?}");
+        String::from_utf8(output.stderr).unwrap()
+    };
+    assert!(stderr("<s>the").contains("BOS token twice") && stderr("the").is_empty());
+}
+
+/// Without a GPU the default device is the CPU, and one line says why; `--device cpu` says nothing.
+#[test]
+fn a_device_that_is_not_the_first_choice_is_explained() {
+    if run("a GPU", kv(&["generate", "We", "--tokens", "1", "--device", "cuda"])).status.success() {
+        return;
+    }
+    for command in [
+        &["generate", "We", "--tokens", "1"][..],
+        &["compare", "--context", "64", "--decode", "4", "--methods", "dense"],
+        &["eval", "--methods", "dense", "--lengths", "64", "--trials", "0", "--decode", "2"],
+    ] {
+        let output = run(command[0], kv(command));
+        one_line(command[0], &output, 0, "kv: --device auto takes the CPU: ");
+        let output = run(command[0], kv(&[command, &["--device", "cpu"]].concat()));
+        assert!(output.status.success() && output.stderr.is_empty(), "{output:?}");
+    }
+}
+
+/// The text on which methods without a profile are calibrated is in the binary, which may be moved away from
+/// where it was built.
+#[test]
+fn the_calibration_text_is_part_of_the_binary() {
+    let binary = std::fs::read(env!("CARGO_BIN_EXE_kv")).unwrap();
+    let assets = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("assets");
+    let text = std::fs::read(assets.join("sotu-heldout.txt")).unwrap();
+    let start = &text[..64];
+    let mut places = binary.windows(start.len()).enumerate().filter(|(_, window)| *window == start);
+    assert!(places.any(|(at, _)| binary[at..].starts_with(&text)));
 }
 
 #[test]
@@ -229,24 +320,10 @@ fn notes_under_a_table_tell_settings_apart() {
 
 #[test]
 fn defaults_of_lists_are_shown_as_they_are_written() {
-    for (command, defaults) in [
-        (&["eval"][..], &["512,2048", "0.1,0.5,0.9"][..]),
-        (&["cost"], &["512,1024,2048,4096"]),
-        (&["stream", "load"], &["4.1,3.1,2.0"]),
-        (&["stream", "simulate"], &["4.1,3.1,2.0"]),
-        #[cfg(feature = "cuda")]
-        (&["stream", "time"], &["4096,32768", "10,100,400"]),
-    ] {
-        let output = run("help", kv(&[command, &["--help"]].concat()));
-        let help = String::from_utf8(output.stdout).unwrap();
-        for default in defaults {
-            assert!(help.contains(&format!("[default: {default}]")), "{command:?}: {help}");
-        }
+    let help = String::from_utf8(run("help", kv(&["eval", "--help"])).stdout).unwrap();
+    for default in ["512,2048", "0.1,0.5,0.9"] {
+        assert!(help.contains(&format!("[default: {default}]")), "{help}");
     }
-    let simulate = ["stream", "simulate", "--tokens", "4096", "--values", "2048", "--recompute", "1000=0.1"];
-    let output = run("only what is required", kv(&simulate));
-    let stdout = String::from_utf8(output.stdout).unwrap();
-    assert!(stdout.contains("Simulated: 1 request of 4096 tokens"), "{stdout}");
 }
 
 #[test]

@@ -3,7 +3,6 @@
 
 use std::sync::Arc;
 
-use indicatif::ProgressBar;
 use kv_reference::compare::{OnGpu, Place, Row, Sizes, compare};
 use kv_reference::device::Gpu;
 use kv_reference::method::Method;
@@ -19,8 +18,7 @@ const SIZES: Sizes = Sizes { context: 480, decode: 96, calibration: 2048 };
 fn rows(methods: &str, sizes: Sizes, gpu: Option<&OnGpu>) -> Result<Vec<Row>> {
     let (model, tokens) = model();
     let methods = Method::parse_list(methods).unwrap();
-    let bar = ProgressBar::hidden();
-    Ok(compare(&model, ("sotu-heldout", &tokens), &methods, sizes, None, 1, gpu, &bar)?.methods)
+    Ok(compare(&model, ("sotu-heldout", &tokens), &methods, sizes, None, 1, gpu, &())?.methods)
 }
 
 #[test]

@@ -11,9 +11,9 @@ use std::{panic, ptr, thread};
 
 use cudarc::driver::{result, sys};
 use kv_gpu::Element;
-use kv_reference::device::{Decoder, DeviceClustering, Gpu, Weights, method_cache};
+use kv_reference::Error;
+use kv_reference::device::{Decoder, Gpu, Weights, method_cache};
 use kv_reference::method::Method;
-use kv_reference::{Error, Profile};
 
 use crate::support::{self, gpu, model, skip, teacher_forced};
 
@@ -77,38 +77,6 @@ fn a_busy_link_changes_no_token() {
         assert!(logits == again, "{spec}: other logits");
         assert_eq!(fetched, fetched_again, "{spec}");
     }
-}
-
-/// A file in which a layer takes a thousand times as long as on this device changes the number of iterations
-/// and nothing else.
-#[test]
-fn times_of_another_machine_change_the_iterations_alone() {
-    let Some(gpu) = gpu("times of another machine") else { return };
-    let (model, tokens) = model();
-    let (prompt, run) = tokens[3000..4550].split_at(1500);
-    let folder = tempfile::tempdir().unwrap();
-    let file = folder.path().join("cost.json");
-    let method = "pqcache".parse().unwrap();
-    let times = DeviceClustering::measure(&gpu, &method, &model.config, &[512, 1024, 2048]).unwrap();
-    let path = times.write_beside(&file).unwrap();
-    let mut json: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
-    for coefficient in json["layer"].as_array_mut().unwrap() {
-        *coefficient = (1000.0 * coefficient.as_f64().unwrap()).into();
-    }
-    std::fs::write(&path, json.to_string()).unwrap();
-    let logits = |iterations: &str| {
-        let spec = format!("pqcache:tokens=64:iterations={iterations}");
-        let mut decoder = support::decoder(&gpu, &model, &spec, &Profile::default(), 1, 1550);
-        decoder.prefill(&[prompt.to_vec()], 2048).unwrap();
-        teacher_forced(&mut decoder, run)
-    };
-    let from_file = logits(&file.display().to_string());
-    let before = times.iterations(1500);
-    assert!(before < 25, "no more iterations are possible");
-    assert!(logits(&before.to_string()) != from_file, "{before} iterations as before");
-    let same = (before + 1..=25).find(|count| logits(&count.to_string()) == from_file);
-    println!("{before} iterations, with the other times {same:?}");
-    assert!(same.is_some());
 }
 
 /// Runs so often that leaks would exceed the limit of device memory.

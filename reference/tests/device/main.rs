@@ -4,6 +4,8 @@
 #![cfg(feature = "cuda")]
 #![allow(clippy::unwrap_used, clippy::panic)] // helpers of tests, too
 
+#[path = "../../../gpu/tests/common/kernels.rs"]
+mod kernels;
 #[path = "../support/device.rs"]
 mod support;
 

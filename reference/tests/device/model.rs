@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use kv_gpu::{Element, compile};
+use kv_gpu::Element;
 
 use kv_reference::compare::calibrated;
 use kv_reference::device::{Decoder, Gpu, Weights, method_cache, programs};
@@ -13,6 +13,7 @@ use kv_reference::method::{Method, Prepared};
 use kv_reference::model::Rope;
 use kv_reference::{Error, Profile, Sampling};
 
+use crate::kernels::compiled;
 use crate::support::{
     batches_generate_what_sequences_do, cosine, decoder, gpu, model, profile, skip, teacher_forced,
 };
@@ -22,7 +23,7 @@ fn kernels_compile_and_keep_their_registers() {
     for (capability, shared_memory) in [((8, 0), 163 << 10), ((9, 0), 227 << 10)] {
         let architecture = &format!("sm_{}{}", capability.0, capability.1);
         for program in programs(capability, shared_memory) {
-            match compile(&program, architecture) {
+            match compiled(&program, architecture) {
                 Ok(image) => assert_eq!(image.spilled_bytes(), 0, "{program} for {architecture}"),
                 Err(error @ kv_gpu::Error::NoNvrtc) => return skip("compilation", &error),
                 Err(error) => panic!("{error}"),

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use kv_gpu::Element;
-use kv_reference::device::{Decoder, DeviceClustering, Weights, method_cache, profile_clustering};
+use kv_reference::device::{Decoder, Weights, method_cache};
 use kv_reference::eval::score_text;
 use kv_reference::method::{Method, Prepared};
 use kv_reference::model::Rope;
@@ -55,61 +55,6 @@ fn codebooks_are_trained_on_the_prompt() {
         let (kl, expected) = (kl_of(&logits), kl_of(&on_cpu(spec)));
         println!("{spec}: KL {kl:.5}, and {expected:.5} on the CPU, which starts from other keys");
         assert!((kl - expected).abs() <= (0.25 * expected).max(2e-4), "{spec}: {kl} and {expected}");
-    }
-}
-
-/// The device's own times are measured once, and again if the file is damaged or of another device.
-#[test]
-fn iterations_follow_from_the_times_of_the_device() {
-    let Some(gpu) = gpu("clustering profile") else { return };
-    let (model, tokens) = model();
-    let folder = tempfile::tempdir().unwrap();
-    let spec = format!("pqcache:tokens=64:iterations={}", folder.path().join("cost.json").display());
-    let method: Method = spec.parse().unwrap();
-    let missing =
-        method_cache(&gpu, &method, &model.config, Element::F16, None, 1, 1700).map(drop).unwrap_err();
-    assert!(matches!(missing, Error::Io { .. }), "{missing}");
-    let profile = || profile_clustering(&gpu, &method, &model.config).unwrap();
-    assert!(profile().is_some_and(|note| !note.contains("since")));
-    assert_eq!(profile(), None, "there is a file");
-    let files: Vec<_> = std::fs::read_dir(folder.path()).unwrap().map(|file| file.unwrap().path()).collect();
-    let [file] = &files[..] else { panic!("{files:?}") };
-    let text = std::fs::read_to_string(file).unwrap();
-    println!("{text}");
-    for (other, says) in
-        [(text.replace("\"device\": \"", "\"device\": \"not "), "was measured on"), ("{".into(), "since")]
-    {
-        std::fs::write(file, other).unwrap();
-        assert!(profile().is_some_and(|note| note.contains(says)), "{says}");
-        assert_eq!(profile(), None);
-    }
-    let mut decoder = decoder(&gpu, &model, &spec, &Profile::default(), 1, 1700);
-    decoder.prefill(&[tokens[..1500].to_vec()], 2048).unwrap();
-    decoder.step().unwrap();
-}
-
-/// The measurements of `kv cost` on a device are in the file that `iterations=FILE` reads there.
-#[test]
-fn measured_times_are_those_that_iterations_follow() {
-    let Some(gpu) = gpu("clustering cost") else { return };
-    let (config, folder) = (&model().0.config, tempfile::tempdir().unwrap());
-    let file = folder.path().join("cost.json");
-    let measure = |method: &str, lengths: &[usize]| {
-        DeviceClustering::measure(&gpu, &method.parse().unwrap(), config, lengths)
-    };
-    let measured = measure("pqcache", &[512, 1024, 2048]).unwrap();
-    assert!(measured.times.iter().map(|at| at.tokens).eq([512, 1024, 2048]));
-    assert!((1..=25).contains(&measured.iterations(1024)));
-    assert!(measured.write_beside(&file).unwrap().exists());
-    let method: Method = format!("pqcache:iterations={}", file.display()).parse().unwrap();
-    assert_eq!(profile_clustering(&gpu, &method, config).unwrap(), None, "there is a file");
-    for (method, lengths) in [
-        ("dense", &[512, 1024, 2048][..]),
-        ("pqcache", &[255, 1024, 2048]),
-        ("pqcache", &[512, 1024]),
-        ("pqcache", &[]),
-    ] {
-        assert!(measure(method, lengths).is_err(), "{method}, {lengths:?}");
     }
 }
 

@@ -58,6 +58,12 @@ pub struct Faults {
     pub stale: f32,
     /// Whether conditional writes overwrite, as some servers do.
     pub ignores_conditions: bool,
+    /// Whether writes are acknowledged and not kept.
+    pub forgets: bool,
+    /// Whether conditional writes are answered as if the object existed.
+    pub claims_all: bool,
+    /// Whether conditional writes are not implemented.
+    pub lacks_conditions: bool,
 }
 
 impl Faults {
@@ -75,6 +81,7 @@ impl Faults {
             swap: rate(),
             stale: rate(),
             ignores_conditions: random.below(4) == 0,
+            ..Self::default()
         }
     }
 }
@@ -198,7 +205,18 @@ impl ObjectStore for Faulty {
         self.delay().await;
         self.check(|faults| faults.unavailable, "503")?;
         self.check(|faults| faults.full, "no space left on device")?;
-        if self.state.lock().unwrap().faults.ignores_conditions {
+        let faults = self.state.lock().unwrap().faults;
+        if options.mode == PutMode::Create && faults.claims_all {
+            return Err(Error::AlreadyExists { path: path.to_string(), source: "412".into() });
+        }
+        if options.mode == PutMode::Create && faults.lacks_conditions {
+            let source = "Server returned non-2xx status code: 501 Not Implemented: ".into();
+            return Err(Error::Generic { store: "S3", source });
+        }
+        if faults.forgets {
+            return Ok(PutResult { e_tag: None, version: None, extensions: Default::default() });
+        }
+        if faults.ignores_conditions {
             options.mode = PutMode::Overwrite;
         }
         self.remember(path).await;

@@ -14,9 +14,11 @@ use sha2::{Digest, Sha256};
 
 const LEVELS: usize = 2;
 /// Bytes of a manifest before its table of levels, of an entry of the table, and of a digest.
-const FIXED: usize = 108;
+const FIXED: usize = 140;
 const LEVEL: usize = 16;
 const DIGEST: usize = 32;
+/// Bytes of a stored profile before its digest.
+const NAMED: usize = 40;
 
 /// A change of one object. Its numbers are taken modulo their ranges.
 #[derive(Clone, Copy, Debug)]
@@ -69,7 +71,7 @@ impl Written {
         let layers = [LayerKv { keys: rows.clone(), values: rows }];
         let memory = Arc::new(InMemory::new());
         let store = store(memory.clone());
-        store.put_profile(id, profile.clone()).await.unwrap();
+        store.put_profile(id, &profile).await.unwrap();
         let mut chunks = vec![];
         for key in contexts.iter().flat_map(|tokens: &Vec<u32>| space.chunks(tokens)) {
             let object = encode_chunk(&profile, &key, 0, &layers).unwrap();
@@ -113,16 +115,16 @@ impl Written {
             self.name_frames(&mut objects);
         }
         for (path, object) in objects.iter_mut().filter(|_| forged != Forged::Nothing) {
-            let (body, digest) = match path.as_ref().contains("/chunks/") {
-                true => object.len().checked_sub(DIGEST).map(|at| (0..at, at..at + DIGEST)),
-                false if path.as_ref().contains("/profiles/") => {
-                    (object.len() >= DIGEST).then_some((DIGEST..object.len(), 0..DIGEST))
-                }
-                false => None,
-            }
-            .unwrap_or_default();
-            let computed = Sha256::digest(&object[body]);
-            object[digest.clone()].copy_from_slice(&computed[..digest.len()]);
+            let at = match path.as_ref() {
+                manifest if manifest.contains("/chunks/") => object.len().checked_sub(DIGEST),
+                profile if profile.contains("/profiles/") => Some(NAMED),
+                _ => None,
+            };
+            let Some((before, after)) = at.and_then(|at| object.split_at_checked(at)) else { continue };
+            let Some((_, after)) = after.split_at_checked(DIGEST) else { continue };
+            let (at, digest) =
+                (before.len(), Sha256::new().chain_update(before).chain_update(after).finalize());
+            object[at..at + DIGEST].copy_from_slice(&digest);
         }
         objects
     }

@@ -4,7 +4,6 @@ use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
 
-use indicatif::ProgressBar;
 use kv_reference::Profile;
 use kv_reference::compare::{Sizes, calibrated, compare};
 use kv_reference::method::Method;
@@ -77,9 +76,8 @@ fn a_comparison_does_not_depend_on_the_number_of_threads() {
     let methods = Method::parse_list(methods).unwrap();
     let sizes = Sizes { context: 160, decode: 16, calibration: 256 };
     let comparisons = at_all_threads(|| {
-        let bar = ProgressBar::hidden();
         let mut rows =
-            compare(&model, ("text", &tokens), &methods, sizes, None, 1, None, &bar).unwrap().methods;
+            compare(&model, ("text", &tokens), &methods, sizes, None, 1, None, &()).unwrap().methods;
         rows.iter_mut().for_each(|row| row.ms_per_token = 0.0);
         rows.iter().map(|row| format!("{row:?}")).collect::<Vec<_>>()
     });

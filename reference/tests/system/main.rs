@@ -6,6 +6,7 @@
 mod support {
     #[cfg(feature = "store")]
     pub mod faulty;
+    pub mod gguf;
     pub mod kv;
     #[cfg(feature = "s3")]
     pub mod s3;
@@ -15,7 +16,9 @@ mod support {
 
 mod caches;
 mod chunks;
+mod configurations;
 mod determinism;
+mod ggml_vocabularies;
 mod headers;
 mod hybrid_bound;
 mod offload;

@@ -8,6 +8,8 @@ use kv_reference::method::Method;
 use kv_reference::model::{Model, Rope};
 use kv_reference::{Error, Profile};
 
+use crate::support::kv::{copy, fixture};
+
 /// A tiny random model and a profile for it.
 fn setup() -> (Model, Profile) {
     let model =
@@ -79,4 +81,89 @@ fn a_good_profile_survives_a_write_that_fails() {
     assert!(stderr.contains("profile"), "{stderr}");
     assert_eq!(std::fs::read(&path).unwrap(), b"a good profile");
     assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1, "a draft stays");
+}
+
+/// Profiles and stores know a model by its hash: it stands for what keys and values depend on.
+#[test]
+fn the_hash_of_a_model_stands_for_its_keys_and_values() {
+    let hash_of = |fixture: &str, change: &dyn Fn(&mut serde_json::Map<String, serde_json::Value>)| {
+        let folder = copy(fixture);
+        let path = folder.path().join("config.json");
+        let mut config = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+        change(&mut config);
+        std::fs::write(&path, serde_json::to_vec(&config).unwrap()).unwrap();
+        Model::load(folder.path()).unwrap().hash
+    };
+    let as_it_is = hash_of("gqa", &|_| ());
+    assert_eq!(as_it_is, Model::load(&fixture("gqa")).unwrap().hash);
+    let with = |key: &'static str, value: serde_json::Value| {
+        hash_of("gqa", &move |config| drop(config.insert(key.to_owned(), value.clone())))
+    };
+    for (key, value) in [
+        ("dtype", "bfloat16".into()),
+        ("torch_dtype", "float16".into()),
+        ("transformers_version", "4.30.0".into()),
+        ("architectures", serde_json::json!(["LlamaForCausalLM", "LlamaModel"])),
+        ("_name_or_path", "somewhere".into()),
+        ("use_cache", false.into()),
+        ("initializer_range", 0.5.into()),
+        ("eos_token_id", 3.into()),
+        ("bos_token_id", 5.into()),
+        ("max_position_embeddings", 128.into()),
+        ("attention_dropout", 0.1.into()),
+    ] {
+        assert_eq!(with(key, value), as_it_is, "{key}");
+    }
+    // The same rotary frequencies, spelled as older configurations do.
+    let older = hash_of("gqa", &|config| {
+        config.remove("rope_parameters");
+        config.insert("rope_theta".into(), 10000.0.into());
+    });
+    assert_eq!(older, as_it_is);
+    for (key, value) in [
+        ("rms_norm_eps", 1e-6.into()),
+        ("rope_parameters", serde_json::json!({"rope_theta": 20000.0, "rope_type": "default"})),
+        ("rope_parameters", serde_json::json!({"rope_theta": 10000.0, "rope_type": "linear", "factor": 2.0})),
+    ] {
+        assert_ne!(with(key, value), as_it_is, "{key}");
+    }
+
+    // One file or several, in any order, with any metadata: the tensors count.
+    let folder = copy("gqa");
+    let path = folder.path().join("model.safetensors");
+    let bytes = std::fs::read(&path).unwrap();
+    let tensors = safetensors::SafeTensors::deserialize(&bytes).unwrap().tensors();
+    let metadata = || Some([("format".to_owned(), "mlx".to_owned())].into());
+    safetensors::serialize_to_file(tensors.clone(), metadata(), &folder.path().join("new")).unwrap();
+    std::fs::rename(folder.path().join("new"), &path).unwrap();
+    assert_eq!(Model::load(folder.path()).unwrap().hash, as_it_is);
+    std::fs::remove_file(&path).unwrap();
+    let mut weight_map = serde_json::Map::new();
+    for (i, (name, tensor)) in tensors.iter().enumerate() {
+        let shard = format!("model-{}.safetensors", 9 - i % 3);
+        weight_map.insert(name.clone(), shard.clone().into());
+        let same = tensors.iter().enumerate().filter(|(j, _)| j % 3 == i % 3);
+        let same: Vec<_> = same.map(|(_, (name, tensor))| (name.clone(), tensor.clone())).collect();
+        safetensors::serialize_to_file(same, None, &folder.path().join(shard)).unwrap();
+        assert!(!tensor.data().is_empty());
+    }
+    let index = serde_json::json!({"metadata": {}, "weight_map": weight_map});
+    std::fs::write(folder.path().join("model.safetensors.index.json"), index.to_string()).unwrap();
+    assert_eq!(Model::load(folder.path()).unwrap().hash, as_it_is);
+
+    // One weight of one layer.
+    let folder = copy("gqa");
+    let path = folder.path().join("model.safetensors");
+    let mut bytes = std::fs::read(&path).unwrap();
+    let header = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let tensors = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    let first = tensors.tensor("model.layers.0.self_attn.k_proj.weight").unwrap().data().as_ptr();
+    let at = first as usize - bytes.as_ptr() as usize;
+    assert!(at >= header);
+    bytes[at] ^= 1;
+    std::fs::write(&path, bytes).unwrap();
+    assert_ne!(Model::load(folder.path()).unwrap().hash, as_it_is);
+    let hashes =
+        ["gguf-f32", "gguf-f16"].map(|name| Model::load(&fixture(name).join("model.gguf")).unwrap().hash);
+    assert!(hashes[0] != hashes[1] && !hashes.contains(&as_it_is));
 }

@@ -4,10 +4,9 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use indicatif::ProgressBar;
-use kv_reference::compare::{Comparison, Row, Sizes, compare};
+use kv_reference::compare::{Comparison, Row, Sizes, calibrated, compare};
 use kv_reference::method::Method;
-use kv_reference::model::Model;
+use kv_reference::model::{Model, Rope};
 
 fn run(methods: &[&str], sizes: Sizes) -> Comparison {
     let assets = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets");
@@ -15,8 +14,7 @@ fn run(methods: &[&str], sizes: Sizes) -> Comparison {
     let text = std::fs::read_to_string(assets.join("sotu-heldout.txt")).unwrap();
     let tokens = model.tokenizer().unwrap().encode(&text).unwrap();
     let methods = Method::parse_list(&methods.join(",")).unwrap();
-    compare(&model, ("sotu-heldout", &tokens), &methods, sizes, None, 1, None, &ProgressBar::hidden())
-        .unwrap()
+    compare(&model, ("sotu-heldout", &tokens), &methods, sizes, None, 1, None, &()).unwrap()
 }
 
 fn row<'a>(comparison: &'a Comparison, spec: &str) -> &'a Row {
@@ -109,4 +107,38 @@ fn aggressive_settings_degrade_in_the_papers_order() {
     let (cachegen, int8) = (row(&comparison, "cachegen:bits=2"), row(&comparison, "int8"));
     assert!(cachegen.perplexity < 1.02 * int8.perplexity, "{} {}", cachegen.perplexity, int8.perplexity);
     assert!(cachegen.kv_bytes_per_token * 2.5 < int8.kv_bytes_per_token);
+}
+
+/// The sources of this crate: a text of another kind than the shipped one.
+fn sources() -> String {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/method");
+    let mut paths: Vec<_> = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
+    paths.retain(|path| path.extension().is_some_and(|extension| extension == "rs"));
+    paths.sort();
+    paths.iter().map(|path| std::fs::read_to_string(path).unwrap()).collect()
+}
+
+/// Codes of keys after RoPE lose no more at positions that the calibration text, of another kind, does not reach.
+#[test]
+#[ignore = "long: prompts of 8,192 and 16,000 tokens of a real model"]
+fn codebooks_of_another_text_hold_at_length() {
+    let assets = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets");
+    let model = Arc::new(Model::load(&assets.join("tiny-llama-12m")).unwrap());
+    let tokens = |text: &str| model.tokenizer().unwrap().encode(text).unwrap();
+    let speech = tokens(&std::fs::read_to_string(assets.join("sotu-heldout.txt")).unwrap());
+    let code = tokens(&sources());
+    let methods =
+        Method::parse_list("million,pqklt:k=64x8:v=64x8:keys=rotated,pqklt:k=64x8:v=64x8:keys=mean").unwrap();
+    let rope = Rope::new(&model.config, model.config.max_seq_len);
+    let profile = calibrated(&model, &rope, &speech[..4096], &methods).unwrap();
+    let losses = [2048, 8192, 16_000].map(|context| {
+        let sizes = Sizes { context, decode: 192, calibration: 0 };
+        let profile = Some(profile.clone());
+        let comparison = compare(&model, ("sources", &code), &methods, sizes, profile, 1, None, &()).unwrap();
+        comparison.methods.iter().map(|row| row.kl).collect::<Vec<_>>()
+    });
+    for (method, spec) in methods.iter().map(Method::spec).enumerate() {
+        let [short, long, longest] = [0, 1, 2].map(|i| losses[i][method]);
+        assert!(long.max(longest) < 1.5 * short, "{spec}: KL {short}, {long} at 8,192, {longest} at 16,000");
+    }
 }

@@ -6,10 +6,11 @@ use std::sync::{Arc, LazyLock};
 
 use codec_core::{Encoding, Profile};
 use kv_reference::compare::calibrated;
-use kv_reference::eval::{kl_divergence, log_softmax};
+use kv_reference::eval::kl_divergence;
 use kv_reference::forward::{Decoder, prefill};
 use kv_reference::method::Method;
 use kv_reference::model::{Model, Rope};
+use kv_reference::ops::log_softmax;
 use kv_reference::store::{
     Calculated, Check, FillOptions, Filled, Grid, KvStore, Options, ProfileId, PromptStore, Space, unfinished,
 };
@@ -519,7 +520,8 @@ fn chunks_are_loaded_and_decoded_as_rows() {
 
 /// Few and short waits, for stores that fail at once.
 fn quick() -> Options {
-    Options { attempts: 2, backoff: std::time::Duration::from_millis(1), ..Options::default() }
+    let wait = std::time::Duration::from_millis(1);
+    Options { retry: wait, attempts: 2, backoff: wait, ..Options::default() }
 }
 
 fn files(folder: &Path) -> Vec<PathBuf> {

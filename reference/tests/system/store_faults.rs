@@ -5,10 +5,12 @@ use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use codec_core::{Encoding, FitOptions, ModelInfo, PlaneBuf, Profile};
+use codec_core::{Encoding, FitOptions, ModelInfo, PlaneBuf, Profile, Side};
 use futures_util::future::join_all;
 use futures_util::{StreamExt, pin_mut};
-use kv_reference::store::{AsyncStore, ChunkId, Error, Grid, Options, Put, Space, StoredChunk, encode_chunk};
+use kv_reference::store::{
+    AsyncStore, Check, ChunkId, Error, Grid, Options, ProfileId, Put, Space, StoredChunk, encode_chunk,
+};
 use kv_reference::stream::frame::LayerKv;
 use object_store::path::Path;
 use tokio::time::{Instant, timeout};
@@ -18,6 +20,8 @@ use crate::support::faulty::{Faults, Faulty, Random};
 const LEVELS: usize = 2;
 const GRID: Grid = Grid { chunk: 10, tail: 5 };
 const OPTIONS: Options = Options {
+    retry: Duration::from_secs(30),
+    on_outage: None,
     attempts: 4,
     timeout: Duration::from_secs(2),
     least_rate: 1 << 20,
@@ -26,7 +30,7 @@ const OPTIONS: Options = Options {
     parallel: 4,
 };
 /// Longer than all attempts of a request with their backoff.
-const REQUEST: Duration = Duration::from_secs(4 * 2 + 3);
+const REQUEST: Duration = Duration::from_secs(30 + 3);
 
 fn profile() -> Profile {
     let rows: Vec<f32> = (0..80).map(|i| (i as f32).sin()).collect();
@@ -360,4 +364,183 @@ async fn deleted_chunks_are_gone() {
     assert_eq!(world.faulty.objects().await.len(), 4);
     world.write(2, &tokens).await;
     assert_eq!(world.read(&tokens, 0).await.unwrap(), 30);
+}
+
+/// A store that is away for less than its budget costs time, not the rows: again and again, and with many
+/// requests at once. One that is away for longer is an error within the budget, in all requests together.
+#[tokio::test(start_paused = true)]
+async fn a_store_may_be_away_for_a_while() {
+    let tokens: Vec<u32> = (0..40).collect();
+    let world = World::new(1, Faults::default());
+    for down in [Faults { unavailable: 1.0, ..Faults::default() }, Faults { hang: 1.0, ..Faults::default() }]
+    {
+        for end in [10, 20, 30, 40] {
+            world.faulty.change(down);
+            let back = async {
+                tokio::time::sleep(Duration::from_secs(20)).await;
+                world.faulty.heal();
+            };
+            let start = Instant::now();
+            futures_util::future::join(world.write(end, &tokens[..end as usize]), back).await;
+            assert_eq!(world.read(&tokens, 0).await.unwrap(), end as usize);
+            assert!(start.elapsed() < Duration::from_secs(24), "{:?}", start.elapsed());
+            tokio::time::sleep(Duration::from_secs(60)).await; // the store works: the budget is whole again
+        }
+        for key in world.space.chunks(&tokens) {
+            world.store.delete(world.space.name(), key.id).await.unwrap();
+        }
+    }
+    world.write(1, &tokens).await;
+    world.faulty.change(Faults { hang: 1.0, ..Faults::default() });
+    let start = Instant::now();
+    for i in 0..3 {
+        let error = world.read(&tokens, 0).await.unwrap_err();
+        assert!(matches!(&error, Error::Timeout { server, .. } if server == "a store that fails"), "{error}");
+        assert!(error.to_string().contains("30s"), "{error}");
+        assert!(start.elapsed() <= REQUEST + Duration::from_secs(5 * i), "{:?}", start.elapsed());
+    }
+    world.faulty.heal();
+    assert_eq!(world.read(&tokens, 0).await.unwrap(), 40);
+}
+
+/// What a store acknowledges and does not hold is an error that names the object.
+#[tokio::test(start_paused = true)]
+async fn writes_are_read_back() {
+    let tokens: Vec<u32> = (0..10).collect();
+    let claims = Faults { claims_all: true, forgets: true, ..Faults::default() };
+    for faults in [Faults { forgets: true, ..Faults::default() }, claims] {
+        let world = World::new(1, faults);
+        let key = world.space.chunks(&tokens).swap_remove(0);
+        let layers = [LayerKv { keys: vec![1.0; 80], values: vec![1.0; 80] }];
+        let object: Vec<u8> = encode_chunk(&world.profile, &key, 0, &layers).unwrap();
+        let (space, store) = (&world.space, &world.store);
+        let id = ProfileId::new("model", "levels", &[]);
+        for error in [
+            store.put_chunk(space, &key, object.clone().into()).await.map(drop),
+            store.replace_chunk(space, &key, object.into()).await,
+            store.describe(space.name(), "a model").await,
+            store.put_profile(id, &world.profile).await.map(drop),
+        ] {
+            let error = error.unwrap_err();
+            assert!(matches!(&error, Error::NotKept { path } if path.starts_with("root/")), "{error}");
+            assert!(error.is_failure() && !error.is_damage());
+        }
+    }
+    // A server that claims that all exists, and keeps what is overwritten, is usable.
+    let world = World::new(1, Faults { claims_all: true, ..Faults::default() });
+    world.write(1, &tokens).await;
+    assert_eq!(world.read(&tokens, 0).await.unwrap(), 10);
+    let world = World::new(1, Faults { lacks_conditions: true, ..Faults::default() });
+    let error = world.store.describe(world.space.name(), "a model").await.unwrap_err();
+    assert!(matches!(error, Error::NoConditions { .. }), "{error}");
+    assert!(error.to_string().contains("If-None-Match"), "{error}");
+}
+
+/// Every object in the place of every other one of its kind, of the same model and of another one: no reader
+/// believes it, listing and verifying name it, and writing again mends it.
+#[tokio::test(start_paused = true)]
+async fn foreign_objects_are_found() {
+    let world = World::new(1, Faults::default());
+    let other = Space::new("another model", &world.profile, GRID).unwrap();
+    let (tokens, more): (Vec<u32>, Vec<u32>) = ((0..20).collect(), (20..40).collect());
+    let layers = |seed: usize| {
+        let rows = |seed: usize| (0..320).map(|i| ((i * 7 + seed) as f32).sin()).collect();
+        [LayerKv { keys: rows(seed), values: rows(seed + 1) }]
+    };
+    let mut objects_of = vec![];
+    for (i, (space, tokens)) in
+        [(&world.space, &tokens), (&world.space, &more), (&other, &tokens)].into_iter().enumerate()
+    {
+        for key in space.chunks(tokens) {
+            let object = encode_chunk(&world.profile, &key, 0, &layers(i)).unwrap();
+            world.truth.lock().unwrap().objects.entry(key.id).or_default().push(object.clone());
+            world.store.put_chunk(space, &key, object.clone().into()).await.unwrap();
+            objects_of.push((*space, key, object));
+        }
+        world.store.describe(space.name(), &format!("model {}", space.name())).await.unwrap();
+    }
+    let coarse =
+        Profile::new(*world.profile.info(), vec![world.profile.plane(0, 0, Side::Keys).unwrap().clone(); 2]);
+    let profiles = [
+        ("model", world.profile.clone()),
+        ("another model", world.profile.clone()),
+        ("levels", coarse.unwrap()),
+    ];
+    for (name, profile) in &profiles {
+        world.store.put_profile(ProfileId::new(name, "", &[]), profile).await.unwrap();
+    }
+    // Names of the faults that listing, verifying, descriptions and profiles have.
+    let faults = async || {
+        let mut faults = vec![];
+        for space in [&world.space, &other] {
+            let listing = world.store.list(space.name()).await.unwrap();
+            for chunk in &listing.chunks {
+                faults.extend(world.store.verify(space.name(), chunk).await.err().map(|e| e.to_string()));
+            }
+            faults.extend(listing.damaged.iter().map(|(_, e)| e.to_string()));
+            match world.store.about(space.name()).await {
+                Ok(about) => assert!(about.is_none_or(|about| about == format!("model {}", space.name()))),
+                Err(e) => faults.push(e.to_string()),
+            }
+        }
+        faults.extend(world.store.faulty_profiles().await.unwrap().iter().map(|(_, e)| e.to_string()));
+        faults
+    };
+    assert_eq!(faults().await, [""; 0]);
+    let kind = |path: &Path| {
+        let kinds = ["/chunks/", "/data/", "/about", "/profiles/"];
+        kinds.into_iter().position(|kind| path.as_ref().contains(kind)).unwrap()
+    };
+    let objects = world.faulty.objects().await;
+    let mut swapped = 0;
+    for (path, bytes) in &objects {
+        for (from, foreign) in objects.iter().filter(|(from, _)| from != path && kind(from) == kind(path)) {
+            world.faulty.set(path, Some(foreign.clone())).await;
+            let found = faults().await;
+            assert!(found.len() == 1 && found[0].starts_with(path.as_ref()), "{from} in {path}: {found:?}");
+            for (i, tokens) in [&tokens, &more].into_iter().enumerate() {
+                for level in [0, 1] {
+                    let read = world.read(tokens, level).await; // checks every frame
+                    assert!(read.as_ref().err().is_none_or(Error::is_damage), "context {i}: {read:?}");
+                }
+            }
+            for (name, profile) in &profiles {
+                let id = ProfileId::new(name, "", &[]);
+                match world.store.profile(id).await {
+                    Ok(stored) => assert!(stored.as_ref() == Some(profile)),
+                    Err(e) => {
+                        assert!(e.is_damage() && e.to_string().contains("another model or of other levels"))
+                    }
+                }
+                assert!(world.store.put_profile(id, profile).await.unwrap() == *profile);
+            }
+            for (space, key, object) in &objects_of {
+                let chunk = world.store.stat(space, key.clone()).await.unwrap();
+                let is_damaged = match chunk {
+                    None => true,
+                    Some(chunk) => {
+                        !world.store.damaged(space, &[chunk], Check::Digests).await.unwrap().is_empty()
+                    }
+                };
+                if is_damaged {
+                    world.store.replace_chunk(space, key, object.clone().into()).await.unwrap();
+                }
+            }
+            for space in [&world.space, &other] {
+                world.store.describe(space.name(), &format!("model {}", space.name())).await.unwrap();
+            }
+            assert_eq!(faults().await, [""; 0], "{from} in {path}");
+            for (path, _) in world.faulty.objects().await {
+                if !objects.iter().any(|(old, _)| *old == path) {
+                    world.faulty.set(&path, None).await;
+                }
+            }
+            for (path, bytes) in &objects {
+                world.faulty.set(path, Some(bytes.clone())).await;
+            }
+            swapped += 1;
+        }
+        assert_eq!(world.faulty.objects().await.iter().find(|(p, _)| p == path).unwrap().1, *bytes);
+    }
+    assert_eq!(swapped, 6 * 5 + 6 * 5 + 2 + 3 * 2);
 }

@@ -8,10 +8,11 @@ use codec_core::{Encoding, FitOptions, ModelInfo, PlaneBuf, Plans, Profile, Stre
 use futures_util::StreamExt;
 use futures_util::future::join_all;
 use kv_reference::compare::calibrated;
-use kv_reference::eval::{kl_divergence, log_softmax};
+use kv_reference::eval::kl_divergence;
 use kv_reference::forward::Decoder;
 use kv_reference::method::Method;
 use kv_reference::model::{Model, Rope};
+use kv_reference::ops::log_softmax;
 use kv_reference::store::{
     AsyncStore, Check, Error, FillOptions, Filled, Grid, KvStore, Options, PromptStore, Put, Space,
     StoreLink, encode_chunk,
@@ -105,7 +106,8 @@ fn caches_survive_a_server_that_is_killed() {
     context.check(&store, &objects);
     server.kill();
 
-    let quick = Options { attempts: 2, timeout: Duration::from_secs(2), ..Options::default() };
+    let quick =
+        Options { retry: Duration::from_secs(3), timeout: Duration::from_secs(2), ..Options::default() };
     let server = Server::start(&weed, folder.path());
     let store = KvStore::new(AsyncStore::new(server.store(), root.clone(), options())).unwrap();
     context.check(&store, &objects);
@@ -159,7 +161,8 @@ fn a_stream_goes_on_as_text_when_its_server_dies() {
     let space = Space::new(&model.hash, &profile, Grid { chunk: 60, tail: 20 }).unwrap();
     let prompt = &tokens[1024..1345];
     let server = Server::start(&weed, folder.path());
-    let quick = Options { attempts: 2, timeout: Duration::from_secs(2), ..Options::default() };
+    let quick =
+        Options { retry: Duration::from_secs(3), timeout: Duration::from_secs(2), ..Options::default() };
     let store = KvStore::new(AsyncStore::new(server.store(), Path::from("a"), quick)).unwrap();
     let prompts = PromptStore { store: &store, space: &space, profile: &profile };
     assert_eq!(prompts.calculate(&model, &rope, prompt, Check::Length, |_, _| ()).unwrap().stored, 6);

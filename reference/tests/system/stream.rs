@@ -20,8 +20,6 @@ use kv_reference::stream::speeds::{PrefillTime, Speeds};
 use kv_reference::stream::{self, Choice, ChunkId, Link, Options, Outcome, Trace, serve};
 use kv_reference::{Error, Profile};
 
-use crate::support::kv;
-
 const TEXT: Encoding = Encoding::Text;
 
 fn given(encodings: &[Encoding]) -> Options {
@@ -433,57 +431,23 @@ fn a_link_that_breaks_leaves_the_rest_to_the_text() {
     }
 }
 
-/// Arguments of a simulation of 3,000 tokens.
-const SIMULATE: [&str; 10] =
-    ["stream", "simulate", "--tokens", "3000", "--values", "64", "--bits", "4,2", "--recompute", "1000=0.1"];
-
 #[test]
-fn the_command_writes_the_trace_and_a_page() {
-    let folder = tempfile::tempdir().unwrap();
-    let (json, page) = (folder.path().join("trace.json"), folder.path().join("page.html"));
-    let more = ["--link", "random:0.1-1", "--slo", "0.2", "--trials", "3", "--json", kv::text(&json)];
-    let arguments = [&SIMULATE[..], &more, &["--report", kv::text(&page)]].concat();
-    let output = kv::run("simulate", kv::kv(&arguments));
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    let json: serde_json::Value = serde_json::from_slice(&std::fs::read(&json).unwrap()).unwrap();
-    assert_eq!(json["trials"].as_array().unwrap().len(), 3);
-    assert_eq!(json["trace"]["events"][0]["tokens"], 1500);
-    let page = std::fs::read_to_string(&page).unwrap();
-    assert!(page.contains("<svg") && page.contains("level 1") && page.ends_with("</html>\n"));
-}
-
-#[test]
-fn arguments_that_cannot_be_run_are_one_line() {
-    for (more, what) in [
-        (&["--tokens", "99999999999999"][..], "chunks"),
-        (&["--link", "no-such-file"], "no-such-file"),
-        (&["--link", "nan"], "bandwidth"),
-        (&["--encoding", "2"], "one of 2 levels"),
-        (&["--bits", "4,2,3"], "--bits: 3 after 2: pass the least lossy level first"),
-        (&["--encoding", "fast"], "fast"),
-        (&["--requests", "0"], "--requests"),
-        (&["--link", "1e301"], "bandwidth"),
-        (&["--timeout", "0"], "timeout"),
-        (&["--timeout", "1e300"], "--timeout must be a number of seconds above 0, at most 86400, not"),
-        (&["--trials", "0"], "--trials"),
-        (&["--reserve", "1"], "--reserve must be a fraction from 0 to below 1, not 1"),
-        (&["--slo", "-1"], "--slo must be a number of seconds from 0 on, not -1"),
-        (&["--latency", "nan"], "--latency must be a number of seconds from 0 on, not NaN"),
-        (&["--rest", "-1"], "--rest must be a number of seconds from 0 to 86400, not -1"),
-        (&["--rest", "1e308"], "--rest"),
-        (&["--bits", "4,0"], "--bits must be numbers above 0, not 0"),
-        (&["--decode-rate", "0"], "--decode-rate must be a rate above 0, not 0"),
-        (&["--values", "0"], "--values must be above 0, not 0"),
-        (&["--prior", "0"], "--prior must be a rate above 0"),
-        (&["--prior", "1e301"], "--prior"),
-        (&["--first", "2"], "--first must be below 2"),
-        (&["--recompute", "1000=0"], "prefill"),
-    ] {
-        let given = SIMULATE.chunks(2).filter(|pair| pair[0] != more[0]).flatten().copied();
-        let arguments: Vec<&str> = given.chain(more.iter().copied()).collect();
-        let output = kv::run(what, kv::kv(&arguments));
-        let stderr = String::from_utf8_lossy(&output.stderr);
-        assert_eq!(output.status.code(), Some(2), "{more:?}: {stderr}");
-        assert!(stderr.starts_with("kv: ") && stderr.contains(what), "{more:?}: {stderr}");
+fn texts_that_name_no_choice_and_no_link_are_refused() {
+    let policy = StreamPolicy { slo: 1.0, first_level: 0, prior: None, plans: Plans::TextFirst };
+    let parsed = |text| Choice::parse(text, 2, policy);
+    assert_eq!(
+        parsed("1, text,0").unwrap(),
+        Choice::Given(vec![Encoding::Level(1), TEXT, Encoding::Level(0)])
+    );
+    assert_eq!(parsed("adaptive").unwrap(), Choice::Adaptive(policy));
+    for text in ["2", "-1", "fast", "", "0,,1"] {
+        assert!(
+            matches!(parsed(text), Err(Error::Argument(what)) if what.contains("one of 2 levels")),
+            "{text}"
+        );
     }
+    for text in ["no-such-file", "nan", "1e301", "random:1"] {
+        assert!(text.parse::<Bandwidth>().is_err(), "{text}");
+    }
+    assert!(PrefillTime::fit(&[(1000.0, 0.0)]).is_err());
 }

@@ -284,3 +284,64 @@ fn mutated_files_never_panic() {
     }
     assert!(loaded > 100, "only {loaded} mutants load");
 }
+
+/// Tokens that `tokenizer.json` does not have, in the other files of a folder: as transformers reads them.
+#[test]
+fn tokens_of_other_files_are_known() {
+    let added = |content: &str, special: bool| {
+        json!({"content": content, "special": special, "lstrip": false, "rstrip": false, "normalized": false,
+            "single_word": false})
+    };
+    let with = |file: &str, value: &Value| {
+        let folder = copy("gqa");
+        fs::write(folder.path().join(file), value.to_string()).unwrap();
+        load(folder.path(), tokenizer(&json!({})).to_string().as_bytes())
+    };
+    let encode = |model: &Model, text: &str| model.tokenizer().unwrap().encode(text).unwrap();
+    let decoder =
+        json!({"added_tokens_decoder": {"32": added("<|x|>", true), "31": added("<think>", false)}});
+    let model = with("tokenizer_config.json", &decoder).unwrap();
+    assert_eq!(encode(&model, "a<think>b<|x|>ab"), [0, 31, 1, 32, 28]);
+    assert_eq!(model.tokenizer().unwrap().decode(&[0, 31, 32, 1]).unwrap(), "a<think>b");
+    let model = with("added_tokens.json", &json!({"<think>": 31, "<a>": 32})).unwrap();
+    assert_eq!(encode(&model, "a<a>b<think>"), [0, 32, 1, 31]);
+    for file in ["tokenizer_config.json", "special_tokens_map.json"] {
+        for (key, token) in [
+            ("pad_token", json!("<|y|>")),
+            ("pad_token", added("<|y|>", true)),
+            ("additional_special_tokens", json!(["<|y|>"])),
+            ("extra_special_tokens", json!({"image": "<|y|>"})),
+        ] {
+            let model = with(file, &json!({key: token})).unwrap();
+            assert_eq!(encode(&model, "a<|y|>b"), [0, 31, 1], "{file}: {token}");
+            assert_eq!(model.tokenizer().unwrap().decode(&[0, 31, 1]).unwrap(), "ab", "{file}: {token}");
+        }
+        // Ends of texts, by key and by name. The fixture's own is 2.
+        assert_eq!(with(file, &json!({"eos_token": "ab"})).unwrap().config.eos_tokens, [2, 28], "{file}");
+        let model = with(file, &json!({"additional_special_tokens": ["<|im_end|>"]})).unwrap();
+        assert_eq!(model.config.eos_tokens, [2, 31], "{file}");
+    }
+    for (file, value, what) in [
+        (
+            "tokenizer_config.json",
+            json!({"added_tokens_decoder": {"50": added("<think>", false)}}),
+            "number 50",
+        ),
+        (
+            "tokenizer_config.json",
+            json!({"added_tokens_decoder": {"x": added("<think>", false)}}),
+            "`x` is no number",
+        ),
+        ("tokenizer_config.json", json!({"added_tokens_decoder": {"31": 7}}), "token 31"),
+        ("special_tokens_map.json", json!([1, 2]), ""),
+    ] {
+        match with(file, &value) {
+            Ok(_) => assert!(what.is_empty(), "{value}"),
+            Err(e) => assert!(e.to_string().contains(what) && !what.is_empty(), "{e}"),
+        }
+    }
+    let folder = copy("gqa");
+    fs::write(folder.path().join("added_tokens.json"), "{").unwrap();
+    let error = load(folder.path(), tokenizer(&json!({})).to_string().as_bytes()).err().unwrap();
+    assert!(error.to_string().contains("added_tokens.json"), "{error}");
+}

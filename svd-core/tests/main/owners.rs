@@ -503,3 +503,32 @@ fn bad_input_is_an_error() {
     assert!(matches!(LowRankLayerCache::<f32>::new(&unlike, window), Err(Error::Length { .. })));
     assert!(Reduction::folded(4, 0).is_err() && Reduction::folded(4, 5).is_err());
 }
+
+/// With a checksum every turned bit is found; without one most are read as other values.
+#[test]
+fn turned_bits_of_checked_bytes_are_errors() {
+    let maps = maps(false);
+    let mut cache = LowRankLayerCache::<f16>::new(&maps, Window { sinks: 2, recent: 8, batch: 4 }).unwrap();
+    let (keys, values) = tokens(5, 30);
+    append(&mut cache, &keys, &values);
+    let of_cache = |bytes: &[u8]| Ok(LowRankLayerCache::<f16>::from_bytes(bytes, &maps)?.to_bytes());
+    let of_maps = |bytes: &[u8]| Ok(HeadMaps::from_bytes(bytes)?.to_bytes());
+    type Read<'a> = &'a dyn Fn(&[u8]) -> Result<Vec<u8>, Error>;
+    let all: [(Vec<u8>, Vec<u8>, Read<'_>); 2] = [
+        (cache.to_bytes(), cache.to_bytes_checked(), &of_cache),
+        (maps[0].to_bytes(), maps[0].to_bytes_checked(), &of_maps),
+    ];
+    for (plain, checked, read) in &all {
+        assert_eq!(checked.len(), plain.len() + 4);
+        assert_eq!((read(plain).as_ref(), read(checked).as_ref()), (Ok(plain), Ok(plain)));
+        for bit in (0..8 * checked.len()).filter(|bit| *bit < 256 || bit % 13 == 0) {
+            let mut changed = checked.clone();
+            changed[bit / 8] ^= 1 << (bit % 8);
+            assert!(read(&changed).is_err(), "bit {bit} of {}", 8 * checked.len());
+        }
+        let mut changed = checked.clone();
+        changed[plain.len() - 1] ^= 1;
+        assert!(matches!(read(&changed), Err(Error::BadChecksum { .. })));
+        assert!((0..checked.len()).all(|len| read(&checked[..len]).is_err()));
+    }
+}

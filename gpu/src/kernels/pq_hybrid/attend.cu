@@ -3,25 +3,41 @@
 //
 // shape.cuh has the compile-time shape and explains the method. Launch: grid (block of a head's work, head), THREADS
 // threads, one block per multiprocessor. If BESIDE, the selection runs concurrently and hides no tokens: the sums of
-// coded values depend only on the scores, and the selected tokens are subtracted afterwards (CodedRows).
+// coded values depend only on the scores, and the selected tokens are subtracted afterwards (CodedRows). A row that
+// loses too much to rounding by that is summed again (recenter.cuh).
 #include "pq_hybrid/rows.cuh"
-#include "pq_hybrid/stats.cuh"
+#include "softmax_reduce.cuh"
+#ifdef BESIDE
+constexpr bool IS_BESIDE = true;
+#else
+constexpr bool IS_BESIDE = false;
+#endif
 #ifdef BY_CODE // two ways to sum coded values
 #include "pq_hybrid/code_weights.cuh"
+constexpr bool IS_BY_CODE = true;
 static_assert(GROUP <= 2, "the queries of a row of counters");
 #else
 #include "pq_hybrid/coded_rows.cuh"
 #include "pq_hybrid/values.cuh"
+constexpr bool IS_BY_CODE = false;
 #endif
-#include "softmax_reduce.cuh"
+#include "pq_hybrid/recenter.cuh"
 
 constexpr int WARPS = ATTEND_WARPS, THREADS = WARPS * LANES;
+
+// What the block does with its current sequence: in shared memory, for the registers of the loops.
+enum Pass : u32 {
+    FIRST, // it attends to its part
+    LOST,  // an output of the first pass has lost too much to rounding
+    AGAIN  // it attends to the whole sequence once more
+};
 
 struct Shared {
     u8 values[VALUE_SHARED_BYTES]; // centroids or counters
     float results[WARPS][VEC][RESULT];
     float bases[GROUP];
     Plan<AttendArguments> plan;
+    Pass pass;
 };
 extern __shared__ __align__(128) u8 shared[];
 static_assert(sizeof(Shared) <= ATTEND_SHARED_BYTES, "the host reserves it");
@@ -45,12 +61,6 @@ struct Part {
         tile_begin = before(plan.from, tiles), tile_end = before(plan.to, tiles);
     }
 };
-
-// The score (a logarithm to base 2) of weight 1 for a query of a sequence with coded tokens. Called by a warp.
-__device__ __forceinline__ float weight_base(const AttendArguments& a, u64 row, u32 query) {
-    const Stats all = row_stats(a, row, query);
-    return all.sum == 0 ? NOTHING : all.max + __log2f(all.sum) - WEIGHT_BITS;
-}
 
 // Sums the coded values of all tokens.
 __device__ __forceinline__ void attend_to_tiles(const AttendArguments& a) {
@@ -107,11 +117,6 @@ __device__ __forceinline__ void attend_to_rows(const AttendArguments& a) {
     rows.add_to(warp_results());
 }
 
-#ifdef BESIDE
-constexpr bool IS_BESIDE = true;
-#else
-constexpr bool IS_BESIDE = false;
-#endif
 // On sm_90, unless BESIDE, registers are left for one more warp per scheduler: blocks of a gather run concurrently.
 #if __CUDA_ARCH__ >= 900
 constexpr int NEIGHBORS = IS_BESIDE ? 0 : 4 * LANES;
@@ -131,18 +136,21 @@ extern "C" __global__ void __launch_bounds__(THREADS + NEIGHBORS, 1) pq_hybrid_a
         plan.find_first(a);
         if (IS_BESIDE) await_scores(a);
     }
+    if (threadIdx.x == 0) block().pass = FIRST;
     __syncthreads();
     while (warp_uniform(plan.entry < a.batch)) {
         const u64 row = (u64)plan.entry * a.heads + blockIdx.y;
-        if (const u32 query = threadIdx.x / LANES; query < GROUP) {
-            const float base = weight_base(a, row, query);
-            if (threadIdx.x % LANES == 0) block().bases[query] = base;
+        if (warp_uniform(block().pass == FIRST)) {
+            if (const u32 query = threadIdx.x / LANES; query < GROUP) {
+                const float base = weight_base(row_stats(a, row, query));
+                if (threadIdx.x % LANES == 0) block().bases[query] = base;
+            }
+            __syncthreads();
+            if (threadIdx.x == 0) plan.find_sharers();
         }
-        __syncthreads();
-        if (threadIdx.x == 0) plan.find_sharers();
         attend_to_tiles(a);
         if (!waits_first) pdl_wait(), pdl_trigger();
-        if (IS_BESIDE) subtract_selected(a);
+        if (IS_BESIDE && warp_uniform(block().pass == FIRST)) subtract_selected(a);
         attend_to_rows(a);
         add_coded_sums(a, blockIdx.y, block().bases, shared, warp_results());
         reduce<VEC, D, WARPS, RESULT>(&block().results[0][0][0], GROUP, plan, blockIdx.x,
@@ -150,11 +158,19 @@ extern "C" __global__ void __launch_bounds__(THREADS + NEIGHBORS, 1) pq_hybrid_a
                                       a.counts + row, [&](u32 query, int component, const Sum& sum) {
                                           *reinterpret_cast<u32*>(a.out + (row * GROUP + query) * D + component) =
                                               sum.normalized();
-                                          if (component == 0 && a.log_sum_exp)
-                                              a.log_sum_exp[row * GROUP + query] = sum.log_sum_exp();
+                                          if (component > 0) return;
+                                          if (a.log_sum_exp) a.log_sum_exp[row * GROUP + query] = sum.log_sum_exp();
+                                          if (block().pass == FIRST && is_lost(sum, block().bases[query]))
+                                              block().pass = LOST;
                                       });
         __syncthreads();
-        if (threadIdx.x == 0) plan.find_next(a);
+        if (warp_uniform(block().pass == LOST)) {
+            recenter<WARPS>(a.scores_of(row), plan.length, a.selected + row * a.selected_len,
+                            IS_BESIDE ? plan.selected : 0, &block().results[0][0][0], block().bases);
+            if (threadIdx.x == 0) plan.take_whole(blockIdx.x), block().pass = AGAIN;
+        } else if (threadIdx.x == 0) {
+            plan.find_next(a), block().pass = FIRST;
+        }
         __syncthreads();
     }
 }

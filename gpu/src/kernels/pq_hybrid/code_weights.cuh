@@ -15,6 +15,7 @@
 #pragma once
 #include "pq_hybrid/codes.cuh"
 #include "pq_hybrid/plan.cuh"
+#include "pq_hybrid/scored_tile.cuh"
 #include "tile_indices.cuh"
 #include "warp.cuh"
 
@@ -58,9 +59,9 @@ struct ValueOffsets {
     }
 };
 
-// The weight of a score of a tile in units of the counters; 0 for NaN.
-__device__ __forceinline__ u32 weight_of(u16 score, float level, float base) {
-    return __float2uint_rn(exp2_approx(half_to_float(score) + (level - base)));
+// The weight of a stored score of a tile in units of the counters; 0 for NaN.
+__device__ __forceinline__ u32 weight_of(u16 code, float level, float base) {
+    return __float2uint_rn(exp2_approx(near_score(code) + (level - base - ORIGIN)));
 }
 
 // Scores of a lane's token in a tile.

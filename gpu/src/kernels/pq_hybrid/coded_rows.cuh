@@ -3,8 +3,7 @@
 // Values are summed before the selection is known. The weights here are bit for bit those of ValueSums and products of
 // f16 are exact, so the residue of a token is the rounding of f32 sums, which tensor cores truncate: up to 2^-16 of the
 // subtracted weight. Exact rows replace that weight, so the residue is below the rounding of weights to f16 even if the
-// selected tokens have nearly all of the weight, unless their coded scores exceed the exact ones by 3 or more (natural
-// logarithm).
+// selected tokens have nearly all of the weight. recenter.cuh sees to those whose rows have far less than their codes.
 #pragma once
 #include "pq_hybrid/rows.cuh"
 #include "pq_hybrid/stats.cuh"
@@ -41,8 +40,8 @@ struct CodedRows : RowSums {
             const u32 token = token_of(g + i / 2 * 8), q = min(2 * l + i % 2, GROUP - 1);
             const ScoredTile& tile = scores[token / TILE];
             const bool exists = 2 * l + i % 2 < GROUP && g + i / 2 * 8 < count;
-            p[i] = exists ? half_to_float(__ldcg(&tile.scores[q][place_of(token % TILE)])) : -infinity();
-            level[i] = exists ? __ldcg(&tile.levels[q]) : 0;
+            p[i] = near_score(exists ? __ldcg(&tile.scores[q][place_of(token % TILE)]) : NO_SCORE);
+            level[i] = exists ? __ldcg(&tile.levels[q]) : NOTHING;
         }
         u32 words[PARTS][4][4]; // [group of chunks][token 2 l + i % 2 + i / 2 * 8][word of a chunk]
 #pragma unroll
@@ -63,7 +62,8 @@ struct CodedRows : RowSums {
             }
         }
 #pragma unroll
-        for (int i = 0; i < 4; i++) p[i] = exp2_approx(p[i] + (level[i] - max[i % 2])), weight[i % 2] -= p[i];
+        for (int i = 0; i < 4; i++)
+            p[i] = exp2_approx(p[i] + (level[i] - max[i % 2] - ORIGIN)), weight[i % 2] -= p[i];
         const u32 weights[2] = {movmatrix_trans(pack_half2(-p[0], -p[1])), movmatrix_trans(pack_half2(-p[2], -p[3]))};
 #pragma unroll
         for (int part = 0; part < PARTS; part++)

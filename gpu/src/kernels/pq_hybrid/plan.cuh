@@ -48,6 +48,8 @@ struct Plan : Work {
         Items<A> items{a};
         if (begin(a.batch, blockIdx.x, gridDim.x, items)) take(items);
     }
+    // Called by the block's first thread: the whole sequence becomes the part of this block alone.
+    __device__ __forceinline__ void take_whole(u32 block) { from = 0, to = units, first_block = block, pieces = 1; }
     // Called by the block's first thread.
     __device__ __forceinline__ void find_next(const A& a) {
         Items<A> items{a};

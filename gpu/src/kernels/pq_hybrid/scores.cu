@@ -7,6 +7,7 @@
 #include "pq_hybrid/addends.cuh"
 #include "pq_hybrid/lut.cuh"
 #include "pq_hybrid/plan.cuh"
+#include "pq_hybrid/scored_tile.cuh"
 #include "pq_hybrid/stats.cuh"
 #include "pq_search/radix.cuh"
 #include "tile_indices.cuh"
@@ -115,11 +116,11 @@ __device__ __forceinline__ void score_sequence(const SelectArguments& a, const L
     const u32 head = blockIdx.y, length = plan.length, end = min(plan.to, (length + TILE - 1) / TILE);
     TileIndices tiles;
     auto begin_run = [&](u32 first) { tiles.begin(a, plan.entry, head, min(first + lane * WARPS, end - 1)); };
-    const u8* codes = a.codes + lane * KeyCodes::LANE_BYTES;
+    const u8* key_codes = a.codes + lane * KeyCodes::LANE_BYTES;
     KeyCodes keys;
     TileScores::Addends addends;
     auto load = [&](u32 tile) {
-        keys.load(codes + (u64)tiles.take(tile) * KeyCodes::TILE_BYTES);
+        keys.load(key_codes + (u64)tiles.take(tile) * KeyCodes::TILE_BYTES);
         if (HAS_ADDENDS) addends.load(a.addends_of((u64)plan.entry * a.heads + head, tile), lane);
     };
     u32 tile = plan.from + warp;
@@ -151,31 +152,43 @@ __device__ __forceinline__ void score_sequence(const SelectArguments& a, const L
             for (int q = 0; q < QUERIES; q++) {
                 float& score = of_tile.sums[set][q];
                 if (!exists) score = -infinity();
-                exceeds |= score > stats[q].max + 8;
+                // Not within FARTHEST below and 8 above the level, in one comparison.
+                exceeds |= !(fabsf(score - (stats[q].max - (FARTHEST - 8) / 2)) <= (FARTHEST + 8) / 2);
             }
         }
         // A maximum, which is the level of the tile, is raised, and the sum rescaled, only when a score exceeds it by
         // more than 8. It is the same in all lanes of a query, and finite, so that an infinite score remains infinite.
-        if (warp_uniform(exceeds)) {
+        const bool any_exceeds = warp_uniform(exceeds);
+        if (any_exceeds) {
 #pragma unroll
             for (int q = 0; q < QUERIES; q++) {
                 float max = stats[q].max;
 #pragma unroll
                 for (int set = 0; set < SETS; set++)
                     if (of_tile.sums[set][q] < infinity()) max = fmaxf(max, of_tile.sums[set][q]);
-                max = max_of_lanes<OF_QUERY>(max);
+                max = in_steps(max_of_lanes<OF_QUERY>(max));
                 stats[q] = {max, stats[q].sum * exp2_approx(stats[q].max - max)};
             }
+        }
+        u16 codes[SETS][QUERIES];
+#pragma unroll
+        for (int i = 0; i < SETS * QUERIES; i++) {
+            float& score = of_tile.sums[i / QUERIES][i % QUERIES];
+            score -= stats[i % QUERIES].max;
+            stats[i % QUERIES].sum += exp2_approx(score);
+            codes[i / QUERIES][i % QUERIES] = near_code(score);
+        }
+        if (any_exceeds) {
+#pragma unroll
+            for (int i = 0; i < SETS * QUERIES; i++)
+                codes[i / QUERIES][i % QUERIES] = any_code(of_tile.sums[i / QUERIES][i % QUERIES]);
         }
 #pragma unroll
         for (int set = 0; set < SETS; set++)
 #pragma unroll
-            for (int q = 0; q < QUERIES; q++) {
-                const float score = of_tile.sums[set][q] - stats[q].max;
-                stats[q].sum += exp2_approx(score);
+            for (int q = 0; q < QUERIES; q++)
                 if (VEC == GROUP || first_query + q < GROUP)
-                    out.scores[first_query + q][TileScores::place(lane, set)] = float_to_half(score);
-            }
+                    out.scores[first_query + q][TileScores::place(lane, set)] = codes[set][q];
         if (lane < VEC / QUERIES) {
 #pragma unroll
             for (int q = 0; q < QUERIES; q += 2)

@@ -23,11 +23,12 @@ extern "C" __global__ void __launch_bounds__(SELECT_THREADS) pq_hybrid_keys(cons
     const ScoredTile* tiles = a.scores_of(row) + first / TILE + warp;
 #pragma unroll
     for (int batch = 0; batch < PASSES; batch += BATCH) {
-        float score[BATCH][GROUP], level[BATCH][GROUP];
+        u16 code[BATCH][GROUP];
+        float level[BATCH][GROUP];
 #pragma unroll
         for (int i = 0; i < BATCH * GROUP; i++) {
             const ScoredTile& tile = tiles[(batch + i / GROUP) * WARPS];
-            score[i / GROUP][i % GROUP] = half_to_float(tile.scores[i % GROUP][place]);
+            code[i / GROUP][i % GROUP] = tile.scores[i % GROUP][place];
             level[i / GROUP][i % GROUP] = tile.levels[i % GROUP];
         }
         if (batch == 0) __syncthreads(); // normalizers
@@ -35,13 +36,14 @@ extern "C" __global__ void __launch_bounds__(SELECT_THREADS) pq_hybrid_keys(cons
         for (int i = 0; i < BATCH; i++) {
             const u32 token = first + ((batch + i) * WARPS + warp) * TILE + token_at(place);
             if (token >= range.n) continue;
-            float of_tile[GROUP];
+            float score[GROUP], of_tile[GROUP];
 #pragma unroll
-            for (int q = 0; q < GROUP; q++) of_tile[q] = level[i][q] - normalizers.log_sum[q];
-            const float weight = Normalizers::weight_of(score[i], of_tile);
+            for (int q = 0; q < GROUP; q++)
+                score[q] = near_score(code[i][q]), of_tile[q] = level[i][q] - normalizers.log_sum[q] - ORIGIN;
+            const float weight = Normalizers::weight_of(score, of_tile);
             const u32 key = is_heavy(weight)
                                 ? heavy_key(weight)
-                                : normalizers.key_of_any([&](int q) { return score[i][q] + level[i][q]; });
+                                : normalizers.key_of_any([&](int q) { return any_score(code[i][q]) + level[i][q]; });
             work.keys[token] = key;
             atomicAdd(&counts[key >> 2 * LOW_BITS], 1);
         }

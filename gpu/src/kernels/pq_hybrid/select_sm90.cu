@@ -188,12 +188,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) pq_hybrid_select(const 
         bool all_heavy = true;
         float level[GROUP];
 #pragma unroll
-        for (int q = 0; q < GROUP; q++) level[q] = of_tile.levels[q] - normalizers.log_sum[q];
+        for (int q = 0; q < GROUP; q++) level[q] = of_tile.levels[q] - normalizers.log_sum[q] - ORIGIN;
 #pragma unroll
         for (int i = 0; i < PLACES; i++) {
             float score[GROUP];
 #pragma unroll
-            for (int q = 0; q < GROUP; q++) score[q] = half_to_float(of_tile.of_query[q].at[i]);
+            for (int q = 0; q < GROUP; q++) score[q] = near_score(of_tile.of_query[q].at[i]);
             const float weight = Normalizers::weight_of(score, level);
             key.at[i] = heavy_key(weight), all_heavy &= is_heavy(weight);
         }
@@ -202,7 +202,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) pq_hybrid_select(const 
 #pragma unroll
             for (int i = 0; i < PLACES; i++)
                 key.at[i] = shared.normalizers.key_of_any(
-                    [&](int q) { return half_to_float(again.scores[q][place + i]) + again.levels[q]; });
+                    [&](int q) { return any_score(again.scores[q][place + i]) + again.levels[q]; });
         }
 #pragma unroll
         for (int i = 0; i < PLACES; i++) {

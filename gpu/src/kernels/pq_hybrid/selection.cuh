@@ -1,6 +1,7 @@
 // Shared by both forms of the selection (select.cu, select_sm90.cu): the keys of tokens, and the output of selected
 // tokens.
 #pragma once
+#include "pq_hybrid/scored_tile.cuh"
 #include "pq_hybrid/stats.cuh"
 #include "pq_search/radix.cuh"
 
@@ -23,7 +24,7 @@ __device__ __forceinline__ Selection selection_of(const SelectArguments& a, u32 
 
 // Softmax statistics of a row's queries, in shared memory.
 struct Normalizers {
-    float log_sum[GROUP];           // logarithm to base 2 of the sum of 2^score
+    float log_sum[GROUP];           // logarithm to base 2 of the sum of 2^score, in steps of stored scores
     float max[GROUP], scale[GROUP]; // as in keys.cuh, for natural logarithms
 
     // Called by the first GROUP warps of a block: merges the statistics of the blocks of scores.cu.
@@ -31,12 +32,13 @@ struct Normalizers {
         const u32 query = threadIdx.x / LANES;
         const Stats all = row_stats(a, row, query);
         if (threadIdx.x % LANES > 0) return;
-        log_sum[query] = all.max + __log2f(all.sum);
+        log_sum[query] = in_steps(all.max + __log2f(all.sum));
         max[query] = all.max * LN_2, scale[query] = 1.f / all.sum;
     }
 
     // The weight of a token, as by pq_core::combine_group_into: the sum or the maximum of its weights over the group's
-    // queries. It is NaN if a score is. `level`: of the token's tile, less `log_sum`.
+    // queries. It is NaN if a score is. `score`: as by `near_score`; `level`: of the token's tile, less `log_sum` and
+    // ORIGIN.
     static __device__ __forceinline__ float weight_of(const float (&score)[GROUP], const float (&level)[GROUP]) {
         float weight = 0;
 #pragma unroll
@@ -64,9 +66,6 @@ struct SelectedOutput : Output {
 
     __device__ __forceinline__ void put_selected(u32 place, u32 token) const {
         Output::put_selected(place, token);
-        if (!hidden) return;
-        u16* score = &hidden[token / TILE].scores[0][place_of(token % TILE)];
-#pragma unroll
-        for (int q = 0; q < GROUP; q++) score[q * TILE] = float_to_half(-infinity());
+        if (hidden) hide(hidden, token);
     }
 };

@@ -12,7 +12,8 @@
 //    select_sm90.cu turns them into keys, and selects the tokens with the k highest.
 // 2. Attend: attend.cu adds the coded values of all other tokens and the exact rows of the selected tokens, sinks and
 //    window. On sm_90, if there are few rows, it runs while a few multiprocessors select: it then adds the coded values
-//    of all tokens, and subtracts those of the selected ones. Otherwise the selection hides their scores.
+//    of all tokens, and subtracts those of the selected ones. Otherwise the selection hides their scores. Where the
+//    selected tokens lead by their codes but not by their rows, a row is summed once more (recenter.cuh).
 //
 // Codes and tables are in the layout of `pq::CodeLayout`, as pq_attend/attend.cu reads them: lane 4 g + l of a warp
 // reads codes of one quarter of the subspaces (keys) or one eighth (values), rotated by lane. Both kernels arrange
@@ -45,11 +46,9 @@ struct Sharers {
     u32 first, count;
 };
 
-// The coded scores of a tile. A level is at most 8 below the highest score of the warp so far, so high scores, which
-// matter, are exact to 2^-9, which is less than the rounding of the table's entries; a score x below the level is exact
-// to 2^-11 x. This takes half the bytes of f32.
+// The coded scores of a tile.
 struct alignas(VEC == 2 ? 8 : 16) ScoredTile {
-    u16 scores[GROUP][TILE]; // f16, less the level of the query; tokens by `place_of`
+    u16 scores[GROUP][TILE]; // codes of scored_tile.cuh, less the level of the query; tokens by `place_of`
     float levels[VEC];
 };
 
@@ -61,7 +60,7 @@ struct Arguments {
     const u32* lengths; // [sequence]: coded tokens
     const u32* pages;   // [sequence][page of sequence]; read only if PAGED
     const u32* ks;      // [sequence]: tokens to select; if ADAPTIVE, the maximum
-    ScoredTile* scores; // [row][chunk][tile]; if `hides`, the selection sets those of selected tokens to minus infinity
+    ScoredTile* scores; // [row][chunk][tile]; if `hides`, the selection sets those of selected tokens to NO_SCORE
     Sharers* sharers;   // [row]
     Stats* stats;       // [row][block of the head][VEC]
     u32* scored;        // whether scores, sharers and stats are complete: see `await_scores`

@@ -10,6 +10,7 @@
 #pragma once
 #include "pq_hybrid/codes.cuh"
 #include "pq_hybrid/plan.cuh"
+#include "pq_hybrid/scored_tile.cuh"
 #include "tile_indices.cuh"
 #include "warp.cuh"
 
@@ -127,11 +128,11 @@ struct ValueSums {
         const bool has_second = half_of(lane);
 #pragma unroll
         for (int m = 0; m < MMAS; m++) {
-            const float level = levels[m] - base[m];
+            const float level = levels[m] - base[m] - ORIGIN;
             const u32 pairs[2] = {scores[m].x, scores[m].y};
             float p[4];
 #pragma unroll
-            for (int i = 0; i < 4; i++) p[i] = exp2_approx(half_to_float((u16)(pairs[i / 2] >> i % 2 * 16)) + level);
+            for (int i = 0; i < 4; i++) p[i] = exp2_approx(near_score(pairs[i / 2], i % 2) + level);
             weight[m] += (p[0] + p[1]) + (p[2] + p[3]);
 #pragma unroll
             for (int i = 0; i < 2; i++) {

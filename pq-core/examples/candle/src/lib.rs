@@ -25,7 +25,8 @@ impl PqLayer {
         let values = Rows::contiguous(&v, row).map_err(Error::wrap)?;
         if self.cache.is_none() {
             let options = TrainOptions { iterations: 8, ..Default::default() };
-            let books = HeadBooks::train_layer(keys, values, heads, [self.shape; 2], &options).map_err(Error::wrap)?;
+            let books = HeadBooks::train_layer(keys, values, heads, [self.shape; 2], &options)
+                .map_err(Error::wrap)?;
             let window = Window { sinks: 4, recent: 64, batch: 32 };
             self.cache = Some(LayerCache::new(&books, window).map_err(Error::wrap)?);
         }

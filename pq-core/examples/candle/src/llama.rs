@@ -65,15 +65,16 @@ pub struct Llama {
 impl Llama {
     /// A checkpoint with tied embeddings, for `context` tokens at most.
     pub fn load(folder: &Path, context: usize) -> Result<Self> {
-        let config: Config =
-            serde_json::from_str(&std::fs::read_to_string(folder.join("config.json"))?).map_err(Error::wrap)?;
+        let config: Config = serde_json::from_str(&std::fs::read_to_string(folder.join("config.json"))?)
+            .map_err(Error::wrap)?;
         let mut tensors = candle_core::safetensors::load(folder.join("model.safetensors"), &Device::Cpu)?;
         for tensor in tensors.values_mut() {
             *tensor = tensor.to_dtype(DType::F32)?;
         }
         let exponents = (0..config.head_dim).step_by(2).map(|i| i as f32 / config.head_dim as f32);
         let frequencies: Vec<f32> = exponents.map(|x| config.rope_theta.powf(-x)).collect();
-        let positions = Tensor::arange(0, context as u32, &Device::Cpu)?.to_dtype(DType::F32)?.unsqueeze(1)?;
+        let positions =
+            Tensor::arange(0, context as u32, &Device::Cpu)?.to_dtype(DType::F32)?.unsqueeze(1)?;
         let angles = positions.matmul(&Tensor::new(frequencies, &Device::Cpu)?.unsqueeze(0)?)?;
         Ok(Self { config, tensors, cos: angles.cos()?, sin: angles.sin()? })
     }
@@ -109,7 +110,8 @@ impl Llama {
         let k = rope(&project("k_proj", kv_heads)?, &cos, &sin)?;
         let v = project("v_proj", kv_heads)?;
         cache.append(&k, &v)?;
-        let out = if tokens == 1 { cache.attend(&q)? } else { attention(&q, &k, &v, Some(&causal(tokens)?))? };
+        let out =
+            if tokens == 1 { cache.attend(&q)? } else { attention(&q, &k, &v, Some(&causal(tokens)?))? };
         out.transpose(1, 2)?.reshape((tokens, ()))
     }
 

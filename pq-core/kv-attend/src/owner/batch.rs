@@ -18,8 +18,8 @@ impl<H: Head> Layer<H> {
     /// `queries` (T, heads * group * dim): query heads in order; a decode step passes `Rows::from(slice)`.
     /// `out` (T, heads, group, dim of the values), fully written.
     /// # Errors
-    /// Those of [`Attention::check`], [`Error`](crate::Error)`::PartialRow`, `Length`, and `Causal` for more query
-    /// tokens than there are tokens. `out` is then untouched.
+    /// Those of [`Attention::check`], [`Error`](crate::Error)`::PartialRow`, `Length`, and `Causal` for more
+    /// query tokens than there are tokens. `out` is then untouched.
     /// # Cost
     /// That of the attention of each head. The workspace allocates when it has to grow.
     pub fn attend_into<Q: Element>(

@@ -1,4 +1,5 @@
-//! The serialized format: four magic bytes, a version, then little-endian fields without padding.
+//! The serialized format: four magic bytes, a version, then little-endian fields without padding. With the
+//! top bit of the version, a CRC-32 of all preceding bytes follows the fields.
 //!
 //! The reader checks every length against the bytes left before it allocates, so hostile input cannot
 //! allocate more than its own size.
@@ -9,6 +10,9 @@ use core::any::TypeId;
 use half::{bf16, f16};
 
 use crate::{Element, Error, Window};
+
+/// The bit of the version that announces a checksum.
+const CHECKED: u32 = 1 << 31;
 
 /// The tag of an element type.
 fn tag<E: Element>() -> u32 {
@@ -88,14 +92,25 @@ impl Writer {
         self.0.extend_from_slice(bytes);
     }
 
-    /// All bytes.
+    /// The bytes that have been written.
     #[must_use]
     pub fn finish(self) -> Vec<u8> {
         self.0
     }
+
+    /// All bytes with a checksum, which [`Reader::new`] compares.
+    ///
+    /// # Cost
+    /// 4 more bytes, and one pass over all of them.
+    #[must_use]
+    pub fn finish_checked(mut self) -> Vec<u8> {
+        self.0[7] |= (CHECKED >> 24) as u8; // of the version
+        self.u32(crc32fast::hash(&self.0));
+        self.0
+    }
 }
 
-/// Deserializes fields in order.
+/// Reads fields in the order in which a [`Writer`] wrote them.
 #[derive(Debug)]
 pub struct Reader<'a> {
     what: &'static str,
@@ -103,14 +118,22 @@ pub struct Reader<'a> {
 }
 
 impl<'a> Reader<'a> {
-    /// Checks magic and version; `what` names the content in errors.
+    /// Checks magic and version, and the checksum if there is one; `what` names the content in errors.
     ///
     /// # Errors
-    /// [`Error::BadMagic`], [`Error::Version`], [`Error::Truncated`].
+    /// [`Error::BadMagic`], [`Error::Version`], [`Error::Truncated`], [`Error::BadChecksum`].
     pub fn new(what: &'static str, magic: [u8; 4], version: u32, bytes: &'a [u8]) -> Result<Self, Error> {
         let rest = bytes.strip_prefix(&magic).ok_or(Error::BadMagic { what })?;
         let mut reader = Self { what, rest };
-        match reader.u32()? {
+        let found = reader.u32()?;
+        if found & CHECKED != 0 {
+            let (fields, checksum) = reader.rest.split_last_chunk().ok_or(Error::Truncated { what })?;
+            if crc32fast::hash(&bytes[..bytes.len() - checksum.len()]) != u32::from_le_bytes(*checksum) {
+                return Err(Error::BadChecksum { what });
+            }
+            reader.rest = fields;
+        }
+        match found & !CHECKED {
             found if found == version => Ok(reader),
             version => Err(Error::Version { what, version }),
         }

@@ -1,3 +1,5 @@
+//! The sinks and the window of a head: exact rows around the tokens that the owner compresses.
+
 use core::ops::Range;
 
 use alloc::vec::Vec;

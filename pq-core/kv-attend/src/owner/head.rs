@@ -1,3 +1,5 @@
+//! What the cache of a head has to offer so that a layer and a batch can be built of it.
+
 use alloc::sync::Arc;
 
 use super::{Reader, Writer};
@@ -9,7 +11,7 @@ use crate::{Attention, Backend, Element, Error, Rows, SoftmaxStats, Window};
 ///
 /// Tokens are appended in order. What the cache holds does not depend on how they were divided among appends.
 pub trait Head: Sized + Send + Sync {
-    /// The element of rows.
+    /// The type of the exact rows' components.
     type Element: Element;
     /// State that all sequences share: codebooks, maps.
     type Shared: Send + Sync;

@@ -135,7 +135,8 @@ impl<H: Head> Layer<H> {
     }
 
     /// Keeps the first `len` tokens of every head, to drop rejected drafts or to share a prefix with another
-    /// sequence. Compressed tokens stay compressed: the window refills from the next token on.
+    /// sequence. No token is lost, but compressed tokens stay compressed, also those that would be exact in a
+    /// cache that never held more than `len` tokens: the window refills from the next token on.
     pub fn truncate(&mut self, len: usize) {
         self.heads.iter_mut().for_each(|head| head.truncate(len));
     }
@@ -143,19 +144,31 @@ impl<H: Head> Layer<H> {
     /// Serializes the cache, without the shared state.
     #[must_use]
     pub fn to_bytes(&self) -> Vec<u8> {
+        self.saved().finish()
+    }
+
+    /// [`to_bytes`](Self::to_bytes) with a checksum, which [`from_bytes`](Self::from_bytes) compares: without it
+    /// most single wrong bits are read as other values.
+    #[must_use]
+    pub fn to_bytes_checked(&self) -> Vec<u8> {
+        self.saved().finish_checked()
+    }
+
+    fn saved(&self) -> Writer {
         let mut writer = Writer::new(H::MAGIC, H::VERSION);
         writer.tag::<H::Element>();
         writer.window(self.window);
         writer.usize(self.heads.len());
         self.heads.iter().for_each(|head| head.write(&mut writer));
-        writer.finish()
+        writer
     }
 
-    /// Reads what [`to_bytes`](Self::to_bytes) wrote; `shared` must be the codebooks or maps of the saved
-    /// cache.
+    /// Reads what [`to_bytes`](Self::to_bytes) or [`to_bytes_checked`](Self::to_bytes_checked) wrote; `shared`
+    /// must be the codebooks or maps of the saved cache.
     ///
     /// # Errors
-    /// [`Error::BadMagic`], [`Error::Version`], [`Error::Truncated`], [`Error::TrailingBytes`];
+    /// [`Error::BadMagic`], [`Error::Version`], [`Error::Truncated`], [`Error::TrailingBytes`],
+    /// [`Error::BadChecksum`];
     /// [`Error::BadField`] for another element type, other codebooks or maps, or numbers of tokens that a
     /// window cannot hold; [`Error::Length`] for another number of heads, or heads that differ in length.
     pub fn from_bytes(bytes: &[u8], shared: &[Arc<H::Shared>]) -> Result<Self, H::Error> {

@@ -1,3 +1,5 @@
+//! Memory that attention reuses from call to call.
+
 use alloc::vec::Vec;
 
 use crate::SoftmaxStats;

@@ -1,4 +1,4 @@
-//! NEON.
+//! NEON: registers of four floats, 32 of them.
 
 use core::arch::aarch64::*;
 

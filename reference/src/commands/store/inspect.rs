@@ -6,14 +6,14 @@ use clap::Args;
 use comfy_table::{CellAlignment, Table, presets};
 use indicatif::HumanBytes;
 use kv_reference::store::{
-    self, ChunkId, KvStore, ListedChunk, Listing, Options, Orphan, sweep_unfinished, unfinished,
+    self, ChunkId, KvStore, ListedChunk, Listing, Orphan, sweep_unfinished, unfinished,
 };
 use kv_reference::{Error, Result};
 use serde::Serialize;
 
 use super::super::output::Output;
 use super::super::{Files, JsonArgs, Stdout, count, print_error};
-use super::transfer_bar;
+use super::{RetryArgs, transfer_bar};
 
 /// The store.
 #[derive(Args)]
@@ -21,11 +21,13 @@ struct UrlArgs {
     /// A folder, or s3://BUCKET/PATH with the settings of the environment (AWS_ACCESS_KEY_ID and others)
     #[arg(value_name = "URL")]
     url: String,
+    #[command(flatten)]
+    retry: RetryArgs,
 }
 
 impl UrlArgs {
     fn open(&self) -> Result<KvStore> {
-        Ok(KvStore::open_existing(&self.url, Options::default())?)
+        Ok(KvStore::open_existing(&self.url, self.retry.options())?)
     }
 
     /// The store, and an output that is outside of it.

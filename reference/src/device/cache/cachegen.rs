@@ -1,3 +1,5 @@
+//! CacheGen on a device: rows that leave the window become bits and rows again.
+
 mod codec;
 
 use std::sync::Arc;
@@ -6,7 +8,7 @@ use codec_core::{FitOptions, PlaneBuf, PredictorKind, Steps, TransformBuf};
 use kv_gpu::{AnyElement, DevicePtr, Element};
 use pq_core::Window;
 
-use super::{Chunk, ChunkCache, DenseCache, DeviceCache, Room, Rows, Sequences};
+use super::{Chunk, ChunkCache, DenseCache, DeviceCache, Room, Rows, Sequences, Timed};
 use crate::cache::Footprint;
 use crate::device::{Gpu, hashed};
 use crate::method::Bitstream;
@@ -167,15 +169,6 @@ impl DeviceCache for CacheGenCache {
         Ok(())
     }
 
-    fn fill_random(&mut self, gpu: &Gpu, tokens: usize) -> Result<()> {
-        self.restart(&vec![tokens; self.coded.len()]);
-        self.dense.fill_random(gpu, tokens)
-    }
-
-    fn step_bytes(&self, tokens: usize) -> usize {
-        self.dense.step_bytes(tokens)
-    }
-
     /// Coded bits count as kept, and the rows decoded from them as working memory.
     fn footprint(&self, tokens: usize) -> Footprint {
         let decoded = self.dense.step_bytes(self.coded_of(tokens));
@@ -192,6 +185,17 @@ impl DeviceCache for CacheGenCache {
     }
 }
 
+impl Timed for CacheGenCache {
+    fn fill_random(&mut self, gpu: &Gpu, tokens: usize) -> Result<()> {
+        self.restart(&vec![tokens; self.coded.len()]);
+        self.dense.fill_random(gpu, tokens)
+    }
+
+    fn step_bytes(&self, tokens: usize) -> usize {
+        self.dense.step_bytes(tokens)
+    }
+}
+
 impl ChunkCache for CacheGenCache {
     fn chunk_rows(&mut self, gpu: &Gpu, layer: usize, chunk: &Chunk) -> Result<Rows> {
         self.dense.chunk_rows(gpu, layer, chunk)
@@ -202,12 +206,12 @@ impl ChunkCache for CacheGenCache {
         self.code(gpu, Span { sequence: chunk.sequence, layers: layer..layer + 1, tokens })
     }
 
-    fn settle(&mut self, gpu: &Gpu, lengths: &[usize]) -> Result<()> {
+    fn set_lengths(&mut self, gpu: &Gpu, lengths: &[usize]) -> Result<()> {
         self.restart(lengths);
         self.count_bits(gpu)
     }
 
-    fn settle_one(&mut self, gpu: &Gpu, sequence: usize, length: usize) -> Result<()> {
+    fn set_length(&mut self, gpu: &Gpu, sequence: usize, length: usize) -> Result<()> {
         self.place(sequence, length);
         self.count_bits(gpu)
     }

@@ -1,3 +1,5 @@
+//! Codes of all tokens of a batch, and their encoding.
+
 mod prepare;
 
 use cudarc::driver::CudaStream;
@@ -6,10 +8,10 @@ use kv_gpu::pq::{CodeLayout, Encode, EncodeArguments, EncodeShape, Pages as Page
 use kv_gpu::{DevicePtr, Element, Grid, VectorElement};
 use pq_core::{CodebookBuf, PqShape};
 
+use super::eviction::Evictions;
 use super::key_means::KeyMeans;
 use super::pages::Pages;
 use super::span::Span;
-use super::turns::Turns;
 use super::window::WindowShape;
 use super::{Chunk, RowTransform, Rows};
 use crate::Result;
@@ -121,30 +123,30 @@ impl TokenCodes {
         self.tables[side].pointer().offset(layer * self.shape.heads * self.layouts[side].table_len())
     }
 
-    /// Encodes a turn's tokens of a layer, staged as elements (batch, heads, ring, head_dim), which may be
+    /// Encodes the evicted tokens of a layer, staged as elements (batch, heads, ring, head_dim), which may be
     /// modified.
-    pub fn encode_turn(
+    pub fn encode_evicted(
         &self,
         stream: &CudaStream,
         layer: usize,
         staged: Pair<DevicePtr<u16>>,
-        turns: &Turns,
+        evictions: &Evictions,
     ) -> Result<()> {
         let WindowShape { batch, heads, head_dim, ring, .. } = self.shape;
         for side in Side::ALL {
-            self.prepare_turn(stream, (side, layer), staged[side], turns)?;
+            self.prepare_evicted(stream, (side, layer), staged[side], evictions)?;
             let arguments = EncodeArguments {
                 batch,
                 max_count: ring,
                 vectors: staged[side].cast(),
                 strides: [heads * ring * head_dim, ring * head_dim, head_dim],
-                firsts: turns.firsts(layer),
-                counts: turns.counts(layer),
+                firsts: evictions.firsts(layer),
+                counts: evictions.counts(layer),
                 ..self.arguments(side, layer, 0)
             };
             // SAFETY: the buffers have the lengths of `new`. The plan counts at most a ring of tokens, whose
             // codes fit since they come before tokens that fit. Attention reads only codes before `firsts`
-            // until the layer's next turn, which waits for this.
+            // until the layer's next eviction, which waits for this.
             unsafe { self.encoders[side].launch(stream.cu_stream(), &arguments) }?;
         }
         Ok(())

@@ -1,7 +1,9 @@
+//! The cache of exact rows.
+
 use kv_gpu::{AnyElement, DevicePtr, Element, Grid};
 
 use super::full_rank::FullRank;
-use super::{Chunk, ChunkCache, DeviceCache, Room, Rows, Sequences};
+use super::{Chunk, ChunkCache, DeviceCache, Room, Rows, Sequences, Timed};
 use crate::Result;
 use crate::cache::Footprint;
 use crate::device::memory::Buffer;
@@ -81,6 +83,16 @@ impl DeviceCache for DenseCache {
         Ok(())
     }
 
+    fn footprint(&self, tokens: usize) -> Footprint {
+        Footprint { kept: self.step_bytes(tokens), ..Footprint::default() }
+    }
+
+    fn bytes(&self) -> usize {
+        self.rows.bytes()
+    }
+}
+
+impl Timed for DenseCache {
     fn fill_random(&mut self, gpu: &Gpu, _tokens: usize) -> Result<()> {
         for (tensor, side) in (0..2 * self.n_layers).enumerate() {
             let at = self.rows.pointer().offset(side * self.side_len());
@@ -91,14 +103,6 @@ impl DeviceCache for DenseCache {
 
     fn step_bytes(&self, tokens: usize) -> usize {
         4 * self.n_layers * self.batch * self.heads * tokens * self.head_dim
-    }
-
-    fn footprint(&self, tokens: usize) -> Footprint {
-        Footprint { kept: self.step_bytes(tokens), ..Footprint::default() }
-    }
-
-    fn bytes(&self) -> usize {
-        self.rows.bytes()
     }
 }
 
@@ -115,11 +119,11 @@ impl ChunkCache for DenseCache {
         Ok(()) // they have been written in place
     }
 
-    fn settle(&mut self, _gpu: &Gpu, _lengths: &[usize]) -> Result<()> {
+    fn set_lengths(&mut self, _gpu: &Gpu, _lengths: &[usize]) -> Result<()> {
         Ok(())
     }
 
-    fn settle_one(&mut self, _gpu: &Gpu, _sequence: usize, _length: usize) -> Result<()> {
+    fn set_length(&mut self, _gpu: &Gpu, _sequence: usize, _length: usize) -> Result<()> {
         Ok(())
     }
 }

@@ -1,3 +1,5 @@
+//! Attention to exact rows.
+
 use kv_gpu::pq::Pages;
 use kv_gpu::svd::{Attend, AttendArguments, AttendShape};
 use kv_gpu::{AnyElement, DevicePtr, Element};

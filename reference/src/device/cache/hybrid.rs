@@ -1,3 +1,5 @@
+//! Hybrid attention on a device, to codes of all tokens and exact rows of a few.
+
 use kv_gpu::pq::{
     ErrorBound, ExactRows, ExactTokens, Hybrid, HybridArguments, HybridShape, Prefetch, RowIndex, TILE,
 };
@@ -6,13 +8,14 @@ use pq_core::GroupRule;
 
 use super::codes::{TokenCodes, Transform};
 use super::dense::{RANDOM_ROWS, fill_rows};
+use super::eviction::Evictions;
 use super::key_means::KeyMeans;
 use super::row_store::{RowStore, StoreShape};
 use super::step_budget::StepBudget;
-use super::turns::Turns;
 use super::window::{Window, WindowShape};
 use super::{
-    Chunk, ChunkCache, DeviceCache, Room, RowTransform, Rows, Sequences, TransformedCodes, check_tokens,
+    Chunk, ChunkCache, DeviceCache, Room, RowTransform, Rows, Sequences, Timed, TransformedCodes,
+    check_tokens,
 };
 use crate::Result;
 use crate::cache::Footprint;
@@ -30,7 +33,7 @@ use crate::side::{Pair, Side};
 /// has and attends (`pq::Hybrid::attend`). Queries and keys arrive in the basis of the key codes (`Bases`),
 /// and values in that of theirs, which is folded into the model. Codes may be of keys less their rotated
 /// mean, whose part of the scores comes before (`KeyMeans`). Tokens are encoded before the ring overwrites
-/// their rows (`Turns`).
+/// their rows (`Evictions`).
 pub struct HybridCache {
     hybrid: Hybrid,
     element: Element,
@@ -39,7 +42,7 @@ pub struct HybridCache {
     store: RowStore,
     slots: Buffer<u16>, // (layer, keys and values, batch, heads, held, head_dim): rows of the host
     held: usize,        // of a head, those that recent steps have selected
-    turns: Turns,
+    evictions: Evictions,
     budget: StepBudget,
     codes: TokenCodes,
     errors: Buffer<f32>, // (layer, heads, head_dim): mean squares of the coding errors of keys
@@ -76,7 +79,7 @@ impl HybridCache {
     ) -> Result<Self> {
         check_tokens(capacity)?;
         let n_layers = config.n_layers;
-        let turns = Turns::new(gpu, n_layers, batch, window)?;
+        let evictions = Evictions::new(gpu, n_layers, batch, window)?;
         let shape = WindowShape::new(config, window, batch, capacity);
         let stored = capacity.saturating_sub(shape.sinks).max(1);
         let most = plan.budget.k(stored, shape.sinks + shape.ring);
@@ -91,7 +94,7 @@ impl HybridCache {
             most,
             staged_sides: 2,
         };
-        // Heads that choose by themselves need a slot more than they choose, or `reuse` may use only the
+        // Heads that choose by themselves need a slot more than they choose, or `residency` may use only the
         // first k.
         let held = plan.held.min(stored).max(most + usize::from(plan.bound.is_some()));
         let store = RowStore::new(gpu, element, store, plan.home, held)?;
@@ -138,7 +141,7 @@ impl HybridCache {
             workspace: Buffer::zeros(gpu, hybrid.workspace_len(batch, shape.heads, tiles * TILE))?,
             window: Window::new(gpu, shape)?,
             store,
-            turns,
+            evictions,
             hybrid,
             element,
             plan,
@@ -251,43 +254,22 @@ impl DeviceCache for HybridCache {
     }
 
     fn clear(&mut self, gpu: &Gpu) -> Result<()> {
-        self.window.forget_past();
+        self.window.invalidate_prefix();
         self.store.forget(gpu)?;
-        self.turns.restart_at(gpu, 0)
+        self.evictions.restart_at(gpu, 0)
     }
 
     fn before_step(&mut self, gpu: &Gpu, sequences: &Sequences) -> Result<()> {
-        let Some(turn) = self.turns.begin(gpu, sequences)? else { return Ok(()) };
-        turn.layers()
-            .try_for_each(|layer| self.store.take_turn(gpu, layer, self.rows(layer), &self.turns))?;
-        let stream = self.turns.background(gpu)?;
+        let Some(eviction) = self.evictions.begin(gpu, sequences)? else { return Ok(()) };
+        eviction
+            .layers()
+            .try_for_each(|layer| self.store.evict(gpu, layer, self.rows(layer), &self.evictions))?;
+        let stream = self.evictions.background(gpu)?;
         let staged = |layer| Pair::of(|side| self.store.staged(side, layer));
-        turn.layers()
-            .try_for_each(|layer| self.codes.encode_turn(stream, layer, staged(layer), &self.turns))?;
-        self.turns.end(&turn)
-    }
-
-    fn encode_synchronously(&mut self) {
-        self.turns.asynchronous = false;
-    }
-
-    fn fill_random(&mut self, gpu: &Gpu, tokens: usize) -> Result<()> {
-        self.window.fill_random(gpu, self.element)?;
-        self.store.fill_random(gpu, self.element, |layer| self.rows(layer))?;
-        self.codes.fill_random(gpu)?;
-        fill_rows(gpu, self.element, self.slots.pointer(), self.slots.len(), RANDOM_ROWS)?;
-        self.store.forget(gpu)?;
-        self.turns.restart_at(gpu, tokens)?;
-        gpu.synchronize()
-    }
-
-    fn step_bytes(&self, tokens: usize) -> usize {
-        let shape = self.window.shape;
-        let rows = match self.adaptive {
-            Some(_) => 0, // at least
-            None => self.plan.budget.k(shape.stored(tokens), shape.sinks + shape.ring),
-        };
-        self.footprint(tokens).kept + 4 * shape.n_layers * shape.side_len(rows)
+        eviction
+            .layers()
+            .try_for_each(|layer| self.codes.encode_evicted(stream, layer, staged(layer), &self.evictions))?;
+        self.evictions.end(&eviction)
     }
 
     fn footprint(&self, tokens: usize) -> Footprint {
@@ -325,8 +307,33 @@ impl DeviceCache for HybridCache {
         self.store.pair_bytes()
     }
 
-    fn followed_by(&mut self, gpu: &Gpu, reads: &[Prefetch]) {
-        self.store.followed_by(gpu, reads);
+    fn prefetch_next(&mut self, gpu: &Gpu, reads: &[Prefetch]) {
+        self.store.prefetch_next(gpu, reads);
+    }
+}
+
+impl Timed for HybridCache {
+    fn fill_random(&mut self, gpu: &Gpu, tokens: usize) -> Result<()> {
+        self.window.fill_random(gpu, self.element)?;
+        self.store.fill_random(gpu, self.element, |layer| self.rows(layer))?;
+        self.codes.fill_random(gpu)?;
+        fill_rows(gpu, self.element, self.slots.pointer(), self.slots.len(), RANDOM_ROWS)?;
+        self.store.forget(gpu)?;
+        self.evictions.restart_at(gpu, tokens)?;
+        gpu.synchronize()
+    }
+
+    fn step_bytes(&self, tokens: usize) -> usize {
+        let shape = self.window.shape;
+        let rows = match self.adaptive {
+            Some(_) => 0, // at least
+            None => self.plan.budget.k(shape.stored(tokens), shape.sinks + shape.ring),
+        };
+        self.footprint(tokens).kept + 4 * shape.n_layers * shape.side_len(rows)
+    }
+
+    fn encode_synchronously(&mut self) {
+        self.evictions.asynchronous = false;
     }
 
     fn force_hits(&mut self, share: f32) {
@@ -336,10 +343,10 @@ impl DeviceCache for HybridCache {
 
 impl ChunkCache for HybridCache {
     fn chunk_rows(&mut self, gpu: &Gpu, layer: usize, chunk: &Chunk) -> Result<Rows> {
-        self.turns.wait(gpu)?; // of the layer before, from the same rows
+        self.evictions.wait(gpu)?; // of the layer before, from the same rows
         self.codes.begin_chunk(gpu, chunk)?;
-        if self.window.holds_past(layer, chunk) {
-            return self.window.past();
+        if self.window.holds_prefix(layer, chunk) {
+            return self.window.prefix();
         }
         let rows = self.window.open(gpu, layer, chunk)?;
         let stored = self.window.shape.stored(chunk.position);
@@ -349,24 +356,24 @@ impl ChunkCache for HybridCache {
 
     fn append(&mut self, gpu: &Gpu, layer: usize, chunk: &Chunk) -> Result<()> {
         self.window.close(gpu, layer, chunk)?;
-        let rows = self.window.past()?;
+        let rows = self.window.prefix()?;
         let tokens = self.window.shape.stored_by(chunk);
-        let stream = self.turns.background(gpu)?;
+        let stream = self.evictions.background(gpu)?;
         self.store.take_chunk(stream, layer, chunk, tokens, rows)?;
         self.codes.encode_chunk(stream, layer, chunk, rows)
     }
 
-    fn settle(&mut self, gpu: &Gpu, lengths: &[usize]) -> Result<()> {
+    fn set_lengths(&mut self, gpu: &Gpu, lengths: &[usize]) -> Result<()> {
         let sinks = self.window.shape.sinks;
         let encoded = lengths.iter().map(|length| length.saturating_sub(sinks));
-        self.window.forget_past();
+        self.window.invalidate_prefix();
         self.store.forget(gpu)?;
-        self.turns.restart(gpu, &encoded.collect::<Vec<_>>())
+        self.evictions.restart(gpu, &encoded.collect::<Vec<_>>())
     }
 
-    fn settle_one(&mut self, gpu: &Gpu, sequence: usize, length: usize) -> Result<()> {
-        self.window.forget_past();
+    fn set_length(&mut self, gpu: &Gpu, sequence: usize, length: usize) -> Result<()> {
+        self.window.invalidate_prefix();
         self.store.forget_one(gpu, sequence)?;
-        self.turns.settle_one(gpu, sequence, length.saturating_sub(self.window.shape.sinks))
+        self.evictions.set_length(gpu, sequence, length.saturating_sub(self.window.shape.sinks))
     }
 }

@@ -1,8 +1,10 @@
+//! Uniform 4-bit codes on a device: `kernels/int4.cu`.
+
 use kv_gpu::{AnyElement, DevicePtr, Element, Grid, Kernel};
 
 use super::codes::{RANDOM_CODES, fill_codes};
 use super::window::{Window, WindowShape};
-use super::{Chunk, ChunkCache, DeviceCache, Room, Rows, Sequences};
+use super::{Chunk, ChunkCache, DeviceCache, Room, Rows, Sequences, Timed};
 use crate::cache::Footprint;
 use crate::device::memory::Buffer;
 use crate::device::{Gpu, programs};
@@ -242,17 +244,6 @@ impl DeviceCache for Int4Cache {
         Ok(unsafe { self.encode.launch(gpu.stream(), grid, THREADS, false, &arguments) }?)
     }
 
-    fn fill_random(&mut self, gpu: &Gpu, _tokens: usize) -> Result<()> {
-        self.window.fill_random(gpu, self.element)?;
-        // Scales are hashed, too: their values do not change the time of a step.
-        fill_codes(gpu, &self.blocks, RANDOM_CODES)?;
-        gpu.synchronize()
-    }
-
-    fn step_bytes(&self, tokens: usize) -> usize {
-        self.footprint(tokens).kept
-    }
-
     fn footprint(&self, tokens: usize) -> Footprint {
         let WindowShape { n_layers, batch, heads, head_dim, .. } = self.window.shape;
         let coded = self.coded(tokens);
@@ -263,6 +254,19 @@ impl DeviceCache for Int4Cache {
 
     fn bytes(&self) -> usize {
         self.window.bytes() + self.blocks.bytes()
+    }
+}
+
+impl Timed for Int4Cache {
+    fn fill_random(&mut self, gpu: &Gpu, _tokens: usize) -> Result<()> {
+        self.window.fill_random(gpu, self.element)?;
+        // Scales are hashed, too: their values do not change the time of a step.
+        fill_codes(gpu, &self.blocks, RANDOM_CODES)?;
+        gpu.synchronize()
+    }
+
+    fn step_bytes(&self, tokens: usize) -> usize {
+        self.footprint(tokens).kept
     }
 }
 
@@ -294,7 +298,7 @@ impl ChunkCache for Int4Cache {
         if first == end {
             return Ok(());
         }
-        let Rows { keys, capacity, .. } = self.window.past()?;
+        let Rows { keys, capacity, .. } = self.window.prefix()?;
         let arguments = EncodeArguments {
             rows: keys,
             blocks: self.blocks(layer, chunk.sequence),
@@ -311,11 +315,11 @@ impl ChunkCache for Int4Cache {
         Ok(unsafe { self.encode.launch(gpu.stream(), grid, THREADS, false, &arguments) }?)
     }
 
-    fn settle(&mut self, _gpu: &Gpu, _lengths: &[usize]) -> Result<()> {
+    fn set_lengths(&mut self, _gpu: &Gpu, _lengths: &[usize]) -> Result<()> {
         Ok(())
     }
 
-    fn settle_one(&mut self, _gpu: &Gpu, _sequence: usize, _length: usize) -> Result<()> {
+    fn set_length(&mut self, _gpu: &Gpu, _sequence: usize, _length: usize) -> Result<()> {
         Ok(())
     }
 }

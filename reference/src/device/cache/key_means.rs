@@ -1,3 +1,5 @@
+//! Means of keys that codes leave out, and their part of the scores.
+
 use half::f16;
 use kv_gpu::pq::{Addends, RopeMeanScores, RopeMeanScoresArguments, RopeMeanScoresShape, TILE};
 use kv_gpu::{AnyElement, DevicePtr, Element};

@@ -1,15 +1,17 @@
-mod past;
+//! MILLION on a device: attention on codes of keys and values.
+
+mod prefix;
 
 use kv_gpu::pq::{Attend, AttendArguments, AttendShape, ExactTokens};
 use kv_gpu::{AnyElement, DevicePtr, Element, Grid, Kernel};
 use pq_core::PqShape;
 
 use super::codes::{Codebooks, TokenCodes, Transform, paging};
+use super::eviction::Evictions;
 use super::key_means::KeyMeans;
 use super::pages::Pages;
-use super::turns::Turns;
 use super::window::{Window, WindowShape};
-use super::{Chunk, ChunkCache, DeviceCache, Room, RowTransform, Rows, Sequences, TransformedCodes};
+use super::{Chunk, ChunkCache, DeviceCache, Room, RowTransform, Rows, Sequences, Timed, TransformedCodes};
 use crate::Result;
 use crate::cache::Footprint;
 use crate::device::memory::Buffer;
@@ -17,7 +19,7 @@ use crate::device::{Gpu, programs};
 use crate::method::PagedMemory;
 use crate::model::Config;
 use crate::side::{Pair, Side};
-use past::Past;
+use prefix::PrefixRows;
 
 /// Bytes of shared memory that a block of `pq::Encode` takes at 64 subspaces, and what the driver reserves
 /// for two blocks.
@@ -25,26 +27,26 @@ const ENCODE_SHARED_MEMORY: usize = (40 + 2) << 10;
 
 /// MILLION: sinks and a ring of recent tokens exact, all tokens behind them as codes: `pq::Attend`.
 ///
-/// Tokens are encoded before the ring overwrites their rows (`Turns`): a turn copies them
-/// (`kernels/leaving.cu`), so that the ring goes on meanwhile. At every step exactly the last tokens of a
+/// Tokens are encoded before the ring overwrites their rows (`Evictions`): an eviction copies them
+/// (`kernels/evict.cu`), so that the ring goes on meanwhile. At every step exactly the last tokens of a
 /// ring's length are exact, as on the CPU with a window of that length.
 ///
 /// With a transform it is `pqklt`: queries and keys arrive in the basis of the codes, and values are folded
 /// into the model. Codes may be of keys less their rotated mean, whose part of the scores precedes attention
 /// (`KeyMeans`), and of rows divided by their norms.
 ///
-/// Codes may be in pages that sequences take as they grow (`Pages`). A turn encodes up to the last token that
-/// the ring will have let go, so the pages of a step hold what is encoded before it.
+/// Codes may be in pages that sequences take as they grow (`Pages`). An eviction encodes up to the last token
+/// that the ring will have let go, so the pages of a step hold what is encoded before it.
 pub struct MillionCache {
     attend: Attend,
     stage: Kernel,
     element: Element,
     window: Window,
-    turns: Turns,
+    evictions: Evictions,
     codes: TokenCodes,
     staged: Buffer<u16>, // (layer, keys and values, batch, heads, ring, head_dim)
     workspace: Buffer<u8>,
-    past: Option<Past>, // from the first chunk of a prompt on
+    prefix: Option<PrefixRows>, // from the first chunk of a prompt on
 }
 
 #[derive(Clone, Copy)]
@@ -83,7 +85,7 @@ impl MillionCache {
         capacity: usize,
     ) -> Result<Self> {
         let (n_layers, heads, group) = (config.n_layers, config.n_kv_heads, config.gqa_group());
-        let turns = Turns::new(gpu, n_layers, batch, window)?;
+        let evictions = Evictions::new(gpu, n_layers, batch, window)?;
         let shape = WindowShape::new(config, window, batch, capacity);
         let pages =
             memory.map(|memory| Pages::new(gpu, memory, (batch, capacity), shape.sinks)).transpose()?;
@@ -103,13 +105,13 @@ impl MillionCache {
         };
         let attend = Attend::new(&gpu.device, attend)?;
         let cache = Self {
-            stage: gpu.device.kernel(&programs::leaving(), "stage", 0)?,
+            stage: gpu.device.kernel(&programs::evict(), "stage", 0)?,
             window: Window::new(gpu, shape)?,
-            turns,
+            evictions,
             codes: TokenCodes::new(gpu, element, quantizers, codebooks, transform, shape, pages)?,
             staged: Buffer::zeros(gpu, 2 * n_layers * shape.side_len(shape.ring))?,
             workspace: Buffer::zeros(gpu, attend.workspace_len(batch, heads))?,
-            past: None,
+            prefix: None,
             attend,
             element,
         };
@@ -117,20 +119,20 @@ impl MillionCache {
         Ok(cache)
     }
 
-    /// A turn's tokens of a layer: elements (batch, heads, ring, head_dim).
+    /// The evicted tokens of a layer: elements (batch, heads, ring, head_dim).
     fn staged(&self, layer: usize) -> Pair<DevicePtr<u16>> {
         let len = self.window.shape.side_len(self.window.shape.ring);
         Pair::of(|side| self.staged.pointer().offset((2 * layer + side as usize) * len))
     }
 
-    /// Copies the tokens of a layer whose turn it is.
+    /// Copies the evicted tokens of a layer.
     fn stage(&self, gpu: &Gpu, layer: usize) -> Result<()> {
         let WindowShape { batch, heads, head_dim, sinks, ring, .. } = self.window.shape;
         let stage = StageArguments {
             rows: self.window.rows(layer).keys.cast(),
             staged: self.staged(layer).keys,
-            firsts: self.turns.firsts(layer),
-            counts: self.turns.counts(layer),
+            firsts: self.evictions.firsts(layer),
+            counts: self.evictions.counts(layer),
             sequences: batch as u32,
             heads: heads as u32,
             sinks: sinks as u32,
@@ -140,7 +142,7 @@ impl MillionCache {
         };
         let grid = Grid::new([heads, batch, 2])?;
         // SAFETY: the structure is the kernel's argument, and the buffers have the lengths of `new`. The
-        // background stream no longer reads what this writes: the layer's last turn has been waited for.
+        // background stream no longer reads what this writes: the layer's last eviction has been waited for.
         Ok(unsafe { self.stage.launch(gpu.stream(), grid, 256, false, &stage) }?)
     }
 }
@@ -196,9 +198,9 @@ impl DeviceCache for MillionCache {
     }
 
     fn clear(&mut self, gpu: &Gpu) -> Result<()> {
-        self.turns.restart_at(gpu, 0)?;
+        self.evictions.restart_at(gpu, 0)?;
         let none = vec![0; self.window.shape.batch];
-        self.codes.pages.as_mut().map_or(Ok(()), |pages| pages.settle(gpu, &none))
+        self.codes.pages.as_mut().map_or(Ok(()), |pages| pages.set_lengths(gpu, &none))
     }
 
     fn end(&mut self, gpu: &Gpu, sequence: usize) -> Result<()> {
@@ -209,34 +211,16 @@ impl DeviceCache for MillionCache {
         if let Some(pages) = &mut self.codes.pages {
             pages.before_step(gpu, sequences)?;
         }
-        let Some(turn) = self.turns.begin(gpu, sequences)? else { return Ok(()) };
-        turn.layers().try_for_each(|layer| self.stage(gpu, layer))?;
-        let stream = self.turns.background(gpu)?;
-        let encode = |layer| self.codes.encode_turn(stream, layer, self.staged(layer), &self.turns);
-        turn.layers().try_for_each(encode)?;
-        self.turns.end(&turn)
-    }
-
-    fn encode_synchronously(&mut self) {
-        self.turns.asynchronous = false;
-    }
-
-    fn fill_random(&mut self, gpu: &Gpu, tokens: usize) -> Result<()> {
-        if let Some(pages) = &mut self.codes.pages {
-            pages.settle_anywhere(gpu, tokens)?;
-        }
-        self.window.fill_random(gpu, self.element)?;
-        self.codes.fill_random(gpu)?;
-        self.turns.restart_at(gpu, tokens)?;
-        gpu.synchronize()
+        let Some(eviction) = self.evictions.begin(gpu, sequences)? else { return Ok(()) };
+        eviction.layers().try_for_each(|layer| self.stage(gpu, layer))?;
+        let stream = self.evictions.background(gpu)?;
+        let encode = |layer| self.codes.encode_evicted(stream, layer, self.staged(layer), &self.evictions);
+        eviction.layers().try_for_each(encode)?;
+        self.evictions.end(&eviction)
     }
 
     fn background_shared_memory(&self) -> usize {
-        if self.turns.asynchronous { ENCODE_SHARED_MEMORY } else { 0 }
-    }
-
-    fn step_bytes(&self, tokens: usize) -> usize {
-        self.footprint(tokens).kept
+        if self.evictions.asynchronous { ENCODE_SHARED_MEMORY } else { 0 }
     }
 
     fn footprint(&self, tokens: usize) -> Footprint {
@@ -254,6 +238,26 @@ impl DeviceCache for MillionCache {
     }
 }
 
+impl Timed for MillionCache {
+    fn fill_random(&mut self, gpu: &Gpu, tokens: usize) -> Result<()> {
+        if let Some(pages) = &mut self.codes.pages {
+            pages.set_lengths_anywhere(gpu, tokens)?;
+        }
+        self.window.fill_random(gpu, self.element)?;
+        self.codes.fill_random(gpu)?;
+        self.evictions.restart_at(gpu, tokens)?;
+        gpu.synchronize()
+    }
+
+    fn step_bytes(&self, tokens: usize) -> usize {
+        self.footprint(tokens).kept
+    }
+
+    fn encode_synchronously(&mut self) {
+        self.evictions.asynchronous = false;
+    }
+}
+
 impl ChunkCache for MillionCache {
     fn reserve(&mut self, gpu: &Gpu, lengths: &[usize]) -> Result<()> {
         self.codes.pages.as_mut().map_or(Ok(()), |pages| pages.reserve(gpu, lengths))
@@ -267,17 +271,17 @@ impl ChunkCache for MillionCache {
         self.take(gpu, layer, chunk)
     }
 
-    fn settle(&mut self, gpu: &Gpu, lengths: &[usize]) -> Result<()> {
+    fn set_lengths(&mut self, gpu: &Gpu, lengths: &[usize]) -> Result<()> {
         if let Some(pages) = &mut self.codes.pages {
-            pages.settle(gpu, lengths)?;
+            pages.set_lengths(gpu, lengths)?;
         }
         let sinks = self.window.shape.sinks;
         let encoded = lengths.iter().map(|length| length.saturating_sub(sinks));
-        self.turns.restart(gpu, &encoded.collect::<Vec<_>>())
+        self.evictions.restart(gpu, &encoded.collect::<Vec<_>>())
     }
 
-    fn settle_one(&mut self, gpu: &Gpu, sequence: usize, length: usize) -> Result<()> {
-        self.codes.pages.iter_mut().for_each(|pages| pages.settle_one(sequence, length));
-        self.turns.settle_one(gpu, sequence, length.saturating_sub(self.window.shape.sinks))
+    fn set_length(&mut self, gpu: &Gpu, sequence: usize, length: usize) -> Result<()> {
+        self.codes.pages.iter_mut().for_each(|pages| pages.set_length(sequence, length));
+        self.evictions.set_length(gpu, sequence, length.saturating_sub(self.window.shape.sinks))
     }
 }

@@ -1,3 +1,5 @@
+//! The cache that a method has on a device.
+
 use kv_gpu::Element;
 
 use super::codes::Codebooks;
@@ -9,7 +11,7 @@ use super::{
 use crate::device::bases::{Bases, BasisMaps};
 use crate::device::ledger::Allocating;
 use crate::device::{Gpu, hashed};
-use crate::method::{Method, RowForm, TransformedHead};
+use crate::method::{CodedRows, Heads, Method, Plan, RowForm, TransformedHead};
 use crate::model::Config;
 use crate::{Error, Profile, Result};
 
@@ -30,47 +32,8 @@ pub fn method_cache(
 ) -> Result<Box<dyn DeviceCache>> {
     let _purpose = Allocating::new("caches");
     let method = method.fitted(config)?;
-    if method.is_dense() {
-        return Ok(match method.device_pages() {
-            Some(pages) => Box::new(PagedCache::new(gpu, config, element, pages, batch, capacity)?),
-            None => Box::new(DenseCache::new(gpu, config, element, batch, capacity)?),
-        });
-    }
     let window = method.window();
-    if let Some(retrieval) = method.device_retrieval(config)? {
-        let profile = profile.filter(|_| retrieval.training.is_none());
-        let codebooks = profile.map(|profile| method.key_codebooks(config, profile)).transpose()?;
-        let cache = PqCache::new(gpu, config, element, retrieval, codebooks, window, batch, capacity)?;
-        return Ok(Box::new(cache));
-    }
-    if let Some(plan) = method.device_hybrid(config)? {
-        let codes = TransformedCodes::new(&method, config, profile, plan.form)?;
-        return Ok(Box::new(HybridCache::new(gpu, config, element, plan, codes, window, batch, capacity)?));
-    }
-    if method.is_device_int4() {
-        return Ok(Box::new(Int4Cache::new(gpu, config, element, window, batch, capacity)?));
-    }
-    if let Some(cuts) = method.device_cuts() {
-        let (maps, ranks) = match profile {
-            Some(profile) => {
-                let heads = method.cut_heads(config, profile)?;
-                let ranks = heads.iter().map(|layer| layer.iter().map(|head| head.ranks).collect());
-                (BasisMaps::of(heads.iter().flatten().map(|head| &head.maps)), ranks.collect())
-            }
-            None => (BasisMaps::random(config), uniform_ranks(config, cuts.fractions)),
-        };
-        let bases = Bases::new(gpu, config, element, &maps)?;
-        let cuts = Cuts { bases, ranks, cuts_prompts: cuts.cuts_prompts };
-        return Ok(Box::new(ZackCache::new(gpu, config, element, cuts, window, batch, capacity)?));
-    }
-    if let Some(bitstream) = method.device_bitstream()? {
-        let planes = match profile {
-            Some(profile) => method.layer_planes(config, profile)?,
-            None => cachegen::hashed_planes(config, &bitstream)?,
-        };
-        return Ok(Box::new(CacheGenCache::new(gpu, config, element, &planes, window, batch, capacity)?));
-    }
-    let Some(codes) = method.device_codes(config)? else {
+    let Some(plan) = method.device_plan(config, profile)? else {
         return Err(Error::Argument(format!(
             "method {} is not implemented on the device; cachegen, dense, hybrid, int4, million (without \
              outliers), pqcache, pqklt and zack (all tokens, without codes) are, all without exact layers: \
@@ -78,28 +41,55 @@ pub fn method_cache(
             method.spec()
         )));
     };
-    let (codebooks, transformed) = match codes.transformed {
-        Some(form) => {
-            let mut codes = TransformedCodes::new(&method, config, profile, form)?;
-            (codes.codebooks.take(), Some(codes))
+    Ok(match plan {
+        Plan::Dense(Some(pages)) => Box::new(PagedCache::new(gpu, config, element, pages, batch, capacity)?),
+        Plan::Dense(None) => Box::new(DenseCache::new(gpu, config, element, batch, capacity)?),
+        Plan::Int4 => Box::new(Int4Cache::new(gpu, config, element, window, batch, capacity)?),
+        Plan::Retrieval(retrieval, codebooks) => {
+            Box::new(PqCache::new(gpu, config, element, retrieval, codebooks, window, batch, capacity)?)
         }
-        None => (profile.map(|profile| method.codebooks(config, profile)).transpose()?, None),
-    };
-    let quantizers = codes.quantizers;
-    let pages = method.device_pages();
-    let cache = MillionCache::new(
-        gpu,
-        config,
-        element,
-        quantizers,
-        codebooks,
-        transformed,
-        window,
-        pages,
-        batch,
-        capacity,
-    )?;
-    Ok(Box::new(cache))
+        Plan::Hybrid(plan, heads) => {
+            let codes = TransformedCodes::new(config, plan.form, heads);
+            Box::new(HybridCache::new(gpu, config, element, plan, codes, window, batch, capacity)?)
+        }
+        Plan::Cuts(cuts, heads) => {
+            let (maps, ranks) = match heads {
+                Some(heads) => {
+                    let ranks = heads.iter().map(|layer| layer.iter().map(|head| head.ranks).collect());
+                    (BasisMaps::of(heads.iter().flatten().map(|head| &head.maps)), ranks.collect())
+                }
+                None => (BasisMaps::random(config), uniform_ranks(config, cuts.fractions)),
+            };
+            let bases = Bases::new(gpu, config, element, &maps)?;
+            let cuts = Cuts { bases, ranks, cuts_prompts: cuts.cuts_prompts };
+            Box::new(ZackCache::new(gpu, config, element, cuts, window, batch, capacity)?)
+        }
+        Plan::Bitstream(bitstream, planes) => {
+            let planes = planes.map_or_else(|| cachegen::hashed_planes(config, &bitstream), Ok)?;
+            Box::new(CacheGenCache::new(gpu, config, element, &planes, window, batch, capacity)?)
+        }
+        Plan::Codes { quantizers, rows, pages } => {
+            let (codebooks, transformed) = match rows {
+                CodedRows::Plain(codebooks) => (codebooks, None),
+                CodedRows::Transformed(form, heads) => {
+                    let mut codes = TransformedCodes::new(config, form, heads);
+                    (codes.codebooks.take(), Some(codes))
+                }
+            };
+            Box::new(MillionCache::new(
+                gpu,
+                config,
+                element,
+                quantizers,
+                codebooks,
+                transformed,
+                window,
+                pages,
+                batch,
+                capacity,
+            )?)
+        }
+    })
 }
 
 /// What hashed codes of values count as: a number with which a bound has some effect on how many rows a step
@@ -120,23 +110,22 @@ pub(super) struct TransformedCodes {
 }
 
 impl TransformedCodes {
-    /// Those of the profile, or hashed ones.
-    fn new(method: &Method, config: &Config, profile: Option<&Profile>, form: RowForm) -> Result<Self> {
-        let Some(profile) = profile else {
+    /// Those of these heads, or hashed ones.
+    fn new(config: &Config, form: RowForm, heads: Option<Heads<TransformedHead>>) -> Self {
+        let Some(heads) = heads else {
             let keys = config.n_layers * config.kv_dim();
-            return Ok(Self {
+            return Self {
                 form,
                 codebooks: None,
                 maps: BasisMaps::random(config),
                 key_means: (0..keys as u64).map(|i| hashed(RANDOM_MEANS, i, 1.0)).collect(),
                 key_errors: vec![0.0; keys],
                 value_errors: vec![HASHED_VALUE_ERROR; config.n_layers * config.n_kv_heads],
-            });
+            };
         };
-        let heads = method.transformed_heads(config, profile)?;
         let all = || heads.iter().flatten();
         let of_all = |part: fn(&TransformedHead) -> &[f32]| all().flat_map(part).copied().collect();
-        Ok(Self {
+        Self {
             form,
             maps: BasisMaps {
                 value_means: Some(of_all(|head| &head.value_mean)),
@@ -151,6 +140,6 @@ impl TransformedCodes {
                     .map(|layer| layer.into_iter().map(|head| head.codebooks).collect())
                     .collect(),
             ),
-        })
+        }
     }
 }

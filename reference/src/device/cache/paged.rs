@@ -1,3 +1,5 @@
+//! Dense rows in pages, which sequences take as they grow.
+
 use std::ops::Range;
 
 use kv_gpu::pq::Pages as PageTable;
@@ -7,7 +9,7 @@ use super::dense::{RANDOM_ROWS, fill_rows};
 use super::full_rank::FullRank;
 use super::pages::Pages;
 use super::prompt_rows::PromptRows;
-use super::{Chunk, ChunkCache, DeviceCache, Room, Rows, Sequences};
+use super::{Chunk, ChunkCache, DeviceCache, Room, Rows, Sequences, Timed};
 use crate::Result;
 use crate::cache::Footprint;
 use crate::device::memory::Buffer;
@@ -155,7 +157,7 @@ impl DeviceCache for PagedCache {
     }
 
     fn clear(&mut self, gpu: &Gpu) -> Result<()> {
-        self.settle(gpu, &vec![0; self.batch])
+        self.set_lengths(gpu, &vec![0; self.batch])
     }
 
     fn end(&mut self, gpu: &Gpu, sequence: usize) -> Result<()> {
@@ -166,8 +168,19 @@ impl DeviceCache for PagedCache {
         self.pages.before_step(gpu, sequences)
     }
 
+    fn footprint(&self, tokens: usize) -> Footprint {
+        let kept = self.step_bytes(tokens.next_multiple_of(self.pages.page()));
+        Footprint { kept, working: self.pages.bytes(), ..Footprint::default() }
+    }
+
+    fn bytes(&self) -> usize {
+        self.rows.bytes() + self.pages.bytes() + self.prompt.bytes()
+    }
+}
+
+impl Timed for PagedCache {
     fn fill_random(&mut self, gpu: &Gpu, tokens: usize) -> Result<()> {
-        self.pages.settle_anywhere(gpu, tokens)?;
+        self.pages.set_lengths_anywhere(gpu, tokens)?;
         for (tensor, side) in (0..2 * self.n_layers).enumerate() {
             let at = self.rows.pointer().offset(side * self.side_len());
             fill_rows(gpu, self.element, at, self.side_len(), RANDOM_ROWS + tensor as u32)?;
@@ -177,15 +190,6 @@ impl DeviceCache for PagedCache {
 
     fn step_bytes(&self, tokens: usize) -> usize {
         4 * self.n_layers * self.batch * self.heads * tokens * self.head_dim
-    }
-
-    fn footprint(&self, tokens: usize) -> Footprint {
-        let kept = self.step_bytes(tokens.next_multiple_of(self.pages.page()));
-        Footprint { kept, working: self.pages.bytes(), ..Footprint::default() }
-    }
-
-    fn bytes(&self) -> usize {
-        self.rows.bytes() + self.pages.bytes() + self.prompt.bytes()
     }
 }
 
@@ -213,14 +217,14 @@ impl ChunkCache for PagedCache {
         self.copy(gpu, layer, chunk.sequence, chunk.position..chunk.end(), To::Pages)
     }
 
-    fn settle(&mut self, gpu: &Gpu, lengths: &[usize]) -> Result<()> {
+    fn set_lengths(&mut self, gpu: &Gpu, lengths: &[usize]) -> Result<()> {
         self.prompt.forget();
-        self.pages.settle(gpu, lengths)
+        self.pages.set_lengths(gpu, lengths)
     }
 
-    fn settle_one(&mut self, _gpu: &Gpu, sequence: usize, length: usize) -> Result<()> {
+    fn set_length(&mut self, _gpu: &Gpu, sequence: usize, length: usize) -> Result<()> {
         self.prompt.forget();
-        self.pages.settle_one(sequence, length);
+        self.pages.set_length(sequence, length);
         Ok(())
     }
 }

@@ -75,24 +75,24 @@ impl Pages {
     ///
     /// # Errors
     /// As [`Self::reserve`].
-    pub fn settle(&mut self, gpu: &Gpu, lengths: &[usize]) -> Result<()> {
+    pub fn set_lengths(&mut self, gpu: &Gpu, lengths: &[usize]) -> Result<()> {
         self.lengths = lengths.iter().map(|&length| Some(length)).collect();
         self.resize(gpu, lengths)
     }
 
     /// Sets one sequence to this length, for which [`Self::reserve`] has taken pages.
-    pub fn settle_one(&mut self, sequence: usize, length: usize) {
+    pub fn set_length(&mut self, sequence: usize, length: usize) {
         self.lengths[sequence] = Some(length);
     }
 
-    /// As [`Self::settle`] with `tokens` in every sequence, in pages of a hashed order, as if many sequences
-    /// had come and gone.
+    /// As [`Self::set_lengths`] with `tokens` in every sequence, in pages of a hashed order, as if many
+    /// sequences had come and gone.
     ///
     /// # Errors
     /// As [`Self::reserve`].
-    pub fn settle_anywhere(&mut self, gpu: &Gpu, tokens: usize) -> Result<()> {
+    pub fn set_lengths_anywhere(&mut self, gpu: &Gpu, tokens: usize) -> Result<()> {
         self.grants.shuffle();
-        self.settle(gpu, &vec![tokens; self.lengths.len()])
+        self.set_lengths(gpu, &vec![tokens; self.lengths.len()])
     }
 
     /// Frees the pages of one sequence, which is idle from now on.

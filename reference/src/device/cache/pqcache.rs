@@ -1,3 +1,5 @@
+//! PQCache on a device: attention to exact rows of the host, selected by codes of their keys.
+
 mod index;
 mod launch;
 mod train;
@@ -7,16 +9,16 @@ use kv_gpu::{AnyElement, DevicePtr, Element};
 use pq_core::{CodebookBuf, PqShape};
 
 use super::codes::{RANDOM_BOOKS, RANDOM_CODES, random_codebook};
+use super::eviction::Evictions;
 use super::row_store::{RowStore, StoreShape};
 use super::span::Span;
 use super::step_budget::StepBudget;
-use super::turns::Turns;
 use super::window::{Window, WindowShape};
-use super::{Chunk, ChunkCache, DeviceCache, Room, Rows, Sequences, check_tokens};
+use super::{Chunk, ChunkCache, DeviceCache, Room, Rows, Sequences, Timed, check_tokens};
 use crate::Result;
 use crate::cache::Footprint;
+use crate::device::Gpu;
 use crate::device::memory::Buffer;
-use crate::device::{Gpu, clustering};
 use crate::method::Retrieval;
 use crate::model::Config;
 use index::{KeyIndex, Wanted};
@@ -36,7 +38,7 @@ pub struct PqCache {
     window: Window, // rows of the host stay in its slots
     store: RowStore,
     training: Option<Training>,
-    turns: Turns,
+    evictions: Evictions,
     budget: StepBudget,
     scratch: Scratch,
     span: Span, // that a chunk encodes
@@ -95,7 +97,7 @@ impl PqCache {
         let (heads, group, head_dim) = (config.n_kv_heads, config.gqa_group(), config.head_dim);
         let stored = capacity.saturating_sub(window.sinks).max(1);
         let (sinks, ring) = (window.sinks, window.recent);
-        let turns = Turns::new(gpu, n_layers, batch, window)?;
+        let evictions = Evictions::new(gpu, n_layers, batch, window)?;
         let most = retrieval.budget.k(stored, sinks + ring);
         let store =
             StoreShape { n_layers, batch, heads, head_dim, sinks, ring, stored, most, staged_sides: 1 };
@@ -107,8 +109,7 @@ impl PqCache {
         let window = WindowShape { slots: held, ..WindowShape::new(config, window, batch, capacity) };
         let attend = GatherAttend::new(&gpu.device, GatherAttendShape { dim: head_dim, element })?;
         let trained = TrainShape { quantizer, element: element.into() };
-        let iterations = clustering::iterations(gpu, config, &retrieval)?;
-        let training = Training::new(gpu, iterations, trained, batch)?;
+        let training = Training::new(gpu, retrieval.training, trained, batch)?;
         let codebooks = match codebooks {
             Some(codebooks) => codebooks,
             None => random_codebooks(n_layers, heads, quantizer)?,
@@ -118,7 +119,7 @@ impl PqCache {
             store,
             index: KeyIndex::new(gpu, element, quantizer, &codebooks, shape)?,
             training,
-            turns,
+            evictions,
             budget: StepBudget::new(gpu, retrieval.budget, sinks + ring, batch, heads)?,
             scratch: Scratch {
                 tokens: Buffer::zeros(gpu, batch * heads * most)?,
@@ -163,9 +164,9 @@ impl DeviceCache for PqCache {
 
     fn clear(&mut self, gpu: &Gpu) -> Result<()> {
         self.training.iter_mut().for_each(Training::clear);
-        self.window.forget_past();
+        self.window.invalidate_prefix();
         self.store.forget(gpu)?;
-        self.turns.restart_at(gpu, 0)
+        self.evictions.restart_at(gpu, 0)
     }
 
     fn end(&mut self, _gpu: &Gpu, sequence: usize) -> Result<()> {
@@ -175,43 +176,21 @@ impl DeviceCache for PqCache {
 
     fn before_step(&mut self, gpu: &Gpu, sequences: &Sequences) -> Result<()> {
         self.train_on_ring(gpu)?;
-        let Some(turn) = self.turns.begin(gpu, sequences)? else { return Ok(()) };
-        turn.layers()
-            .try_for_each(|layer| self.store.take_turn(gpu, layer, self.rows(layer), &self.turns))?;
-        let background = self.turns.background(gpu)?;
-        turn.layers().try_for_each(|layer| self.launch_encode(background, layer))?;
-        self.turns.end(&turn)
+        let Some(eviction) = self.evictions.begin(gpu, sequences)? else { return Ok(()) };
+        eviction
+            .layers()
+            .try_for_each(|layer| self.store.evict(gpu, layer, self.rows(layer), &self.evictions))?;
+        let background = self.evictions.background(gpu)?;
+        eviction.layers().try_for_each(|layer| self.launch_encode(background, layer))?;
+        self.evictions.end(&eviction)
     }
 
-    fn fill_random(&mut self, gpu: &Gpu, tokens: usize) -> Result<()> {
-        self.window.fill_random(gpu, self.element)?;
-        self.store.fill_random(gpu, self.element, |layer| self.rows(layer))?;
-        self.index.fill_random(gpu, RANDOM_CODES)?;
-        self.training.iter_mut().for_each(Training::use_hashed);
-        self.store.forget(gpu)?;
-        self.turns.restart_at(gpu, tokens)?;
-        gpu.synchronize()
-    }
-
-    fn encode_synchronously(&mut self) {
-        self.turns.asynchronous = false;
-    }
-
-    fn followed_by(&mut self, gpu: &Gpu, reads: &[Prefetch]) {
-        self.store.followed_by(gpu, reads);
+    fn prefetch_next(&mut self, gpu: &Gpu, reads: &[Prefetch]) {
+        self.store.prefetch_next(gpu, reads);
     }
 
     fn background_shared_memory(&self) -> usize {
         self.index.background_shared_memory()
-    }
-
-    fn step_bytes(&self, tokens: usize) -> usize {
-        let Shape { n_layers, batch, heads, sinks, ring, .. } = self.shape;
-        let exact = tokens.min(sinks + ring);
-        let coded = tokens - exact;
-        let k = self.retrieval.budget.k(coded, sinks + ring);
-        let codes = batch * heads * self.index.head_len(coded);
-        n_layers * (codes + 4 * self.shape.side_len(exact + k))
     }
 
     fn footprint(&self, tokens: usize) -> Footprint {
@@ -247,6 +226,31 @@ impl DeviceCache for PqCache {
     fn fetched_row_bytes(&self) -> usize {
         self.store.pair_bytes()
     }
+}
+
+impl Timed for PqCache {
+    fn fill_random(&mut self, gpu: &Gpu, tokens: usize) -> Result<()> {
+        self.window.fill_random(gpu, self.element)?;
+        self.store.fill_random(gpu, self.element, |layer| self.rows(layer))?;
+        self.index.fill_random(gpu, RANDOM_CODES)?;
+        self.training.iter_mut().for_each(Training::use_hashed);
+        self.store.forget(gpu)?;
+        self.evictions.restart_at(gpu, tokens)?;
+        gpu.synchronize()
+    }
+
+    fn step_bytes(&self, tokens: usize) -> usize {
+        let Shape { n_layers, batch, heads, sinks, ring, .. } = self.shape;
+        let exact = tokens.min(sinks + ring);
+        let coded = tokens - exact;
+        let k = self.retrieval.budget.k(coded, sinks + ring);
+        let codes = batch * heads * self.index.head_len(coded);
+        n_layers * (codes + 4 * self.shape.side_len(exact + k))
+    }
+
+    fn encode_synchronously(&mut self) {
+        self.evictions.asynchronous = false;
+    }
 
     fn force_hits(&mut self, share: f32) {
         self.store.force_hits(share);
@@ -255,14 +259,14 @@ impl DeviceCache for PqCache {
 
 impl ChunkCache for PqCache {
     fn chunk_rows(&mut self, gpu: &Gpu, layer: usize, chunk: &Chunk) -> Result<Rows> {
-        self.turns.wait(gpu)?; // of the layer before, from the same rows
+        self.evictions.wait(gpu)?; // of the layer before, from the same rows
         let (first, count) = self.window.shape.stored_by(chunk);
         self.span.write(gpu, first, count)?;
         if layer == 0 {
             self.begin_training(gpu, chunk)?;
         }
-        if self.window.holds_past(layer, chunk) {
-            return self.window.past();
+        if self.window.holds_prefix(layer, chunk) {
+            return self.window.prefix();
         }
         let rows = self.window.open(gpu, layer, chunk)?;
         let stored = self.window.shape.stored(chunk.position);
@@ -273,8 +277,8 @@ impl ChunkCache for PqCache {
     fn append(&mut self, gpu: &Gpu, layer: usize, chunk: &Chunk) -> Result<()> {
         self.window.close(gpu, layer, chunk)?;
         let tokens = self.window.shape.stored_by(chunk);
-        let stream = self.turns.background(gpu)?;
-        self.store.take_chunk(stream, layer, chunk, tokens, self.window.past()?)?;
+        let stream = self.evictions.background(gpu)?;
+        self.store.take_chunk(stream, layer, chunk, tokens, self.window.prefix()?)?;
         self.train(stream, layer, chunk)?;
         self.launch_encode_chunk(stream, layer, chunk)?;
         if layer + 1 == self.shape.n_layers && self.trains_on(chunk) {
@@ -283,21 +287,21 @@ impl ChunkCache for PqCache {
         Ok(())
     }
 
-    fn settle(&mut self, gpu: &Gpu, lengths: &[usize]) -> Result<()> {
+    fn set_lengths(&mut self, gpu: &Gpu, lengths: &[usize]) -> Result<()> {
         let encoded = lengths.iter().map(|length| length.saturating_sub(self.shape.sinks));
         let encoded: Vec<usize> = encoded.collect();
         let sequences = lengths.iter().copied().enumerate();
-        sequences.for_each(|(sequence, length)| self.settle_training(sequence, length));
-        self.window.forget_past();
+        sequences.for_each(|(sequence, length)| self.set_trained_length(sequence, length));
+        self.window.invalidate_prefix();
         self.store.forget(gpu)?;
-        self.turns.restart(gpu, &encoded)
+        self.evictions.restart(gpu, &encoded)
     }
 
-    fn settle_one(&mut self, gpu: &Gpu, sequence: usize, length: usize) -> Result<()> {
-        self.settle_training(sequence, length);
-        self.window.forget_past();
+    fn set_length(&mut self, gpu: &Gpu, sequence: usize, length: usize) -> Result<()> {
+        self.set_trained_length(sequence, length);
+        self.window.invalidate_prefix();
         self.store.forget_one(gpu, sequence)?;
-        self.turns.settle_one(gpu, sequence, length.saturating_sub(self.shape.sinks))
+        self.evictions.set_length(gpu, sequence, length.saturating_sub(self.shape.sinks))
     }
 }
 

@@ -1,3 +1,5 @@
+//! Rows of a whole prompt, for caches that do not keep them.
+
 use super::{Chunk, Rows};
 use crate::device::Gpu;
 use crate::device::ledger::Allocating;

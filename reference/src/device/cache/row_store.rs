@@ -1,5 +1,7 @@
+//! Exact rows of all tokens in host or device memory, of which a step reads a few.
+
 mod int8;
-mod reuse;
+mod residency;
 
 use cudarc::driver::CudaStream;
 use kv_gpu::pq::{Gather, GatherArguments, MissingRows, Prefetch};
@@ -7,7 +9,7 @@ use kv_gpu::{AnyElement, DevicePtr, Element, Grid, Kernel};
 use rayon::prelude::*;
 
 use super::dense::{RANDOM_ROWS, fill_rows};
-use super::turns::Turns;
+use super::eviction::Evictions;
 use super::{Chunk, Rows};
 use crate::device::host_memory::{HostBuffer, check_available};
 use crate::device::memory::Buffer;
@@ -16,7 +18,7 @@ use crate::method::RowHome;
 use crate::side::{Pair, Side};
 use crate::{Error, Result};
 use int8::Int8Rows;
-use reuse::Reuse;
+use residency::Residency;
 
 /// Sizes of a [`RowStore`].
 #[derive(Clone, Copy)]
@@ -42,12 +44,12 @@ impl StoreShape {
 /// Exact rows of all tokens behind the sinks, in device memory or in memory of the host.
 ///
 /// A token's rows are written when it is encoded, up to a ring and at least half a ring before a step can
-/// choose it ([`Turns`]). Rows on the host are read over PCIe, unless recent steps have chosen them
-/// ([`Reuse`], `pq::Gather`, `pq::GatherAttend`). The decoder's stream writes them, so its order is the fence
+/// choose it ([`Evictions`]). Rows on the host are read over PCIe, unless recent steps have chosen them
+/// ([`Residency`], `pq::Gather`, `pq::GatherAttend`). The decoder's stream writes them, so its order is the fence
 /// between these stores and the loads.
 pub(super) struct RowStore {
     pub shape: StoreShape,
-    leave: Kernel,
+    evict: Kernel,
     copy: Kernel,
     rows: Memory,        // (layer, keys and values, batch, heads, stored, head_dim)
     staged: Buffer<u16>, // (layer, sides, batch, heads, ring, head_dim)
@@ -66,9 +68,9 @@ enum Memory {
 
 struct HostRows {
     layers: Vec<HostBuffer<u16>>, // as on the device, or records
-    reuse: Reuse,
+    residency: Residency,
     form: HostForm,
-    followed_by: Vec<Prefetch>, // of each layer: what the next product reads, as far as L2 takes it
+    prefetch_next: Vec<Prefetch>, // of each layer: what the next product reads, as far as L2 takes it
 }
 
 enum HostForm {
@@ -78,7 +80,7 @@ enum HostForm {
 
 #[derive(Clone, Copy)]
 #[repr(C)]
-struct LeaveArguments {
+struct EvictArguments {
     keys: DevicePtr<AnyElement>,
     values: DevicePtr<AnyElement>,
     stored_keys: Option<DevicePtr<u16>>,
@@ -95,7 +97,7 @@ struct LeaveArguments {
     staged_sides: u32,
 }
 
-const _: () = assert!(size_of::<LeaveArguments>() == 88);
+const _: () = assert!(size_of::<EvictArguments>() == 88);
 
 /// Rows of consecutive tokens of one sequence.
 #[derive(Clone, Copy)]
@@ -154,16 +156,16 @@ impl RowStore {
             let layers = (0..n_layers).into_par_iter().map(|_| HostBuffer::for_scattered_reads(gpu, len));
             Memory::Host(Box::new(HostRows {
                 layers: layers.collect::<Result<_>>()?,
-                reuse: Reuse::new(gpu, &shape, held)?,
+                residency: Residency::new(gpu, &shape, held)?,
                 form: match home {
                     RowHome::HostInt8 => HostForm::Int8(Int8Rows::new(gpu, element, shape)?),
                     _ => HostForm::Exact(Gather::new(&gpu.device, row_bytes)?),
                 },
-                followed_by: vec![],
+                prefetch_next: vec![],
             }))
         };
         Ok(Self {
-            leave: gpu.device.kernel(&programs::retrieval(), "leave", 0)?,
+            evict: gpu.device.kernel(&programs::retrieval(), "evict", 0)?,
             copy: gpu.device.kernel(&programs::retrieval(), "copy", 0)?,
             rows,
             staged: Buffer::zeros(gpu, n_layers * shape.staged_sides * shape.side_len(ring))?,
@@ -195,25 +197,25 @@ impl RowStore {
         }
     }
 
-    /// Copies of the rows that the layer's last turn has taken: (batch, heads, ring, head_dim).
+    /// Copies of the rows of the layer's last eviction: (batch, heads, ring, head_dim).
     pub fn staged(&self, side: Side, layer: usize) -> DevicePtr<u16> {
         let StoreShape { ring, staged_sides, .. } = self.shape;
         self.staged.pointer().offset((staged_sides * layer + side as usize) * self.shape.side_len(ring))
     }
 
-    /// Takes the rows of the layer's tokens whose turn it is, and stages them.
-    pub fn take_turn(&self, gpu: &Gpu, layer: usize, exact: Rows, turns: &Turns) -> Result<()> {
+    /// Evicts the layer's due tokens: copies their rows to the store and to the staging buffer.
+    pub fn evict(&self, gpu: &Gpu, layer: usize, exact: Rows, evictions: &Evictions) -> Result<()> {
         let StoreShape { batch, heads, head_dim, sinks, ring, stored, staged_sides, .. } = self.shape;
         let int8 = self.int8(layer, 0);
         let of_side = |side| int8.is_none().then(|| self.rows(side, layer));
-        let arguments = LeaveArguments {
+        let arguments = EvictArguments {
             keys: exact.keys,
             values: exact.values,
             stored_keys: of_side(Side::Keys),
             stored_values: of_side(Side::Values),
             staged: self.staged(Side::Keys, layer),
-            firsts: turns.firsts(layer),
-            counts: turns.counts(layer),
+            firsts: evictions.firsts(layer),
+            counts: evictions.counts(layer),
             heads: heads as u32,
             sinks: sinks as u32,
             ring: ring as u32,
@@ -225,9 +227,9 @@ impl RowStore {
         let grid = Grid::new([heads, batch, 2])?;
         // SAFETY: the structure is the kernel's argument, and the buffers have the lengths of `new`. The plan
         // counts at most a ring of tokens, which come before tokens that fit. The background stream no longer
-        // reads what is staged: the event of the layer's last turn has been waited for.
-        unsafe { self.leave.launch(gpu.stream(), grid, 256, false, &arguments) }?;
-        int8.map_or(Ok(()), |(int8, records)| int8.take_turn(gpu, layer, records, exact, turns))
+        // reads what is staged: the event of the layer's last eviction has been waited for.
+        unsafe { self.evict.launch(gpu.stream(), grid, 256, false, &arguments) }?;
+        int8.map_or(Ok(()), |(int8, records)| int8.evict(gpu, layer, records, exact, evictions))
     }
 
     /// Brings the rows of the chosen tokens (batch, heads, most), of which each head has `counts`, to their
@@ -240,13 +242,13 @@ impl RowStore {
         out: Rows,
     ) -> Result<()> {
         let Memory::Host(host) = &self.rows else { return Ok(()) };
-        let HostRows { reuse, form, followed_by, .. } = &**host;
-        let prefetch = followed_by.get(layer).copied();
-        reuse.launch(gpu, layer, tokens, counts)?;
+        let HostRows { residency, form, prefetch_next, .. } = &**host;
+        let prefetch = prefetch_next.get(layer).copied();
+        residency.launch(gpu, layer, tokens, counts)?;
         let gather = match form {
             HostForm::Exact(gather) => gather,
             HostForm::Int8(int8) => {
-                return int8.fetch(gpu, host.layers[layer].pointer(), reuse, out, prefetch);
+                return int8.fetch(gpu, host.layers[layer].pointer(), residency, out, prefetch);
             }
         };
         let arguments = GatherArguments {
@@ -254,9 +256,9 @@ impl RowStore {
             keys: self.rows(Side::Keys, layer).cast(),
             values: self.rows(Side::Values, layer).cast(),
             head_rows: self.shape.stored,
-            rows: reuse.misses(),
-            places: Some(reuse.places()),
-            counts: Some(reuse.miss_counts()),
+            rows: residency.misses(),
+            places: Some(residency.places()),
+            counts: Some(residency.miss_counts()),
             list_len: self.shape.most,
             keys_out: out.keys.cast(),
             values_out: out.values.cast(),
@@ -285,14 +287,14 @@ impl RowStore {
         };
         let missing = match host.form {
             HostForm::Exact(_) => {
-                host.reuse.launch(gpu, layer, tokens, counts)?;
+                host.residency.launch(gpu, layer, tokens, counts)?;
                 Some(MissingRows {
                     keys: self.rows(Side::Keys, layer).cast(),
                     values: self.rows(Side::Values, layer).cast(),
                     head_rows: self.shape.stored,
                     tokens,
-                    bits: host.reuse.missing(),
-                    prefetch: host.followed_by.get(layer).copied(),
+                    bits: host.residency.missing(),
+                    prefetch: host.prefetch_next.get(layer).copied(),
                 })
             }
             HostForm::Int8(_) => {
@@ -300,15 +302,15 @@ impl RowStore {
                 None
             }
         };
-        Ok(Found { slots: host.reuse.slots(), missing })
+        Ok(Found { slots: host.residency.slots(), missing })
     }
 
     /// Sets the weights that each layer reads after attention. They are prefetched into L2 while rows arrive.
-    pub fn followed_by(&mut self, gpu: &Gpu, reads: &[Prefetch]) {
+    pub fn prefetch_next(&mut self, gpu: &Gpu, reads: &[Prefetch]) {
         let Memory::Host(host) = &mut self.rows else { return };
         let most = gpu.device.l2_bytes() * L2_SHARE.0 / L2_SHARE.1;
         let at_most = |&Prefetch { bytes, len }: &Prefetch| Prefetch { bytes, len: len.min(most) };
-        host.followed_by = reads.iter().map(at_most).collect();
+        host.prefetch_next = reads.iter().map(at_most).collect();
     }
 
     /// The slot of every token that was fetched last, (batch, heads, most); none where rows are read in the
@@ -316,7 +318,7 @@ impl RowStore {
     pub fn slots(&self) -> Option<DevicePtr<u32>> {
         match &self.rows {
             Memory::Device(_) => None,
-            Memory::Host(host) => Some(host.reuse.slots()),
+            Memory::Host(host) => Some(host.residency.slots()),
         }
     }
 
@@ -409,7 +411,7 @@ impl RowStore {
     pub fn forget(&mut self, gpu: &Gpu) -> Result<()> {
         match &mut self.rows {
             Memory::Device(_) => Ok(()),
-            Memory::Host(host) => host.reuse.forget(gpu),
+            Memory::Host(host) => host.residency.forget(gpu),
         }
     }
 
@@ -417,7 +419,9 @@ impl RowStore {
     pub fn forget_one(&self, gpu: &Gpu, sequence: usize) -> Result<()> {
         match &self.rows {
             Memory::Device(_) => Ok(()),
-            Memory::Host(host) => host.reuse.forget_one(gpu, sequence * self.shape.heads, self.shape.heads),
+            Memory::Host(host) => {
+                host.residency.forget_one(gpu, sequence * self.shape.heads, self.shape.heads)
+            }
         }
     }
 
@@ -448,14 +452,14 @@ impl RowStore {
     pub fn fetched(&self, gpu: &Gpu) -> Result<u64> {
         match &self.rows {
             Memory::Device(_) => Ok(0),
-            Memory::Host(host) => host.reuse.fetched(gpu),
+            Memory::Host(host) => host.residency.fetched(gpu),
         }
     }
 
     /// Makes this part of the rows that a step would fetch count as held, for timing.
     pub fn force_hits(&mut self, share: f32) {
         if let Memory::Host(host) = &mut self.rows {
-            host.reuse.force_hits(share);
+            host.residency.force_hits(share);
         }
     }
 
@@ -468,7 +472,7 @@ impl RowStore {
     pub fn bytes(&self) -> usize {
         let rows = match &self.rows {
             Memory::Device(rows) => rows.bytes(),
-            Memory::Host(host) => host.reuse.bytes(),
+            Memory::Host(host) => host.residency.bytes(),
         };
         rows + self.staged.bytes()
     }

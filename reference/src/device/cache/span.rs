@@ -1,3 +1,5 @@
+//! The first token and the number of tokens of a launch, in device memory.
+
 use kv_gpu::DevicePtr;
 
 use crate::Result;

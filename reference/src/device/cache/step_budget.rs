@@ -1,3 +1,5 @@
+//! How many tokens a step selects.
+
 use kv_gpu::{DevicePtr, Grid, Kernel};
 
 use super::Sequences;

@@ -1,3 +1,5 @@
+//! Exact rows of sinks and of the most recent tokens.
+
 use kv_gpu::{AnyElement, DevicePtr, Element, Grid, Kernel};
 
 use super::dense::{RANDOM_ROWS, fill_rows};
@@ -78,7 +80,7 @@ pub(super) struct Window {
     pub shape: WindowShape,
     copy: Kernel,
     rows: Buffer<u16>, // (layer, keys and values, batch, heads, sinks + ring + slots, head_dim)
-    past: PromptRows,
+    prefix: PromptRows,
 }
 
 #[derive(Clone, Copy)]
@@ -103,9 +105,9 @@ impl Window {
     /// Empty rows.
     pub fn new(gpu: &Gpu, shape: WindowShape) -> Result<Self> {
         Ok(Self {
-            copy: gpu.device.kernel(&programs::leaving(), "exact", 0)?,
+            copy: gpu.device.kernel(&programs::evict(), "exact", 0)?,
             rows: Buffer::zeros(gpu, 2 * shape.n_layers * shape.side_len(shape.rows()))?,
-            past: PromptRows::new(shape.heads, shape.head_dim),
+            prefix: PromptRows::new(shape.heads, shape.head_dim),
             shape,
         })
     }
@@ -138,7 +140,7 @@ impl Window {
     /// Rows for all tokens of a chunk's sequence. They hold the exact tokens before the chunk; the caller
     /// adds the others.
     pub fn open(&mut self, gpu: &Gpu, layer: usize, chunk: &Chunk) -> Result<Rows> {
-        let rows = self.past.open(gpu, self.shape.capacity)?;
+        let rows = self.prefix.open(gpu, self.shape.capacity)?;
         if chunk.position > 0 {
             self.copy(gpu, layer, chunk.sequence, chunk.position, true)?;
         }
@@ -147,24 +149,24 @@ impl Window {
 
     /// Copies the tokens that are exact after the chunk from the rows of all tokens.
     pub fn close(&mut self, gpu: &Gpu, layer: usize, chunk: &Chunk) -> Result<()> {
-        self.past.close(layer, chunk);
+        self.prefix.close(layer, chunk);
         self.copy(gpu, layer, chunk.sequence, chunk.end(), false)
     }
 
     /// Whether the rows of all tokens still hold those before this chunk in the same layer, so that none have
     /// to be restored.
-    pub fn holds_past(&self, layer: usize, chunk: &Chunk) -> bool {
-        self.past.hold_those_before(layer, chunk)
+    pub fn holds_prefix(&self, layer: usize, chunk: &Chunk) -> bool {
+        self.prefix.hold_those_before(layer, chunk)
     }
 
     /// Invalidates the rows of all tokens, which are about to be overwritten.
-    pub const fn forget_past(&mut self) {
-        self.past.forget();
+    pub const fn invalidate_prefix(&mut self) {
+        self.prefix.forget();
     }
 
     /// The rows of all tokens of the last [`Self::open`].
-    pub fn past(&self) -> Result<Rows> {
-        self.past.rows()
+    pub fn prefix(&self) -> Result<Rows> {
+        self.prefix.rows()
     }
 
     /// Copies the exact tokens among a sequence's first `tokens`: to the rows of all tokens, or from them.
@@ -173,7 +175,7 @@ impl Window {
         let kept = heads * self.shape.rows() * head_dim; // of one sequence
         let arguments = ExactArguments {
             kept: self.rows.pointer().offset((2 * layer * batch + sequence) * kept),
-            rows: self.past()?.keys.cast(),
+            rows: self.prefix()?.keys.cast(),
             kept_side: (batch * kept / 8) as u64,
             rows_side: (self.shape.past_side_len() / 8) as u64,
             tokens: tokens as u32,
@@ -191,6 +193,6 @@ impl Window {
 
     /// Bytes of device memory.
     pub fn bytes(&self) -> usize {
-        self.rows.bytes() + self.past.bytes()
+        self.rows.bytes() + self.prefix.bytes()
     }
 }

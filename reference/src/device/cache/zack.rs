@@ -1,13 +1,15 @@
+//! ZACK on a device: rows of reduced rank, with ranks of their own for each head.
+
 mod launch;
 
 use kv_gpu::svd::{Attend, AttendShape};
 use kv_gpu::{AnyElement, DevicePtr, Element, Kernel};
 
 use super::dense::{RANDOM_ROWS, fill_rows};
+use super::eviction::Evictions;
 use super::span::Span;
-use super::turns::Turns;
 use super::window::{Window, WindowShape};
-use super::{Chunk, ChunkCache, DeviceCache, Room, RowTransform, Rows, Sequences};
+use super::{Chunk, ChunkCache, DeviceCache, Room, RowTransform, Rows, Sequences, Timed};
 use crate::cache::Footprint;
 use crate::device::bases::Bases;
 use crate::device::memory::Buffer;
@@ -24,8 +26,8 @@ const MULTIPLE: usize = 8;
 ///
 /// Values arrive and leave rotated, since the rotations are folded into the model's weights; queries and keys
 /// are rotated after RoPE (`Bases`), to a basis whose first components are kept. Truncating a token is thus a
-/// copy: every half ring a layer stores the tokens that will be overwritten within a ring (`Turns`), on the
-/// stream of the steps, so that no second stream is needed.
+/// copy: every half ring a layer stores the tokens that will be overwritten within a ring (`Evictions`), on
+/// the stream of the steps, so that no second stream is needed.
 ///
 /// N.B. The model keeps the columns of `W_V` and the rows of `W_O` beyond the ranks: the exact tokens need them.
 /// With half of the values' dimensions the KL is .0055, and .101 if sinks and window are cut, too (12 M model).
@@ -33,7 +35,7 @@ pub struct ZackCache {
     kernels: Kernels,
     element: Element,
     window: Window,
-    turns: Turns,
+    evictions: Evictions,
     layers: Vec<Layer>,
     bases: Bases,
     cuts_prompts: bool,
@@ -106,7 +108,7 @@ impl ZackCache {
             )));
         }
         let (heads, group, head_dim) = (config.n_kv_heads, config.gqa_group(), config.head_dim);
-        let turns = Turns::new(gpu, config.n_layers, batch, window)?;
+        let evictions = Evictions::new(gpu, config.n_layers, batch, window)?;
         let kernels = Kernels::new(gpu, element, head_dim, group)?;
         let mut lens = Pair::of(|_| 0);
         let layers = ranks.iter().map(|heads| {
@@ -131,7 +133,7 @@ impl ZackCache {
         let workspace = kernels.attend.workspace_len(batch, heads, group);
         let cache = Self {
             window: Window::new(gpu, WindowShape::new(config, window, batch, capacity))?,
-            turns,
+            evictions,
             stored: Pair::try_of(|side| Buffer::zeros(gpu, lens[side]))?,
             ranks: Pair::try_of(|side| Buffer::of(gpu, &ranks_of(side)))?,
             offsets: Pair::try_of(offsets)?,
@@ -209,26 +211,12 @@ impl DeviceCache for ZackCache {
     }
 
     fn clear(&mut self, gpu: &Gpu) -> Result<()> {
-        self.turns.restart_at(gpu, 0)
+        self.evictions.restart_at(gpu, 0)
     }
 
     fn before_step(&mut self, gpu: &Gpu, sequences: &Sequences) -> Result<()> {
-        let Some(turn) = self.turns.begin(gpu, sequences)? else { return Ok(()) };
-        turn.layers().try_for_each(|layer| self.launch_cut_of_turn(gpu, layer))
-    }
-
-    fn fill_random(&mut self, gpu: &Gpu, tokens: usize) -> Result<()> {
-        self.window.fill_random(gpu, self.element)?;
-        for side in Side::ALL {
-            let (rows, tensor) = (&self.stored[side], RANDOM_ROWS + side as u32);
-            fill_rows(gpu, self.element, rows.pointer(), rows.len(), tensor)?;
-        }
-        self.turns.restart_at(gpu, tokens)?;
-        gpu.synchronize()
-    }
-
-    fn step_bytes(&self, tokens: usize) -> usize {
-        self.footprint(tokens).kept + self.bases.bytes()
+        let Some(eviction) = self.evictions.begin(gpu, sequences)? else { return Ok(()) };
+        eviction.layers().try_for_each(|layer| self.launch_cut_of_evicted(gpu, layer))
     }
 
     fn footprint(&self, tokens: usize) -> Footprint {
@@ -243,6 +231,22 @@ impl DeviceCache for ZackCache {
 
     fn bytes(&self) -> usize {
         self.window.bytes() + self.stored.iter().map(Buffer::bytes).sum::<usize>() + self.bases.bytes()
+    }
+}
+
+impl Timed for ZackCache {
+    fn fill_random(&mut self, gpu: &Gpu, tokens: usize) -> Result<()> {
+        self.window.fill_random(gpu, self.element)?;
+        for side in Side::ALL {
+            let (rows, tensor) = (&self.stored[side], RANDOM_ROWS + side as u32);
+            fill_rows(gpu, self.element, rows.pointer(), rows.len(), tensor)?;
+        }
+        self.evictions.restart_at(gpu, tokens)?;
+        gpu.synchronize()
+    }
+
+    fn step_bytes(&self, tokens: usize) -> usize {
+        self.footprint(tokens).kept + self.bases.bytes()
     }
 }
 
@@ -264,13 +268,13 @@ impl ChunkCache for ZackCache {
         self.launch_cut_of_chunk(gpu, layer, chunk)
     }
 
-    fn settle(&mut self, gpu: &Gpu, lengths: &[usize]) -> Result<()> {
+    fn set_lengths(&mut self, gpu: &Gpu, lengths: &[usize]) -> Result<()> {
         let sinks = self.window.shape.sinks;
         let stored = lengths.iter().map(|length| length.saturating_sub(sinks));
-        self.turns.restart(gpu, &stored.collect::<Vec<_>>())
+        self.evictions.restart(gpu, &stored.collect::<Vec<_>>())
     }
 
-    fn settle_one(&mut self, gpu: &Gpu, sequence: usize, length: usize) -> Result<()> {
-        self.turns.settle_one(gpu, sequence, length.saturating_sub(self.window.shape.sinks))
+    fn set_length(&mut self, gpu: &Gpu, sequence: usize, length: usize) -> Result<()> {
+        self.evictions.set_length(gpu, sequence, length.saturating_sub(self.window.shape.sinks))
     }
 }

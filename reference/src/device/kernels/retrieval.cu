@@ -49,7 +49,7 @@ extern "C" __global__ void tabulate(const TabulateArguments a) {
     }
 }
 
-struct LeaveArguments {
+struct EvictArguments {
     const uint4* keys; // [sequence][head][capacity][chunk]: the layer's exact rows
     const uint4* values;
     uint4* stored_keys; // [sequence][head][stored][chunk], maybe in host memory; null to stage rows only
@@ -66,7 +66,7 @@ struct LeaveArguments {
 //
 // Launch: grid (heads, sequences, keys and values), any number of threads. Stores to host memory are posted: the kernel
 // waits for them only at its end.
-extern "C" __global__ void leave(const LeaveArguments a) {
+extern "C" __global__ void evict(const EvictArguments a) {
     const u32 sequence = blockIdx.y, first = a.firsts[sequence], count = a.counts[sequence];
     const bool is_values = blockIdx.z;
     const u64 head = (u64)sequence * a.heads + blockIdx.x;

@@ -9,15 +9,11 @@ use cudarc::driver::result;
 use kv_gpu::codec::{self, CheckArguments, DecodeArguments, Rope};
 use kv_gpu::{AnyElement, DevicePtr};
 
-use super::room::{Lane, Slot};
-use super::{Arriving, Destination, LANES, Level, Loader, join};
+use super::buffers::{DecodeStream, FrameBuffers};
+use super::{Arriving, Destination, LAYERS, Level, Loader, STREAMS, join};
 use crate::device::driver;
 use crate::device::rotate::{Direction, KeyRows};
 use crate::{Error, Result};
-
-/// Layers that are copied, and then decoded, at once. With more of them decoding ends later after the copy;
-/// with fewer, gaps between copies and launches take longer.
-pub(super) const LAYERS: usize = 8;
 
 /// Layers that are copied and decoded at once.
 pub(super) struct Part {
@@ -63,10 +59,10 @@ impl Loader {
     /// Copies and decodes those layers of a frame that are among its first bytes, some at a time.
     pub(super) fn launch(&self, arriving: &mut Arriving, frame: &Frame<'_>, bytes: &[u8]) -> Result<()> {
         while let Some(part) = arriving.parts.front().filter(|part| part.bytes.end <= bytes.len()) {
-            let lane = self.lane(part);
+            let decode_stream = self.decode_stream(part);
             self.copy(part.bytes.start, &bytes[part.bytes.clone()])?;
-            join(&lane.stream, &self.copies)?;
-            self.decode(lane, arriving.level, frame, part.layers.clone(), &arriving.place)?;
+            join(&decode_stream.stream, &self.copies)?;
+            self.decode(decode_stream, arriving.level, frame, part.layers.clone(), &arriving.place)?;
             arriving.parts.pop_front();
         }
         Ok(())
@@ -87,7 +83,7 @@ impl Loader {
         self.wait()?;
         let copied = Instant::now();
         for part in parts {
-            self.decode(self.lane(&part), arriving.level, frame, part.layers, &arriving.place)?;
+            self.decode(self.decode_stream(&part), arriving.level, frame, part.layers, &arriving.place)?;
         }
         self.wait()?;
         let decoded = Instant::now();
@@ -100,17 +96,17 @@ impl Loader {
     }
 
     /// The stream that decodes a part.
-    fn lane(&self, part: &Part) -> &Lane {
-        &self.lanes[part.layers.start / LAYERS % LANES]
+    fn decode_stream(&self, part: &Part) -> &DecodeStream {
+        &self.decode_streams[part.layers.start / LAYERS % STREAMS]
     }
 
     /// Where a frame is decoded to.
     pub(super) fn place(&mut self, slot: usize, frame: &Frame<'_>, to: &Destination<'_>) -> Result<Place> {
         let angles = to.angles;
         let Some(all) = to.rows else {
-            let landing = self.slots[slot].landing.as_ref();
-            let landing = landing.ok_or_else(|| Error::argument("no rows for a frame"))?;
-            let (sides, capacity) = (landing.sides(), landing.capacity());
+            let staging = self.slots[slot].staging.as_ref();
+            let staging = staging.ok_or_else(|| Error::argument("no rows for a frame"))?;
+            let (sides, capacity) = (staging.sides(), staging.capacity());
             return Ok(Place { sides, capacity, first_row: 0, angles });
         };
         let rows: Vec<_> = all.iter().flat_map(|rows| [rows.keys, rows.values]).collect();
@@ -138,7 +134,7 @@ impl Loader {
     /// Compares the checksums of a frame, once it has been copied.
     pub(super) fn check(&self, frame: &Frame<'_>) -> Result<()> {
         join(&self.checks, &self.copies)?;
-        let (info, Slot { frame: on_device, wrong, .. }) = (frame.info(), &self.slots[self.next]);
+        let (info, FrameBuffers { frame: on_device, wrong, .. }) = (frame.info(), &self.slots[self.next]);
         let arguments =
             CheckArguments { frame: on_device.pointer(), layers: 0..info.layers, wrong: wrong.pointer() };
         // SAFETY: the stream waits for the frame, and the slot has PADDING bytes more.
@@ -148,15 +144,15 @@ impl Loader {
     /// Decodes layers of a frame that has been copied so far, and rotates their keys.
     fn decode(
         &self,
-        lane: &Lane,
+        decode_stream: &DecodeStream,
         level: usize,
         frame: &Frame<'_>,
         layers: Range<usize>,
         &Place { sides, capacity, first_row, angles }: &Place,
     ) -> Result<()> {
-        let (info, Slot { frame: on_device, failed, .. }) = (frame.info(), &self.slots[self.next]);
+        let (info, FrameBuffers { frame: on_device, failed, .. }) = (frame.info(), &self.slots[self.next]);
         let Level { planes, words, decode } = &self.levels[level];
-        let (position, stream) = (info.first_token as usize, lane.stream.cu_stream());
+        let (position, stream) = (info.first_token as usize, decode_stream.stream.cu_stream());
         let place = codec::Place {
             token_stride: info.head_dim,
             head_stride: capacity * info.head_dim,
@@ -173,11 +169,11 @@ impl Loader {
             out,
             place,
             rope: decode.rotates().then_some(Rope { cos, sin }),
-            workspace: lane.workspace.pointer(),
+            workspace: decode_stream.workspace.pointer(),
             failed: failed.pointer(),
         };
         // SAFETY: the bytes of the frame up to these layers have been copied, and the slot has PADDING more.
-        // The rows have all tokens of the frame, which the decoder or `make_room` checks. The workspace has
+        // The rows have all tokens of the frame, which the decoder or `reserve` checks. The workspace has
         // room for LAYERS layers. There are angles for all positions of the cache.
         unsafe { decode.launch(stream, frame, planes, &arguments) }?;
         let Some(rotate) = self.rotate.as_ref().filter(|_| !decode.rotates()) else { return Ok(()) };

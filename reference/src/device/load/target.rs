@@ -1,3 +1,5 @@
+//! The receiver of a stream on a device.
+
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::time::Instant;

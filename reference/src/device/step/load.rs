@@ -4,7 +4,7 @@ use bytes::Bytes;
 use codec_core::Profile;
 
 use super::super::cache::{Chunk, RowTransform, Rows};
-use super::super::load::{Destination, Ended, Landing, Loader, Stages};
+use super::super::load::{Destination, Ended, Loader, Stages, Staging};
 use super::Decoder;
 use crate::{Error, Result};
 
@@ -82,7 +82,7 @@ impl Decoder {
             return Ok(());
         }
         let lengths = self.lengths_with(&chunk)?;
-        self.settle(&lengths, chunk.sequence)
+        self.set_lengths(&lengths, chunk.sequence)
     }
 
     /// Refuses a loader of another model, and a chunk that does not follow its sequence.
@@ -95,7 +95,7 @@ impl Decoder {
             return Err(Error::Argument(format!("sequence {sequence} of a batch of {}", self.batch)));
         }
         self.check_batch()?;
-        let start = match loader.landing_end(sequence, self.clears) {
+        let start = match loader.staged_end(sequence, self.clears) {
             Some(end) => end,
             None => self.lengths()?[sequence],
         };
@@ -133,15 +133,15 @@ impl Decoder {
     pub fn end_load(&mut self, loader: &mut Loader) -> Result<()> {
         let in_place = loader.in_place(self.clears);
         match loader.end() {
-            Ok(Ended { landing: None, .. }) => Ok(()),
+            Ok(Ended { staging: None, .. }) => Ok(()),
             // Of sequences that have been emptied since, nobody wants it.
             Ok(Ended { clears, .. }) if clears != self.clears => Ok(()),
-            Ok(Ended { chunk, landing: Some(landing), .. }) => self.take(&chunk, landing),
+            Ok(Ended { chunk, staging: Some(staging), .. }) => self.take(&chunk, staging),
             Err(e) => {
                 let mut lengths = self.lengths()?;
                 in_place.iter().rev().for_each(|chunk| lengths[chunk.sequence] = chunk.position);
                 if let Some(first) = in_place.first() {
-                    self.settle(&lengths, first.sequence)?;
+                    self.set_lengths(&lengths, first.sequence)?;
                 }
                 Err(e)
             }
@@ -160,7 +160,7 @@ impl Decoder {
     }
 
     /// Gives a frame that has landed to the cache.
-    fn take(&mut self, chunk: &Chunk, landing: &Landing) -> Result<()> {
+    fn take(&mut self, chunk: &Chunk, staging: &Staging) -> Result<()> {
         self.check_batch()?;
         let length = self.lengths()?[chunk.sequence];
         if length != chunk.position {
@@ -173,7 +173,7 @@ impl Decoder {
         self.cache.reserve(&gpu, &lengths)?;
         for layer in 0..self.weights.layers.len() {
             let rows = self.cache.chunk_rows(&gpu, layer, chunk)?;
-            landing.copy(&gpu, layer, chunk, &rows)?;
+            staging.copy(&gpu, layer, chunk, &rows)?;
             if let Some(RowTransform { bases, .. }) = self.cache.transform() {
                 // SAFETY: these rows have just been written, and nothing else uses them before they are
                 // taken.
@@ -181,7 +181,7 @@ impl Decoder {
             }
             self.cache.append(&gpu, layer, chunk)?;
         }
-        self.settle(&lengths, chunk.sequence)
+        self.set_lengths(&lengths, chunk.sequence)
     }
 
     /// Loads a frame one stage after the other, for timing.
@@ -209,9 +209,9 @@ impl Decoder {
     }
 
     /// Makes the sequences have these lengths. One that had ended goes on if it has been loaded.
-    fn settle(&mut self, lengths: &[usize], loaded: usize) -> Result<()> {
+    fn set_lengths(&mut self, lengths: &[usize], loaded: usize) -> Result<()> {
         let gpu = self.gpu.clone();
-        self.cache.settle(&gpu, lengths)?;
+        self.cache.set_lengths(&gpu, lengths)?;
         let mut ended = self.ended.clone();
         ended[loaded] = false;
         let standing = ended.iter().enumerate().filter(|(_, ended)| **ended);

@@ -1,3 +1,5 @@
+//! The choice of the next tokens: the most likely ones, or a draw.
+
 use std::ops::Range;
 
 use kv_gpu::{DevicePtr, Element, Grid, Kernel};

@@ -43,7 +43,7 @@ impl Decoder {
         let gpu = self.gpu.clone();
         self.cache.reserve(&gpu, &ends)?;
         self.run_prompts(&prompts, chunk)?;
-        self.cache.settle(&gpu, &ends)?;
+        self.cache.set_lengths(&gpu, &ends)?;
         // For the last tokens: the rest of the last layer, as in a step.
         self.place(&ends.iter().map(|&end| end as u32 - 1).collect::<Vec<_>>())?;
         self.longest += 1;
@@ -68,7 +68,7 @@ impl Decoder {
         let gpu = self.gpu.clone();
         self.cache.reserve(&gpu, &lengths)?;
         self.run_prompts(&[prompt], chunk)?;
-        self.cache.settle_one(&gpu, sequence, end)?;
+        self.cache.set_length(&gpu, sequence, end)?;
         self.sequences.positions.write_at(&gpu, sequence, &[end as u32 - 1])?;
         self.sequences.running.write_at(&gpu, sequence, &[1])?;
         self.picks.restart(&gpu, sequence..sequence + 1)?;

@@ -1,3 +1,5 @@
+//! The store of CacheGen on the CPU: tokens as bits, and decoded again for attention.
+
 use std::sync::Arc;
 
 use codec_core::{Frame, FrameInfo, PlaneBuf, Profile, encode_frame};

@@ -7,39 +7,16 @@
 
 use std::sync::Arc;
 
-use pq_core::{CodebookBuf, PqShape};
+use pq_core::PqShape;
 use svd_core::{Map, MapBuf, Rows, RowsMut};
 
 use super::PqKlt;
 use super::store::{HeadCode, KeySpace, TransformedPlan};
-use crate::method::head_maps::HeadMaps;
+use crate::method::plan::{HeadMaps, Heads, RowForm, TransformedHead};
 use crate::model::{AttentionWeights, Config, Layer, Model};
 use crate::ops::dot;
 use crate::side::Pair;
 use crate::{Error, Profile, Result};
-
-/// The form of transformed rows that is coded.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct RowForm {
-    /// Whether the rotated mean is subtracted from keys.
-    pub rotated_mean: bool,
-    /// Whether keys and values are divided by their norms, which are stored.
-    pub norms: bool,
-}
-
-/// One head's codes.
-pub(crate) struct TransformedHead {
-    pub codebooks: Pair<CodebookBuf>,
-    pub maps: HeadMaps,
-    /// Mean of the keys before RoPE, (head_dim,).
-    pub key_mean: Vec<f32>,
-    /// Mean of the values in their basis, (head_dim,), which the folded model subtracts.
-    pub value_mean: Vec<f32>,
-    /// Mean squared error of each component of the coded keys, (head_dim,).
-    pub key_errors: Vec<f32>,
-    /// Mean squared error of the coded values relative to their variance.
-    pub value_error: f32,
-}
 
 impl PqKlt {
     /// The quantizers, and the form of the rows that they code.
@@ -63,7 +40,7 @@ impl PqKlt {
     }
 
     /// The codes of every layer and head.
-    pub fn device_heads(&self, config: &Config, profile: &Profile) -> Result<Vec<Vec<TransformedHead>>> {
+    pub fn device_heads(&self, config: &Config, profile: &Profile) -> Result<Heads<TransformedHead>> {
         let layer = |l| {
             let TransformedPlan { heads, .. } = self.plan(config, profile, l)?;
             heads.into_iter().map(TransformedHead::new).collect()

@@ -295,6 +295,9 @@ impl Store for TransformedStore {
         for coded in self.heads.iter_mut().flat_map(Pair::iter_mut) {
             coded.codes.truncate(len);
             coded.norms.truncate(len);
+            if len == 0 {
+                coded.refined = None;
+            }
         }
         self.decoded.iter_mut().for_each(|rows| rows.truncate(len * self.geometry.head_dim));
         self.len = len;

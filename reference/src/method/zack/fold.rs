@@ -1,3 +1,5 @@
+//! Folds value rotations into the weights of a model.
+
 use std::sync::Arc;
 
 use svd_core::{LayerRotations, RowsMut};

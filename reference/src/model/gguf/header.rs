@@ -39,7 +39,7 @@ pub(super) struct TensorInfo {
 
 impl TensorInfo {
     /// The bytes behind the header that hold the tensor, unless there are none or its type is not supported.
-    fn range(&self) -> Option<Range<u64>> {
+    pub fn range(&self) -> Option<Range<u64>> {
         let elements = self.shape.iter().try_fold(1_usize, |product, &n| product.checked_mul(n))?;
         let len = Layout::of(self.kind).and_then(|layout| layout.bytes(elements)).ok()? as u64;
         (len > 0).then(|| self.offset..self.offset.saturating_add(len))

@@ -8,8 +8,8 @@ use kv_gpu::{DevicePtr, Element, Grid, Kernel};
 use super::{TokenCodes, WindowShape};
 use crate::Result;
 use crate::device::bases::Bases;
+use crate::device::cache::eviction::Evictions;
 use crate::device::cache::key_means::KeyMeans;
-use crate::device::cache::turns::Turns;
 use crate::device::cache::{Chunk, Rows, TransformedCodes};
 use crate::device::ledger::Allocating;
 use crate::device::memory::Buffer;
@@ -94,8 +94,8 @@ struct CodedRows {
 /// A selection of tokens after the sinks.
 #[derive(Clone, Copy)]
 enum Tokens {
-    /// The tokens of a turn, `u32` (sequences,) each, and their maximum number.
-    Turn { firsts: DevicePtr<u32>, counts: DevicePtr<u32>, most: usize },
+    /// The tokens of an eviction, `u32` (sequences,) each, and their maximum number.
+    Evicted { firsts: DevicePtr<u32>, counts: DevicePtr<u32>, most: usize },
     /// Tokens of one sequence.
     Span { first: usize, count: usize },
 }
@@ -125,24 +125,24 @@ struct Arguments {
 const _: () = assert!(size_of::<Arguments>() == 104);
 
 impl TokenCodes {
-    /// Prepares a turn's tokens of a layer in place, where they are staged.
-    pub(super) fn prepare_turn(
+    /// Prepares the evicted tokens of a layer in place, where they are staged.
+    pub(super) fn prepare_evicted(
         &self,
         stream: &CudaStream,
         (side, layer): (Side, usize),
         staged: DevicePtr<u16>,
-        turns: &Turns,
+        evictions: &Evictions,
     ) -> Result<()> {
         let Some(RowKernels { prepare, .. }) = &self.kernels[side] else { return Ok(()) };
         let WindowShape { batch, ring, .. } = self.shape;
-        let (firsts, counts) = (turns.firsts(layer), turns.counts(layer));
+        let (firsts, counts) = (evictions.firsts(layer), evictions.counts(layer));
         let rows = CodedRows {
             sequences: batch,
             sequence: 0,
             from: staged,
             to: staged,
             capacities: [ring; 2],
-            tokens: Tokens::Turn { firsts, counts, most: ring },
+            tokens: Tokens::Evicted { firsts, counts, most: ring },
         };
         self.launch(prepare, stream, (side, layer), &rows)
     }
@@ -219,7 +219,7 @@ impl TokenCodes {
     ) -> Result<()> {
         let WindowShape { heads, head_dim, sinks, .. } = self.shape;
         let (firsts, counts, (first, count), most) = match rows.tokens {
-            Tokens::Turn { firsts, counts, most } => (Some(firsts), Some(counts), (0, 0), most),
+            Tokens::Evicted { firsts, counts, most } => (Some(firsts), Some(counts), (0, 0), most),
             Tokens::Span { first, count } => (None, None, (first, count), count),
         };
         let blocks = most.div_ceil(TOKENS).min(BLOCKS);

@@ -17,8 +17,8 @@ impl PqCache {
         let Shape { batch, books, heads, head_dim, ring, .. } = self.shape;
         let staged = heads * ring * head_dim; // of a sequence
         // The plan counts at most a ring of tokens, whose codes fit since they come before tokens that fit.
-        // The search reads only codes before `firsts` until the layer's next turn, which waits for this; bits
-        // of those keep their values.
+        // The search reads only codes before `firsts` until the layer's next eviction, which waits for this;
+        // bits of those keep their values.
         (0..batch).step_by(batch / books).try_for_each(|first| {
             let keys = KeysToEncode {
                 first,
@@ -26,8 +26,8 @@ impl PqCache {
                 max_count: ring,
                 vectors: self.store.staged(Side::Keys, layer).offset(first * staged).cast(),
                 strides: [staged, ring * head_dim, head_dim],
-                firsts: self.turns.firsts(layer).offset(first),
-                counts: self.turns.counts(layer).offset(first),
+                firsts: self.evictions.firsts(layer).offset(first),
+                counts: self.evictions.counts(layer).offset(first),
             };
             self.index.encode(stream, layer, &keys)
         })
@@ -38,7 +38,7 @@ impl PqCache {
     pub(super) fn launch_encode_chunk(&self, stream: &CudaStream, layer: usize, chunk: &Chunk) -> Result<()> {
         let Shape { head_dim, sinks, .. } = self.shape;
         let (first, count) = self.window.shape.stored_by(chunk);
-        let Rows { keys, capacity, .. } = self.window.past()?;
+        let Rows { keys, capacity, .. } = self.window.prefix()?;
         let keys = KeysToEncode {
             first: chunk.sequence,
             batch: 1,

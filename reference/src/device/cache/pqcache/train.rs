@@ -10,12 +10,12 @@ use crate::Result;
 use crate::device::Gpu;
 use crate::device::cache::{Chunk, Rows};
 use crate::device::memory::Buffer;
-use crate::method::{Resolved, training_step};
+use crate::method::training_step;
 
 /// The training of a cache's codebooks, which are per sequence.
 pub(super) struct Training {
     train: Train,
-    iterations: Resolved,
+    iterations: usize,
     starts: Buffer<u32>, // (ksub,): indices of the keys that are the initial centroids
     workspace: Buffer<u8>,
     sequences: Vec<Sequence>,
@@ -35,7 +35,7 @@ impl Training {
     /// The training of `batch` sequences, if the method trains.
     pub fn new(
         gpu: &Gpu,
-        iterations: Option<Resolved>,
+        iterations: Option<usize>,
         shape: TrainShape,
         batch: usize,
     ) -> Result<Option<Self>> {
@@ -88,7 +88,7 @@ impl Training {
 impl PqCache {
     /// Sets a sequence to this length. With fewer keys than a ring it has none to train on: it ended before
     /// the step for which the host has trained it.
-    pub(super) fn settle_training(&mut self, sequence: usize, length: usize) {
+    pub(super) fn set_trained_length(&mut self, sequence: usize, length: usize) {
         let enough = self.shape.sinks + self.shape.ring;
         let Some(training) = &mut self.training else { return };
         let sequence = &mut training.sequences[sequence];
@@ -124,7 +124,7 @@ impl PqCache {
         if due.is_empty() {
             return Ok(());
         }
-        self.turns.wait(gpu)?;
+        self.evictions.wait(gpu)?;
         training.begin(gpu, heads, ring)?;
         self.span.write(gpu, 0, ring)?;
         due.iter().for_each(|&sequence| training.end(sequence));
@@ -156,7 +156,7 @@ impl PqCache {
         }
         let Shape { head_dim, sinks, .. } = self.shape;
         let (first, count) = self.window.shape.stored_by(chunk);
-        let Rows { keys, capacity, .. } = self.window.past()?;
+        let Rows { keys, capacity, .. } = self.window.prefix()?;
         let vectors = keys.cast::<u16>().offset((sinks + first) * head_dim).cast();
         self.launch_train(stream, layer, chunk.sequence, (vectors, capacity, count))
     }
@@ -182,7 +182,7 @@ impl PqCache {
             starts: Some(training.starts.pointer()),
             centroids: self.index.centroids(layer, sequence),
             errors: None,
-            iterations: training.iterations.of_keys(n, step),
+            iterations: training.iterations,
             tolerance: 0.0,
             workspace: training.workspace.pointer(),
         };

@@ -1,11 +1,13 @@
+//! Rows in 8 bits per component: `kernels/int8_rows.cu` and `kernels/int8_load_sm90.cu`.
+
 use cudarc::driver::CudaStream;
 use kv_gpu::pq::Prefetch;
 use kv_gpu::{AnyElement, DevicePtr, Element, Grid, Kernel};
 
 use super::StoreShape;
-use super::reuse::Reuse;
+use super::residency::Residency;
 use crate::device::cache::Rows;
-use crate::device::cache::turns::Turns;
+use crate::device::cache::eviction::Evictions;
 use crate::device::{Gpu, programs};
 use crate::{Error, Result};
 
@@ -97,19 +99,19 @@ impl Int8Rows {
         2 * dim
     }
 
-    /// Quantizes the rows of a turn's tokens of a layer.
-    pub fn take_turn(
+    /// Quantizes the rows of the evicted tokens of a layer.
+    pub fn evict(
         &self,
         gpu: &Gpu,
         layer: usize,
         records: DevicePtr<u16>,
         exact: Rows,
-        turns: &Turns,
+        evictions: &Evictions,
     ) -> Result<()> {
         let StoreShape { batch, ring, .. } = self.shape;
         let arguments = StoreArguments {
-            firsts: Some(turns.firsts(layer)),
-            counts: Some(turns.counts(layer)),
+            firsts: Some(evictions.firsts(layer)),
+            counts: Some(evictions.counts(layer)),
             ..self.store_arguments(records, exact, ring)
         };
         self.launch_store(&gpu.stream, [batch, ring.div_ceil(32)], arguments)
@@ -170,20 +172,20 @@ impl Int8Rows {
         Ok(unsafe { self.store.launch(stream.cu_stream(), grid, THREADS, false, &arguments) }?)
     }
 
-    /// Dequantizes the tokens of all sequences that `reuse` misses: see `RowStore::fetch`.
+    /// Dequantizes the tokens of all sequences that `residency` misses: see `RowStore::fetch`.
     pub fn fetch(
         &self,
         gpu: &Gpu,
         records: DevicePtr<u16>,
-        reuse: &Reuse,
+        residency: &Residency,
         out: Rows,
         prefetch: Option<Prefetch>,
     ) -> Result<()> {
         let StoreShape { batch, heads, most, .. } = self.shape;
         let arguments = LoadArguments {
-            tokens: Some(reuse.misses()),
-            places: Some(reuse.places()),
-            counts: Some(reuse.miss_counts()),
+            tokens: Some(residency.misses()),
+            places: Some(residency.places()),
+            counts: Some(residency.miss_counts()),
             list_len: most as u32,
             prefetch: prefetch.map(|prefetch| prefetch.bytes),
             prefetch_len: prefetch.map_or(0, |prefetch| prefetch.len as u64),

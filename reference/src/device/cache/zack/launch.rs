@@ -194,16 +194,16 @@ impl ZackCache {
         Ok(unsafe { self.kernels.merge.launch(gpu.stream(), grid, head_dim as u32, true, &arguments) }?)
     }
 
-    /// Launches the copy of a turn's tokens of a layer into the store.
-    pub(super) fn launch_cut_of_turn(&self, gpu: &Gpu, layer: usize) -> Result<()> {
+    /// Launches the copy of the evicted tokens of a layer into the store.
+    pub(super) fn launch_cut_of_evicted(&self, gpu: &Gpu, layer: usize) -> Result<()> {
         let WindowShape { batch, heads, sinks, ring, .. } = self.window.shape;
         let Rows { keys, values, capacity } = self.window.rows(layer);
         let arguments = CutArguments {
             store: self.store(layer, 0),
             keys,
             values,
-            firsts: self.turns.firsts(layer),
-            counts: self.turns.counts(layer),
+            firsts: self.evictions.firsts(layer),
+            counts: self.evictions.counts(layer),
             heads: heads as u32,
             sinks: sinks as u32,
             ring: ring as u32,
@@ -218,7 +218,7 @@ impl ZackCache {
     /// Launches the copy of a chunk's tokens into the store, from the rows of all tokens.
     pub(super) fn launch_cut_of_chunk(&self, gpu: &Gpu, layer: usize, chunk: &Chunk) -> Result<()> {
         let WindowShape { heads, sinks, .. } = self.window.shape;
-        let Rows { keys, values, capacity } = self.window.past()?;
+        let Rows { keys, values, capacity } = self.window.prefix()?;
         let (_, count) = self.window.shape.stored_by(chunk);
         let arguments = CutArguments {
             store: self.store(layer, chunk.sequence),

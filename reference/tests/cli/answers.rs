@@ -1,0 +1,61 @@
+//! The text of an answer, where it ends, and what is said about its prompt.
+
+use std::path::Path;
+
+use serde_json::Value;
+
+use crate::support::gguf::{Gguf, string};
+use crate::support::kv::{kv, run, text};
+
+/// A model that only says its token 0: the first byte of an emoji. It takes `<s>` for BOS.
+fn says_f0(path: &Path, edit: impl FnOnce(&mut Gguf)) {
+    let mut gguf = Gguf::without_tokenizer(3);
+    gguf.text("tokenizer.ggml.model", "gpt2");
+    gguf.text("tokenizer.ggml.pre", "llama-bpe");
+    let tokens: Vec<u8> = ["ð", "a", "<s>"].iter().flat_map(|token| string(token.as_bytes())).collect();
+    gguf.list("tokenizer.ggml.tokens", 8, 3, &tokens);
+    gguf.ints("tokenizer.ggml.token_type", &[1, 1, 3]);
+    gguf.list("tokenizer.ggml.merges", 8, 0, &[]);
+    gguf.int("tokenizer.ggml.bos_token_id", 2);
+    edit(&mut gguf);
+    gguf.write(path);
+}
+
+/// Standard output, standard error, and the JSON of an answer of up to three tokens.
+fn answer(prompt: &str, edit: impl FnOnce(&mut Gguf)) -> (String, String, Value) {
+    let folder = tempfile::tempdir().unwrap();
+    let (path, json) = (folder.path().join("model.gguf"), folder.path().join("json"));
+    says_f0(&path, edit);
+    let args = ["generate", prompt, "--model", text(&path), "--tokens", "3", "--json", text(&json)];
+    let output = run("generate", kv(&[&args[..], &["--device", "cpu", "--method", "dense"]].concat()));
+    let [stdout, stderr] = [output.stdout, output.stderr].map(|bytes| String::from_utf8(bytes).unwrap());
+    assert!(output.status.success(), "{stderr}");
+    (stdout, stderr, serde_json::from_slice(&std::fs::read(&json).unwrap()).unwrap())
+}
+
+#[test]
+fn an_answer_that_ends_inside_a_character_keeps_its_tail() {
+    let (stdout, stderr, json) = answer("a", |_| {});
+    assert_eq!(stdout, "\u{fffd}\u{fffd}\u{fffd}\n");
+    assert_eq!(json["text"], "\u{fffd}\u{fffd}\u{fffd}");
+    assert_eq!((json["tokens"].as_array().unwrap().len(), json["prompt_tokens"].as_u64()), (3, Some(2)));
+    assert!(!stderr.contains("BOS"), "{stderr}");
+}
+
+#[test]
+fn an_answer_stops_at_every_token_that_a_key_names() {
+    for name in ["eos", "eot", "eom"] {
+        let (stdout, _, json) = answer("a", |gguf| gguf.int(&format!("tokenizer.ggml.{name}_token_id"), 0));
+        assert_eq!(
+            (stdout.as_str(), &json["tokens"], &json["text"]),
+            ("\n", &Value::Array(vec![]), &"".into()),
+            "{name}"
+        );
+    }
+}
+
+#[test]
+fn a_second_bos_is_pointed_out() {
+    let (_, stderr, json) = answer("<s>a", |_| {});
+    assert!(stderr.contains("BOS token twice") && json["prompt_tokens"] == 3, "{stderr}");
+}
