@@ -45,6 +45,7 @@ impl<'a> Keys<'a> {
 
     /// The bits of the components, as far as they are read.
     #[must_use]
+    #[expect(clippy::misnamed_getters, reason = "a prefix has the shape of what is read")]
     pub const fn shape(&self) -> &Shape {
         &self.read
     }
@@ -154,7 +155,6 @@ impl Kernel for Encode<'_, '_> {
 
 /// Chooses the steps of a group of 16 components.
 #[inline(always)]
-#[expect(clippy::needless_range_loop, reason = "one index counts the components of eight arrays")]
 fn choose_steps(shape: &Shape, rows: &[f32], group: usize, steps: &mut [u8]) {
     let dim = shape.dim();
     let rows = || rows.chunks_exact(dim).map(|row| &row[LANES * group..][..LANES]);
