@@ -107,3 +107,35 @@ fn a_cache_attends_without_allocating() {
     cache.attend_into(&attention, queries, &mut workspace, &mut out).unwrap();
     assert_eq!(ALLOCATIONS.get(), before);
 }
+
+/// The same with scalar codes.
+#[cfg(not(feature = "rayon"))]
+#[test]
+fn a_cache_of_scalar_codes_attends_without_allocating() {
+    use pq_core::sq::{HeadTransform, Shape, TransformParts};
+    let (group, dim, n) = (4, 16, 300);
+    let shape = Shape::uniform(dim, 2).unwrap();
+    let square = vec![0.1; dim * dim];
+    let transform = HeadTransform::new(&TransformParts {
+        frequencies: &[0.1; 8],
+        mean: &[1.0; 16],
+        basis: &square,
+        dual: &square,
+        keys: shape,
+        values: shape,
+        block: 64,
+        mean_error: true,
+    });
+    let rows: Vec<f32> = (0..n * dim).map(|i| (i as f32 * 0.37).sin()).collect();
+    let rows = Rows::contiguous(&rows, dim).unwrap();
+    let window = Window { sinks: 4, recent: 32, batch: 1 };
+    let mut cache = sq::LayerCache::new(&[transform.unwrap().into()], window).unwrap();
+    cache.append(rows, rows).unwrap();
+    let (attention, queries) = (Attention::default(), vec![0.25_f32; group * dim]);
+    let (mut workspace, mut out) = (Workspace::default(), vec![0.0; queries.len()]);
+    let queries = Rows::contiguous(&queries, queries.len()).unwrap();
+    cache.attend_into(&attention, queries, &mut workspace, &mut out).unwrap();
+    let before = ALLOCATIONS.get();
+    cache.attend_into(&attention, queries, &mut workspace, &mut out).unwrap();
+    assert_eq!(ALLOCATIONS.get(), before);
+}

@@ -24,7 +24,7 @@ extern "C" fn rust_eh_personality() {}
 
 #[unsafe(no_mangle)]
 extern "C" fn _start() -> ! {
-    let _ = black_box((search(), project(), decode()));
+    let _ = black_box((search(), scalar_codes(), project(), decode()));
     #[cfg(feature = "alloc")]
     let _ = black_box(with_alloc::calibrate());
     loop {}
@@ -101,6 +101,22 @@ fn search() -> Result<f32, pq_core::Error> {
     let mut step = HybridScratch::new(SHAPE, 2, &mut floats, &mut step_stats)?;
     let found = hybrid_select_into(&luts, &tokens, &Hybrid::default(), &mut step, &mut chosen)?;
     hybrid_attend_into(&tokens, &chosen[..found], &mut step, &mut out, &mut stats)?;
+    Ok(out[0])
+}
+
+fn scalar_codes() -> Result<f32, pq_core::Error> {
+    use pq_core::sq::{Block, Keys, Shape, Values, encode_keys_into, encode_values_into};
+    let (shape, rows) = (Shape::uniform(16, 2)?, black_box([0.5; 32 * 16]));
+    let (mut steps, mut norms, mut words) = ([0; 16], [0; 32], [[0; 32]; 2]);
+    encode_keys_into(&shape, &rows, &mut steps, &mut words[0])?;
+    encode_values_into(&shape, &rows, &mut norms, &mut words[1])?;
+    let keys = Keys::new(shape, 32, &steps, &words[0])?;
+    let block = Block::new(keys, Values::new(shape, &norms, &words[1])?)?;
+    let (mut query, mut out, mut stats) = (black_box([0.25; 16]), [0.0; 16], [SoftmaxStats::EMPTY]);
+    pq_core::sq::rotate_by(&[0.5; 8], -16, &mut query)?;
+    svd_core::Hadamard::new(16).and_then(|transform| transform.forward(&mut query)).unwrap_or_default();
+    let mut scratch = [0.0; 72]; // attend_scratch_len
+    pq_core::sq::attend_into(&query, &block, &mut scratch, &mut out, &mut stats)?;
     Ok(out[0])
 }
 

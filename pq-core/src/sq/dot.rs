@@ -129,13 +129,7 @@ impl<S: Simd> Dots for Vector<S> {
         let (mut queries, mut sums) = (queries, sums);
         loop {
             let group = queries.len() / (dim / 2);
-            let together = if group >= 4 {
-                4
-            } else if group >= 2 {
-                2
-            } else {
-                group
-            };
+            let together = together(group);
             let (some, rest) = queries.split_at(together * dim / 2);
             let (out, others) = sums.split_at_mut(together * n);
             match together {
@@ -155,13 +149,7 @@ impl<S: Simd> Dots for Vector<S> {
         let (mut weights, mut sums) = (weights, sums);
         loop {
             let group = sums.len() / dim;
-            let together = if group >= 4 {
-                4
-            } else if group >= 2 {
-                2
-            } else {
-                group
-            };
+            let together = together(group);
             let (some, rest) = weights.split_at(together * n / 2);
             let (out, others) = sums.split_at_mut(together * dim);
             match together {
@@ -172,6 +160,16 @@ impl<S: Simd> Dots for Vector<S> {
             }
             (weights, sums) = (rest, others);
         }
+    }
+}
+
+/// Queries that share the extraction of codes, of `group` that are left.
+#[inline(always)]
+const fn together(group: usize) -> usize {
+    match group {
+        0 | 1 => group,
+        2 | 3 => 2,
+        _ => 4,
     }
 }
 

@@ -220,8 +220,7 @@ impl HeadCodes {
     /// error of a bad softcap; `out` and `stats` are then untouched.
     /// # Cost
     /// That of [`attend_into`](super::attend_into); per block and query dim * dim multiply-adds for the dual
-    /// basis, per query and token dim for the mean; per block and 64 tokens dim / 2 sines and cosines. No
-    /// allocation.
+    /// basis, per query and token dim for the mean. No allocation.
     #[expect(clippy::too_many_arguments, reason = "as attend_into, with a range, a cap and a backend")]
     pub fn attend_into(
         &self,
@@ -245,7 +244,7 @@ impl HeadCodes {
         let (rotated, scratch) = scratch.split_at_mut(queries.len());
         let (probes, scratch) = scratch.split_at_mut(queries.len());
         let (bias, scratch) = scratch.split_at_mut(group * block);
-        let mut start = 0;
+        let (mut start, mut at) = (0, usize::MAX); // at: the position that `rotated` is relative to
         for (b, &n) in self.lens.iter().enumerate() {
             let (token, first) = (start, self.first + start);
             start += usize::from(n);
@@ -253,14 +252,21 @@ impl HeadCodes {
             if from >= n {
                 continue;
             }
-            rotated.copy_from_slice(queries);
-            rotate_by(transform.frequencies(), -middle(first, block), rotated)?;
+            if b % BLOCKS_BY_TURNS == 0 || at != first {
+                rotated.copy_from_slice(queries);
+                rotate_by(transform.frequencies(), -(first as i64), rotated)?;
+            }
             project(backend, rotated, transform.dual(), dim, probes);
             let bias = &mut bias[..group * n];
-            for (query, bias) in queries.chunks_exact(dim).zip(bias.chunks_exact_mut(n)) {
-                transform.mean().view().scores_into_with(backend, query, first, bias)?;
-                bias[..from].fill(f32::NEG_INFINITY);
+            for run in (0..n).step_by(transform.run()) {
+                let run = run..n.min(run + transform.run());
+                for (query, bias) in rotated.chunks_exact(dim).zip(bias.chunks_exact_mut(n)) {
+                    transform.mean().view().scores_into_with(backend, query, 0, &mut bias[run.clone()])?;
+                }
+                transform.next_run(rotated);
             }
+            at = first + n.next_multiple_of(transform.run());
+            bias.chunks_exact_mut(n).for_each(|bias| bias[..from].fill(f32::NEG_INFINITY));
             let tokens = self.block(b, n)?.with_bias(&*bias).with_softcap(softcap)?;
             attend_into_with(backend, probes, &tokens, scratch, out, stats)?;
         }
@@ -319,6 +325,9 @@ impl HeadCodes {
         Ok(Self { transform, first, lens, steps, keys: key_words, norms, values: value_words, errors })
     }
 }
+
+/// Blocks after which queries are rotated from the start again: rounding errors of turns add up.
+const BLOCKS_BY_TURNS: usize = 16;
 
 /// Reads words.
 fn words(reader: &mut Reader<'_>, len: usize) -> Result<Vec<u32>, Error> {

@@ -2,7 +2,7 @@ use alloc::vec::Vec;
 
 use super::shape::{MAX_BLOCK, Shape, TILE};
 use crate::error::{check_finite, check_len};
-use crate::{Error, RopeMeanBuf};
+use crate::{BLOCK, Error, RopeMeanBuf};
 
 /// What a [`HeadTransform`] is made of.
 #[derive(Clone, Copy, Debug)]
@@ -34,7 +34,8 @@ pub struct HeadTransform {
     frequencies: Vec<f32>,
     mean: RopeMeanBuf,
     basis: Vec<f32>,
-    dual: Vec<f32>,
+    dual: Vec<f32>,  // for queries relative to the first token of a block, not to its middle
+    turns: Vec<f32>, // (2, dim / 2): cosines and sines of a run of positions
     keys: Shape,
     values: Shape,
     block: usize,
@@ -76,11 +77,17 @@ impl HeadTransform {
             .chain([block as u64, mean_error.into()])
             .chain(numbers)
             .fold(0xcbf2_9ce4_8422_2325, |id: u64, x| (id ^ x).wrapping_mul(0x100_0000_01b3));
+        let mut dual = dual.to_vec();
+        rotate_columns(frequencies, block / 2, &mut dual);
+        let turn = |frequency: &f32| libm::sincos(run(block) as f64 * f64::from(*frequency));
+        let cosines = frequencies.iter().map(|frequency| turn(frequency).1 as f32);
+        let turns = cosines.chain(frequencies.iter().map(|frequency| turn(frequency).0 as f32)).collect();
         Ok(Self {
             frequencies: frequencies.to_vec(),
             mean: mean_buf,
             basis: basis.to_vec(),
-            dual: dual.to_vec(),
+            dual,
+            turns,
             keys,
             values,
             block,
@@ -110,7 +117,8 @@ impl HeadTransform {
     /// Bytes of the transform.
     #[must_use]
     pub fn size(&self) -> usize {
-        size_of_val(&self.basis[..]) + size_of_val(&self.dual[..]) + 6 * self.keys.dim()
+        let parts = [&self.basis, &self.dual, &self.frequencies, &self.turns];
+        parts.into_iter().map(|part| size_of_val(&part[..])).sum::<usize>() + 4 * self.keys.dim() // the mean
     }
 
     /// Whether blocks keep the mean of the error of their values.
@@ -135,7 +143,44 @@ impl HeadTransform {
         &self.basis
     }
 
+    /// The dual basis for queries that are rotated relative to the first token of a block.
     pub(super) fn dual(&self) -> &[f32] {
         &self.dual
+    }
+
+    /// Tokens of a run, which divide a block: the scores of the mean are computed run by run.
+    pub(super) const fn run(&self) -> usize {
+        run(self.block)
+    }
+
+    /// Rotates queries (group, dim) to the next run, by tables: sines and cosines of every block would take as
+    /// long as its dot products.
+    pub(super) fn next_run(&self, queries: &mut [f32]) {
+        let half = self.frequencies.len();
+        let (cosines, sines) = self.turns.split_at(half);
+        for query in queries.chunks_exact_mut(2 * half) {
+            let (x, y) = query.split_at_mut(half);
+            for (((x, y), cos), sin) in x.iter_mut().zip(y).zip(cosines).zip(sines) {
+                (*x, *y) = (cos * *x + sin * *y, cos * *y - sin * *x);
+            }
+        }
+    }
+}
+
+const fn run(block: usize) -> usize {
+    if block.is_multiple_of(BLOCK) { BLOCK } else { TILE }
+}
+
+/// Rotates the columns of a map (dim, dim) by `positions`.
+fn rotate_columns(frequencies: &[f32], positions: usize, map: &mut [f32]) {
+    let dim = 2 * frequencies.len();
+    let (upper, lower) = map.split_at_mut(dim * dim / 2);
+    let pairs = upper.chunks_exact_mut(dim).zip(lower.chunks_exact_mut(dim));
+    for ((x, y), &frequency) in pairs.zip(frequencies) {
+        let (sin, cos) = libm::sincos(positions as f64 * f64::from(frequency));
+        for (x, y) in x.iter_mut().zip(y) {
+            let (a, b) = (f64::from(*x), f64::from(*y));
+            (*x, *y) = ((cos * a - sin * b) as f32, (sin * a + cos * b) as f32);
+        }
     }
 }

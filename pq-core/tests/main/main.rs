@@ -11,4 +11,5 @@ mod owners;
 mod properties;
 mod selection;
 mod sq;
+mod sq_owners;
 mod storage;

@@ -1,5 +1,6 @@
 //! Product-quantizer codes of transformed keys and values: means, query-metric rotations and codebooks of
-//! every head.
+//! every head. Values in a Hadamard basis, divided by their norms, need neither rotation nor codebook of their
+//! own: the codebook of Gaussians serves every head of every model, on any text.
 
 #[cfg(feature = "cuda")]
 mod device;
@@ -7,9 +8,9 @@ mod store;
 
 use std::sync::Arc;
 
-use pq_core::{CodebookBuf, TrainOptions, train};
+use pq_core::{CodebookBuf, TrainOptions, gaussian_centroids, train};
 use rayon::prelude::*;
-use svd_core::{Gram, MapBuf, NoRope, Rotation, Rows, balanced_order};
+use svd_core::{Gram, Hadamard, MapBuf, NoRope, Rotation, Rows, balanced_order};
 
 use super::kind::{Entry, Kind, SEED, Site};
 use super::paged::PagedMemory;
@@ -31,6 +32,8 @@ pub(super) const PQ_KLT: Entry = Entry {
     help: "\
   pqklt             attention on PQ codes of transformed rows             k=32x6 v=32x6 keys=mean|rope|rotated
                                                                           norms=on|off iterations=8 refine=0
+                      values in a Hadamard basis with the codebook of     values=gaussian|trained
+                      Gaussians, or in one with codebooks of their own
                       on a device: pages of N tokens, of a pool of M      pages=N pool=M
 ",
     parse: |s| {
@@ -43,6 +46,17 @@ words!(
     KeySpace,
     "mean" => KeySpace::RotatedMean, "rope" => KeySpace::BeforeRope, "rotated" => KeySpace::AfterRope
 );
+
+/// The codebooks of the values.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum ValueBooks {
+    /// The one of Gaussians for all heads, in a Hadamard basis.
+    Gaussian,
+    /// One for each head, trained in the basis that `W_O` weighs.
+    Trained,
+}
+
+words!(ValueBooks, "gaussian" => ValueBooks::Gaussian, "trained" => ValueBooks::Trained);
 
 /// One head's keys or values, fitted.
 struct Fitted {
@@ -75,12 +89,12 @@ impl Fitted {
             }
         }))
     }
+}
 
-    /// The squared error relative to the squared rows.
-    fn relative_error(&self) -> f32 {
-        let lost: f64 = self.residuals.iter().map(|&x| f64::from(x) * f64::from(x)).sum();
-        if self.spread > 0.0 { (lost / self.spread) as f32 } else { 0.0 }
-    }
+/// The squares of residuals relative to those of the rows.
+fn relative_error(residuals: &[f32], spread: f64) -> f32 {
+    let lost: f64 = residuals.iter().map(|&x| f64::from(x) * f64::from(x)).sum();
+    if spread > 0.0 { (lost / spread) as f32 } else { 0.0 }
 }
 
 /// How rows are transformed and coded.
@@ -89,6 +103,7 @@ pub(super) struct PqKlt {
     codes: Pair<PqCode>,
     space: KeySpace,
     norms: bool,
+    values: ValueBooks,
     iterations: usize,
     refine: usize,
     pages: Option<PagedMemory>,
@@ -97,10 +112,15 @@ pub(super) struct PqKlt {
 impl PqKlt {
     /// Takes the settings of the transform.
     pub fn take(s: &mut Settings<'_>, codes: Pair<PqCode>, norms: Switch) -> Result<Self> {
+        let (space, norms) = (s.own("keys", KeySpace::RotatedMean)?, s.common("norms", norms)? == Switch::On);
+        let shape = codes.values.shape(s.head_dim);
+        let has_table = shape.is_ok_and(|shape| gaussian_centroids(shape.dsub(), shape.nbits()).is_ok());
+        let default = if norms && has_table { ValueBooks::Gaussian } else { ValueBooks::Trained };
         Ok(Self {
             codes,
-            space: s.own("keys", KeySpace::RotatedMean)?,
-            norms: s.common("norms", norms)? == Switch::On,
+            space,
+            norms,
+            values: s.common("values", default)?,
             iterations: s.positive("iterations", 8)?,
             refine: s.count("refine", 0)?,
             pages: None,
@@ -109,12 +129,26 @@ impl PqKlt {
 
     /// Rejects a model whose heads the codes of `method` do not fit.
     pub fn check_as(&self, method: &str, config: &Config) -> Result<()> {
-        self.codes.check(method, config)
+        self.codes.check(method, config)?;
+        if self.values == ValueBooks::Trained {
+            return Ok(());
+        }
+        let wrong = |what: String| Error::Argument(format!("method {method}: values=gaussian: {what}"));
+        if !self.norms {
+            return Err(wrong("needs norms=on".into()));
+        }
+        CodebookBuf::gaussian(self.codes.values.shape(config.head_dim)?).map_err(|e| wrong(e.to_string()))?;
+        Hadamard::new(config.head_dim).map_err(|e| wrong(e.to_string()))?;
+        Ok(())
     }
 
     fn key(&self, side: Side, l: usize, head: usize, part: &str) -> String {
         let Self { space, norms, iterations, .. } = self;
-        let space = if side == Side::Keys { space.to_string() } else { "v".into() };
+        let space = match (side, self.values) {
+            (Side::Keys, _) => space.to_string(),
+            (Side::Values, ValueBooks::Trained) => "v".into(),
+            (Side::Values, books @ ValueBooks::Gaussian) => books.to_string(),
+        };
         let (code, letter) = (self.codes[side], side.letter());
         format!("pqklt/{space}/{norms}/{iterations}/{code}/{letter}/{l}/{head}/{part}")
     }
@@ -140,6 +174,15 @@ impl PqKlt {
         Ok(Fitted { rotation, centroids, residuals, spread })
     }
 
+    /// The relative error of values in their Hadamard basis.
+    fn gaussian_error(&self, dim: usize, mut rows: Vec<f32>) -> Result<f32> {
+        let basis = Hadamard::new(dim)?.rotation()?.basis_map(dim)?;
+        let norms = HeadCode::transform(&basis, self.norms, &mut rows)?;
+        let book = CodebookBuf::gaussian(self.codes.values.shape(dim)?)?;
+        let residuals = HeadCode::residuals(&book, &mut rows, &norms)?;
+        Ok(relative_error(&residuals, rows.iter().map(|&x| f64::from(x) * f64::from(x)).sum()))
+    }
+
     /// The empty store of layer `l`.
     pub fn store(&self, site: &Site<'_>, l: usize) -> Result<TransformedStore> {
         let plan = self.plan(site.config, site.profile, l)?;
@@ -148,14 +191,21 @@ impl PqKlt {
 
     /// Layer `l` from the profile.
     pub fn plan(&self, config: &Config, profile: &Profile, l: usize) -> Result<TransformedPlan> {
+        let dim = config.head_dim;
+        let gaussian = match self.values {
+            ValueBooks::Trained => None,
+            ValueBooks::Gaussian => {
+                let book = Arc::new(CodebookBuf::gaussian(self.codes.values.shape(dim)?)?);
+                let rotation = Hadamard::new(dim)?.rotation()?;
+                Some((rotation.basis_map(dim)?, rotation.dual_map(dim)?, book))
+            }
+        };
         let read = |side: Side, head: usize| -> Result<HeadCode> {
             let part = |part| profile.floats(&self.key(side, l, head, part)).map(<[f32]>::to_vec);
             let wrong = |e: &dyn std::fmt::Display| Error::Profile(e.to_string());
             let map = |name| -> Result<MapBuf> {
                 MapBuf::new(part(name)?, config.head_dim, config.head_dim).map_err(|e| wrong(&e))
             };
-            let shape = self.codes[side].shape(config.head_dim)?;
-            let codebook = CodebookBuf::new(shape, &part("centroids")?).map_err(|e| wrong(&e))?;
             let mean = part("mean")?;
             if mean.len() != config.head_dim {
                 return Err(Error::Profile(format!("a mean of {} dimensions", mean.len())));
@@ -164,14 +214,17 @@ impl PqKlt {
             if errors.len() != if side == Side::Keys { config.head_dim } else { 1 } {
                 return Err(Error::Profile(format!("coding errors of {} components", errors.len())));
             }
-            Ok(HeadCode {
-                mean,
-                basis: map("store")?,
-                dual: map("probe")?,
-                codebook,
-                norms: self.norms,
-                errors,
-            })
+            let shared = gaussian.clone().filter(|_| side == Side::Values);
+            let is_gaussian = shared.is_some();
+            let (basis, dual, codebook) = match shared {
+                Some(shared) => shared,
+                None => {
+                    let codebook = CodebookBuf::new(self.codes[side].shape(dim)?, &part("centroids")?);
+                    (map("store")?, map("probe")?, Arc::new(codebook.map_err(|e| wrong(&e))?))
+                }
+            };
+            let norms = self.norms;
+            Ok(HeadCode { mean, basis, dual, codebook, is_gaussian, norms, errors })
         };
         let heads = (0..config.n_kv_heads).map(|head| Pair::try_of(|side| read(side, head)));
         Ok(TransformedPlan { heads: heads.collect::<Result<_>>()?, space: self.space, refine: self.refine })
@@ -227,25 +280,27 @@ impl Kind for PqKlt {
                 }
             };
             let errors = fitted.key_errors(self.space, geometry.head_dim)?;
-            let keys = (mean, fitted, errors);
+            let keys = (mean, Some(fitted), errors);
             let mut values = geometry.head_rows(head, &layer.values);
             let mean = take_mean(&mut values, geometry.head_dim);
+            if self.values == ValueBooks::Gaussian {
+                let errors = vec![self.gaussian_error(geometry.head_dim, values)?];
+                return Ok((keys, (mean, None, errors)));
+            }
             let metric: Gram<NoRope> = output_gram(model, l, head)?;
             let fitted =
                 self.fit(self.codes.values, &metric, &gram_of(&values, geometry.head_dim)?, values)?;
-            let errors = vec![fitted.relative_error()];
-            Ok([keys, (mean, fitted, errors)])
+            let errors = vec![relative_error(&fitted.residuals, fitted.spread)];
+            Ok((keys, (mean, Some(fitted), errors)))
         });
         for ((l, head), made) in heads.iter().zip(made.collect::<Result<Vec<_>>>()?) {
-            for (side, (mean, fitted, errors)) in Side::ALL.into_iter().zip(made) {
-                let parts = [
-                    ("mean", mean),
-                    ("store", single(fitted.rotation.basis())),
-                    ("probe", single(fitted.rotation.dual())),
-                    ("centroids", fitted.centroids),
-                    ("errors", errors),
-                ];
-                for (part, values) in parts {
+            for (side, (mean, fitted, errors)) in Side::ALL.into_iter().zip(<[_; 2]>::from(made)) {
+                let fitted = fitted.map(|fitted| {
+                    let (basis, dual) = (single(fitted.rotation.basis()), single(fitted.rotation.dual()));
+                    [("store", basis), ("probe", dual), ("centroids", fitted.centroids)]
+                });
+                let parts = [("mean", mean), ("errors", errors)];
+                for (part, values) in parts.into_iter().chain(fitted.into_iter().flatten()) {
                     profile.put_floats(self.key(side, *l, *head, part), values);
                 }
             }

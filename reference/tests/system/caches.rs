@@ -12,7 +12,7 @@ use kv_reference::model::{Model, Rope};
 use kv_reference::{Error, Profile};
 
 /// One setting of each method; small windows, so that short sequences reach the compressed part.
-const METHODS: [&str; 32] = [
+const METHODS: [&str; 36] = [
     "dense",
     "dense:dtype=bf16",
     "int8:window=4:group=8",
@@ -29,6 +29,10 @@ const METHODS: [&str; 32] = [
     "pqklt:k=8x6:v=8x6:window=4",
     "pqklt:k=8x6:v=8x6:keys=rope:window=4",
     "pqklt:k=8x6:v=8x6:norms=off:window=4",
+    "pqklt:k=8x6:v=8x6:values=trained:window=4",
+    "sq:k=4:v=4:block=32:window=4",
+    "sq:k=3:v=1:block=32:window=4",
+    "sq:k=8:v=8:block=64:window=4:batch=10",
     "hybrid:k=4x6:v=2x6:rows=0.1:window=4",
     "hybrid:k=4x6:v=2x6:rows=0.1:keys=rope:norms=on:window=4",
     "hybrid:k=4x6:v=2x6:rows=auto:window=4",
@@ -127,7 +131,7 @@ fn what_loses_nothing_equals_dense() {
         "million:k=1x8:v=1x8:exact=f32:window=4",
         "pqklt:k=1x8:v=1x8:norms=off:exact=f32:window=4",
         "pqklt:k=1x8:v=1x8:norms=off:keys=rope:exact=f32:window=4",
-        "pqklt:k=1x8:v=1x8:exact=f32:window=4",
+        "pqklt:k=1x8:v=1x8:values=trained:exact=f32:window=4",
         "hybrid:k=4x1:v=1x1:rows=1:exact=f32:window=4",
         "hybrid:k=1x8:v=1x8:rows=0:exact=f32:window=4",
         "hybrid:k=1x8:v=1x8:rows=0.3:keys=rope:exact=f32:window=4",
@@ -279,6 +283,7 @@ fn bytes_are_counted_exactly() {
     let s = setup(&[
         "million:k=8x6:v=8x6:window=4",
         "pqklt:k=8x6:v=8x6:window=4",
+        "sq:k=3:v=2:block=32:window=4",
         "hybrid:k=4x6:v=2x6:rows=0.1:window=4",
         "hybrid:k=4x6:v=2x6:rows=0.1:offloaded=int8:window=4",
         "zack:k=0.5:v=0.5:window=4",
@@ -298,6 +303,9 @@ fn bytes_are_counted_exactly() {
     // The same, and a byte per token and head for each norm.
     let norms = 92 * (values / 16);
     assert_eq!(kept("pqklt:k=8x6:v=8x6:window=4").kept, 128 * 6 * (values / 16) + norms + 8 * values * 2);
+    // Two blocks of 32 tokens: 3 and 2 bits; 16 steps and 16 errors of 16 bits a block, a byte for each norm.
+    let blocks = 64 * (6 + 4) + 2 * (16 + 32) + 64;
+    assert_eq!(kept("sq:k=3:v=2:block=32:window=4").kept, blocks * (values / 32) + 36 * values * 2);
     // Codes of 3 and 1.5 bytes a head; all rows elsewhere, in 16 bits or in 8.
     let hybrid = kept("hybrid:k=4x6:v=2x6:rows=0.1:window=4");
     assert_eq!(hybrid.kept, 128 * (3 + 3) * (values / 32) - 128 * 3 * (values / 64) + 8 * values * 2);

@@ -63,7 +63,7 @@ fn codebooks_of_a_short_prompt_are_trained_anew() {
 #[ignore = "long: a real model under a dozen methods or more; `.ci/run` has it"]
 fn aggressive_settings_degrade_in_the_papers_order() {
     // Better first, at growing compression or at the same number of attended tokens.
-    let orders: [&[&str]; 15] = [
+    let orders: [&[&str]; 18] = [
         // PQCache, 4.2: near the oracle, far above dropping tokens, at a tenth of the tokens.
         &["oracle:ratio=0.1", "pqcache:ratio=0.1:code=2x6", "streaming:window=96"],
         &["pqcache:ratio=0.2", "pqcache:ratio=0.1", "pqcache:ratio=0.1:code=1x4"],
@@ -74,6 +74,10 @@ fn aggressive_settings_degrade_in_the_papers_order() {
         &["pqklt:k=64x6:v=64x6", "million:k=64x6:v=64x6"],
         &["pqklt:k=64x4:v=64x4", "million:k=64x4:v=64x4"],
         &["pqklt:k=64x4:v=64x4:keys=rope", "million:k=64x4:v=64x4"],
+        // Scalar codes: every bit counts, and 2 bits are better than the 3.3 of uniform codes with their scales.
+        &["sq:k=4:v=4", "sq:k=3:v=3", "sq:k=2:v=2", "int2"],
+        &["sq:k=2:v=2", "sq:k=1.5:v=2", "sq:k=1:v=1"],
+        &["sq:k=3:v=2", "sq:k=3:v=2:mean-error=off"],
         // Hybrid attention over codes of one bit: more rows are better, and 1 % of the rows over codes is
         // better than a tenth of the rows alone.
         &["hybrid:rows=0.02", "hybrid:rows=0.01", "hybrid:rows=0"],

@@ -72,7 +72,7 @@ impl TransformedHead {
             },
             key_mean: keys.mean,
             value_mean: projected(values.basis.view(), &values.mean)?,
-            codebooks: Pair::new(keys.codebook, values.codebook),
+            codebooks: Pair::new(Arc::unwrap_or_clone(keys.codebook), Arc::unwrap_or_clone(values.codebook)),
             key_errors: keys.errors,
             value_error: values.errors[0],
         })

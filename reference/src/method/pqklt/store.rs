@@ -34,8 +34,9 @@ pub(crate) struct HeadCode {
     pub mean: Vec<f32>, // (head_dim,); of keys, before RoPE
     pub basis: MapBuf,  // projects rows
     pub dual: MapBuf,   // projects queries and reconstructs rows
-    pub codebook: CodebookBuf,
-    pub norms: bool, // divide rows by their norms, stored in a byte each
+    pub codebook: Arc<CodebookBuf>,
+    pub is_gaussian: bool, // the codebook, basis and dual are those of all heads
+    pub norms: bool,       // divide rows by their norms, stored in a byte each
     /// Coding error on the calibration rows. Keys: mean squared error of each component as the query sees it,
     /// (head_dim,). Values: squared error relative to the squared rows, (1,).
     pub errors: Vec<f32>,
@@ -142,7 +143,7 @@ impl TransformedStore {
             let centroids = halved(&train(shape, &rows, &options)?.centroids);
             coded.refined = Some(Arc::new(CodebookBuf::new(shape, &centroids)?));
         }
-        let codebook = coded.refined.as_deref().unwrap_or(&code.codebook);
+        let codebook = coded.refined.as_ref().unwrap_or(&code.codebook);
         let start = coded.codes.view().n();
         coded.codes.append(&codebook.view(), &rows)?;
         coded.norms.extend(&norms);
@@ -209,11 +210,11 @@ impl TransformedStore {
             let dual = key_code.dual.view();
             let out = RowsMut::contiguous(&mut probes, dual.rank())?;
             dual.project_into(Rows::contiguous(q, dual.dim())?, out)?;
-            lut_into(&keys.refined.as_deref().unwrap_or(&key_code.codebook).view(), &probes, &mut luts)?;
+            lut_into(&keys.refined.as_ref().unwrap_or(&key_code.codebook).view(), &probes, &mut luts)?;
             self.scores_of_mean(head, q)?
         };
         bias.chunks_exact_mut(self.len).for_each(|bias| bias[..first].fill(f32::NEG_INFINITY));
-        let codebook = values.refined.as_deref().unwrap_or(&value_code.codebook).view();
+        let codebook = values.refined.as_ref().unwrap_or(&value_code.codebook).view();
         let tokens = CodedTokens::new(keys.codes.view(), values.codes.view(), codebook)?
             .with_key_scales(key_scales.as_deref())?
             .with_value_scales(value_scales.as_deref())?
@@ -323,8 +324,10 @@ impl Store for TransformedStore {
             let codebook = 2 * code.codebook.view().shape().codebook_len();
             footprint.kept += coded.codes.view().size() + coded.norms.len();
             footprint.kept += if coded.refined.is_some() { codebook } else { 0 };
-            // The offline codebook, two maps and the mean.
-            footprint.shared += codebook + 4 * code.mean.len() * (2 * code.mean.len() + 1);
+            // The offline codebook, two maps and the mean; of the codebook of Gaussians and its Hadamard
+            // transform, which every head of every layer shares, only the mean is a head's own.
+            let own = codebook + 8 * code.mean.len() * code.mean.len();
+            footprint.shared += 4 * code.mean.len() + if code.is_gaussian { 0 } else { own };
         }
         footprint.working = self.decoded.iter().map(|rows| 4 * rows.len()).sum();
         footprint
