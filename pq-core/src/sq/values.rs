@@ -59,7 +59,6 @@ impl<'a> Values<'a> {
 
     /// The bits of the components, as far as they are read.
     #[must_use]
-    #[expect(clippy::misnamed_getters, reason = "a prefix has the shape of what is read")]
     pub const fn shape(&self) -> &Shape {
         &self.read
     }

@@ -151,10 +151,13 @@ fn rope(
     Model::load(&path).map(|model| model.config.rope_scaling)
 }
 
+/// Keys and numbers of a GGUF file.
+type Numbers<'a> = &'a [(&'a str, f32)];
+
 #[test]
 fn rope_scaling_is_read_from_keys_of_every_age() {
     let linear = |factor| RopeScaling::Linear { factor };
-    let cases: [(&[(&str, f32)], Option<&str>, RopeScaling); 9] = [
+    let cases: [(Numbers<'_>, Option<&str>, RopeScaling); 9] = [
         (&[], None, RopeScaling::None),
         (&[("scale_linear", 4.0)], None, linear(4.0)),
         (&[("scaling.factor", 4.0)], None, linear(4.0)),
@@ -193,7 +196,7 @@ fn rope_scaling_is_read_from_keys_of_every_age() {
     // Divisors come on top of a linear factor.
     assert_eq!(rope(&[], None, Some(8.0)).unwrap(), RopeScaling::Divisors(vec![8.0]));
     assert_eq!(rope(&[("scale_linear", 2.0)], None, Some(8.0)).unwrap(), RopeScaling::Divisors(vec![16.0]));
-    let refusals: [(&[(&str, f32)], Option<&str>, Option<f32>, &str); 3] = [
+    let refusals: [(Numbers<'_>, Option<&str>, Option<f32>, &str); 3] = [
         (&[("scaling.factor", 2.0)], Some("yarn"), Some(8.0), "together with yarn"),
         (&[("scaling.attn_factor", 0.5)], Some("linear"), None, "scaling.attn_factor"),
         (&[], Some("longrope"), None, "longrope"),

@@ -74,7 +74,10 @@ fn encode(mut gguf: Gguf, edit: impl FnOnce(&mut Gguf), text: &str) -> Vec<u32> 
     load(&gguf).unwrap().tokenizer().unwrap().encode(text).unwrap()
 }
 
-fn both(gguf: &mut Gguf, one: &dyn Fn(&mut Gguf), other: &dyn Fn(&mut Gguf)) {
+/// Changes a file.
+type Edit<'a> = &'a dyn Fn(&mut Gguf);
+
+fn both(gguf: &mut Gguf, one: Edit<'_>, other: Edit<'_>) {
     one(gguf);
     other(gguf);
 }
@@ -86,7 +89,7 @@ fn bos_and_eos_of_byte_level_vocabularies() {
     let adds = |name: &'static str, flag: bool| {
         move |gguf: &mut Gguf| gguf.flag(&format!("tokenizer.ggml.add_{name}_token"), flag)
     };
-    let the = |pre: Option<&str>, edit: &dyn Fn(&mut Gguf)| encode(byte_level(pre, CONTROL), edit, "the");
+    let the = |pre: Option<&str>, edit: Edit<'_>| encode(byte_level(pre, CONTROL), edit, "the");
     // By the pre-tokenizer, where the file does not say.
     for pre in ["llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2", "tekken"] {
         assert_eq!(the(Some(pre), &bos), [S, THE], "{pre}");
@@ -136,7 +139,7 @@ fn flags_of_sentencepiece_vocabularies() {
     let flag = |name: &'static str, flag: bool| {
         move |gguf: &mut Gguf| gguf.flag(&format!("tokenizer.ggml.{name}"), flag)
     };
-    let ab = |edit: &dyn Fn(&mut Gguf)| encode(sentencepiece(CONTROL), edit, "ab");
+    let ab = |edit: Edit<'_>| encode(sentencepiece(CONTROL), edit, "ab");
     assert_eq!(ab(&|_| {}), [1, 9]);
     assert_eq!(ab(&flag("add_bos_token", false)), [9]);
     assert_eq!(ab(&flag("add_eos_token", true)), [1, 9, 2]);
@@ -173,12 +176,12 @@ fn types_of_tokens_in_sentencepiece_vocabularies() {
 
 #[test]
 fn wrong_metadata_are_refused_by_their_keys() {
-    let refused = |edit: &dyn Fn(&mut Gguf)| {
+    let refused = |edit: Edit<'_>| {
         let mut gguf = byte_level(None, CONTROL);
         edit(&mut gguf);
         load(&gguf).err().unwrap().to_string()
     };
-    let cases: [(&str, &dyn Fn(&mut Gguf)); 4] = [
+    let cases: [(&str, Edit<'_>); 4] = [
         ("add_bos_token", &|gguf| gguf.int("tokenizer.ggml.add_bos_token", 1)),
         ("tokenizer.ggml.pre", &|gguf| gguf.int("tokenizer.ggml.pre", 1)),
         ("bos_token_id", &|gguf| gguf.flag("tokenizer.ggml.bos_token_id", true)),
@@ -198,7 +201,7 @@ fn wrong_metadata_are_refused_by_their_keys() {
 
 #[test]
 fn ends_of_texts_are_those_that_keys_and_names_say() {
-    let ends = |tokens: &[(&str, i32)], edit: &dyn Fn(&mut Gguf)| {
+    let ends = |tokens: &[(&str, i32)], edit: Edit<'_>| {
         let mut gguf = vocabulary("llama", tokens);
         edit(&mut gguf);
         load(&gguf).unwrap().config.eos_tokens

@@ -45,7 +45,7 @@ impl Lead {
         case.shape.keys = PqShape::new(128, 16, 8).unwrap();
         case.shape.values = PqShape::new(128, values.0, values.1).unwrap();
         (case.shape.group, case.shape.element) = (group, Element::F16);
-        (case.shape.rule, case.shape.paged) = (GroupRule::SumOfSoftmax, group % 2 == 0);
+        (case.shape.rule, case.shape.paged) = (GroupRule::SumOfSoftmax, group.is_multiple_of(2));
         (case.batch, case.heads) = (1, if form == Form::ManyHeads { 40 } else { 2 });
         (case.capacity, case.lengths, case.selected_len) = (n, vec![n as u32], n);
         case.page_tiles = if case.shape.paged { 3 } else { n.div_ceil(32) };
