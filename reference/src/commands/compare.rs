@@ -61,7 +61,6 @@ impl Compare {
             return Err(Error::argument("context and decode need at least one token"));
         }
         let methods = Method::parse_list(&self.methods)?;
-        check_profile_has_effect(self.profile.as_ref(), &methods)?;
         let (gpu, note) = self.device.gpu_for(self.chunk, self.context)?;
         let mut files = Files::default();
         files.reads("--model", &self.model.path());
@@ -69,6 +68,7 @@ impl Compare {
         self.profile.iter().for_each(|path| files.reads("--profile", path));
         let json = files.writes("--json", self.json.json)?;
         let report = files.writes("--report", self.report)?;
+        check_profile_has_effect(self.profile.as_ref(), &methods)?;
         let model = self.model.load()?;
         let profile = self.profile.map(|path| load_profile(&path, &model)).transpose()?;
         let (name, tokens) = self.text.tokens(&model)?;

@@ -123,7 +123,6 @@ impl Eval {
         distinct("--lengths", &self.lengths)?;
         distinct("--depths", &self.depths)?;
         let longest = self.lengths.iter().copied().max().unwrap_or(0);
-        check_profile_has_effect(self.profile.as_ref(), &methods)?;
         if self.trials == 0 && self.seed != 0 {
             return Err(no_effect("--seed", "with --trials 0"));
         }
@@ -133,6 +132,7 @@ impl Eval {
         self.text.add_to(&mut files);
         self.profile.iter().for_each(|path| files.reads("--profile", path));
         let json = files.writes("--json", self.json.json.clone())?;
+        check_profile_has_effect(self.profile.as_ref(), &methods)?;
         let model = self.model.load()?;
         let (name, tokens) = self.text.tokens(&model)?;
         let room = self.decode.max(QUESTION_ROOM);

@@ -97,7 +97,6 @@ struct Generated<'a> {
 impl Generate {
     pub fn run(self, out: &mut Stdout) -> Result<()> {
         let sampling = Sampling::new(self.temperature, self.top_p, self.seed)?;
-        self.check_effects()?;
         let mut files = Files::default();
         files.reads("--model", &self.model.path());
         self.file.iter().filter(|path| !is_stdin(path)).for_each(|path| files.reads("--file", path));
@@ -105,6 +104,7 @@ impl Generate {
         #[cfg(feature = "store")]
         self.kv.add_to(&mut files)?;
         let json = files.writes("--json", self.json.json.clone())?;
+        self.check_effects()?;
         let model = self.model.load()?;
         let text = self.prompt()?;
         let prompt = model.tokenizer()?.encode(&text)?;

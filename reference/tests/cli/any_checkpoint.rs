@@ -82,7 +82,7 @@ fn every_default_method_runs_on_narrow_heads_without_words() {
         let (model, tokens) = (folder.path(), folder.path().join("text"));
         let args =
             ["compare", "--model", text(model), "--text", text(&tokens), "--context", "160", "--decode", "6"];
-        let output = run(&case, kv(&[&args[..], &["--json", text(&json)]].concat()));
+        let output = run(&case, kv(&[&args[..], &["--json", text(&json), "--device", "cpu"]].concat()));
         let stderr = String::from_utf8_lossy(&output.stderr);
         assert!(output.status.success(), "{case}: {stderr}");
         let kept = "nothing is compressed: sinks and window hold all tokens of streaming:window=1280\n";

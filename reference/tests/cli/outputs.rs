@@ -26,13 +26,13 @@ fn commands(folder: &Path) -> Vec<(Vec<String>, Vec<String>)> {
     add("--version", &[]);
     add("compare --help", &[]);
     add("logits --model GQA --tokens 1,2,3", &[("--json", "logits.json")]);
-    add("generate We --tokens 4", &[("--json", "generate.json")]);
+    add("generate We --tokens 4 --device cpu", &[("--json", "generate.json")]);
     add(
-        "compare --context 96 --decode 4 --methods dense",
+        "compare --context 96 --decode 4 --methods dense --device cpu",
         &[("--json", "compare.json"), ("--report", "compare.html")],
     );
     add(
-        "eval --methods dense --lengths 300 --depths 0.5 --trials 1 --decode 2 --windows 1",
+        "eval --methods dense --lengths 300 --depths 0.5 --trials 1 --decode 2 --windows 1 --device cpu",
         &[("--json", "eval.json")],
     );
     add("calibrate --tokens 128 --methods cachegen", &[("", "profile"), ("--json", "calibrate.json")]);
