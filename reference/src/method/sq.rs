@@ -1,5 +1,5 @@
 //! Scalar codes: keys in their query-weighted KLT, rotated relative to blocks of positions, values in a
-//! Hadamard basis. Calibration needs second moments only.
+//! Hadamard basis. Calibration needs means and second moments only.
 
 use std::fmt::Display;
 use std::str::FromStr;

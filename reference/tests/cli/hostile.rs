@@ -140,7 +140,7 @@ fn configs() {
             "qwen2-window",
             "\"sliding_window\": 4",
             "\"sliding_window\": null",
-            "sliding_window is null",
+            "there is no sliding_window",
         ),
         (
             "an unknown layer",
@@ -232,7 +232,7 @@ fn safetensors() {
         });
     };
     text("a tensor that is missing", "model.norm.weight", "model.nohm.weight", "model.norm.weight");
-    text("a tensor of whole numbers", "\"F32\"", "\"I32\"", "not a float type");
+    text("a tensor of whole numbers", "\"F32\"", "\"I32\"", "of type I32");
 
     let folder = copy("sharded-f16");
     std::fs::remove_file(folder.path().join("model-00002-of-00003.safetensors")).unwrap();
