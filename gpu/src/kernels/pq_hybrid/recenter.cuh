@@ -10,6 +10,7 @@
 #pragma once
 #include "pq_hybrid/scored_tile.cuh"
 #include "pq_hybrid/stats.cuh"
+#include "softmax_reduce.cuh"
 
 // The score (a logarithm to base 2) of weight 1 for a query, given the statistics of the coded scores.
 __device__ __forceinline__ float weight_base(const Stats& scores) {
