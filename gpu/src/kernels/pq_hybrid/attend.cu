@@ -7,19 +7,12 @@
 // loses too much to rounding by that is summed again (recenter.cuh).
 #include "pq_hybrid/rows.cuh"
 #include "softmax_reduce.cuh"
-#ifdef BESIDE
-constexpr bool IS_BESIDE = true;
-#else
-constexpr bool IS_BESIDE = false;
-#endif
 #ifdef BY_CODE // two ways to sum coded values
 #include "pq_hybrid/code_weights.cuh"
-constexpr bool IS_BY_CODE = true;
 static_assert(GROUP <= 2, "the queries of a row of counters");
 #else
 #include "pq_hybrid/coded_rows.cuh"
 #include "pq_hybrid/values.cuh"
-constexpr bool IS_BY_CODE = false;
 #endif
 #include "pq_hybrid/recenter.cuh"
 

@@ -24,9 +24,6 @@ using Values = Packed<VALUE_M, VALUE_BITS>;
 constexpr int VALUE_KSUB = 1 << VALUE_BITS;
 constexpr int SETS = VALUE_M / 8, COPIES = 4 / SETS;
 constexpr int TILES_IN_FLIGHT = 4; // of a warp: the one that it adds and those that it prefetches
-// The sum of all weights is 2^WEIGHT_BITS, so that sums fit 32 bits with a sign: those of a block that subtracts more
-// than it has added are negative.
-constexpr float WEIGHT_BITS = 30;
 // A row of counters, of a code: [query][bank].
 constexpr int VALUE_SHARED_BYTES = VALUE_KSUB * ROW;
 

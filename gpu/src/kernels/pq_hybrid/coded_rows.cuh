@@ -10,9 +10,6 @@
 #include "pq_hybrid/values.cuh"
 #include "tile_indices.cuh"
 
-// Weights are at most 2^WEIGHT_BITS, so that f16 represents weights down to 2^-39 of their sum.
-constexpr float WEIGHT_BITS = 15;
-
 // Sums like those of exact rows, with negative weights.
 struct CodedRows : RowSums {
     static constexpr int PIECES = 8 / PIECE; // pieces of a chunk of 8 components

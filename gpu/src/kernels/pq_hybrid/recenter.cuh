@@ -10,6 +10,7 @@
 #pragma once
 #include "pq_hybrid/scored_tile.cuh"
 #include "pq_hybrid/stats.cuh"
+#include "softmax_reduce.cuh"
 
 // The score (a logarithm to base 2) of weight 1 for a query, given the statistics of the coded scores.
 __device__ __forceinline__ float weight_base(const Stats& scores) {
@@ -26,6 +27,14 @@ __device__ __forceinline__ bool is_lost(const Sum& sum, float base) {
     const bool has_codes = base > NOTHING && base < infinity();
     return has_codes && !(sum.max + __log2f(sum.weight) >= base + WEIGHT_BITS - MOST_LOSS);
 }
+
+// Of two queries by code, the calling convention of a function takes 52 bytes from the registers of sm_80. If BESIDE,
+// on sm_90, what is inlined takes up to 24 bytes, and a function none.
+#ifdef BESIDE
+#define RECENTER_INLINED __noinline__
+#else
+#define RECENTER_INLINED __forceinline__
+#endif
 
 // Written by other threads, too.
 __device__ __forceinline__ float level_of(const ScoredTile& tile, int query) { return __ldcg(&tile.levels[query]); }
@@ -45,11 +54,10 @@ __device__ __forceinline__ void for_each_tile(ScoredTile* scores, u32 length, co
 }
 
 // Called by all threads of a block: hides the `selected` tokens, stores the scores of a row of `length` tokens relative
-// to the highest one and finds the bases of the queries. `results`: [WARPS][VEC][RESULT], scratch. Not inlined: what it
-// needs would take registers from the loops over tiles.
+// to the highest one and finds the bases of the queries. `results`: [WARPS][VEC][RESULT], scratch.
 template <int WARPS>
-__device__ __noinline__ void recenter(ScoredTile* scores, u32 length, const u32* selected, u32 count, float* results,
-                                      float* bases) {
+__device__ RECENTER_INLINED void recenter(ScoredTile* scores, u32 length, const u32* selected, u32 count,
+                                          float* results, float* bases) {
     const u32 warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
     for (u32 i = threadIdx.x; i < count; i += WARPS * LANES) hide(scores, __ldcg(selected + i));
     __syncthreads();

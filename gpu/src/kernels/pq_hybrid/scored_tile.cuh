@@ -5,6 +5,9 @@
 // those that lead, however far the selected tokens lead: an f16 of the distance is exact to 2^-11 of it, which is 4 %
 // of a weight at 120. Farther scores have the 10 bits of mantissa of an f16. This takes half the bytes of f32.
 //
+// A level is a score, not a whole step, so that the token that sets it is exact. So equal scores in tiles of different
+// levels may be up to two steps apart in the selection, which then does not prefer the first of them.
+//
 // With c the code, 32768 + c / 256 is the float of bits 0x47000000 | c: one permutation of bytes and an addition decode
 // a score. Where its rounding to a step does not matter, that addition is also that of the level.
 #pragma once

@@ -41,9 +41,8 @@ extern "C" __global__ void __launch_bounds__(SELECT_THREADS) pq_hybrid_keys(cons
             for (int q = 0; q < GROUP; q++)
                 score[q] = near_score(code[i][q]), of_tile[q] = level[i][q] - normalizers.log_sum[q] - ORIGIN;
             const float weight = Normalizers::weight_of(score, of_tile);
-            const u32 key = is_heavy(weight)
-                                ? heavy_key(weight)
-                                : normalizers.key_of_any([&](int q) { return any_score(code[i][q]) + level[i][q]; });
+            const u32 key =
+                normalizers.key_of_any(weight, [&](int q) { return any_score(code[i][q]) + level[i][q]; });
             work.keys[token] = key;
             atomicAdd(&counts[key >> 2 * LOW_BITS], 1);
         }

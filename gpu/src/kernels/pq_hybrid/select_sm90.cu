@@ -200,9 +200,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) pq_hybrid_select(const 
         if (!all_heavy) {
             const ScoredTile& again = scores[tile];
 #pragma unroll
-            for (int i = 0; i < PLACES; i++)
+            for (int i = 0; i < PLACES; i++) {
+                float score[GROUP];
+#pragma unroll
+                for (int q = 0; q < GROUP; q++) score[q] = near_score(again.scores[q][place + i]);
                 key.at[i] = shared.normalizers.key_of_any(
+                    Normalizers::weight_of(score, level),
                     [&](int q) { return any_score(again.scores[q][place + i]) + again.levels[q]; });
+            }
         }
 #pragma unroll
         for (int i = 0; i < PLACES; i++) {

@@ -46,10 +46,12 @@ struct Normalizers {
         return weight;
     }
 
-    // The key of a token whose weight may have underflowed or be NaN.
+    // The key of a token, from `weight_of` unless that has underflowed or is NaN: tokens of equal codes must have equal
+    // keys, whether or not their neighbors' weights have underflowed.
     template <class ScoreOf>
-    __device__ __forceinline__ u32 key_of_any(const ScoreOf& score_of) const {
-        float weight = 0;
+    __device__ __forceinline__ u32 key_of_any(float weight, const ScoreOf& score_of) const {
+        if (is_heavy(weight)) return heavy_key(weight);
+        weight = 0;
         for (int q = 0; q < GROUP; q++) // `fmaxf` replaces NaN
             weight = combine(weight, exp2_approx(fmaxf(score_of(q) - log_sum[q], -infinity())));
         return key_of(weight, max, scale, [&](int q) { return score_of(q) * LN_2; });

@@ -33,6 +33,20 @@ constexpr bool IS_ADAPTIVE = true;
 #else
 constexpr bool IS_ADAPTIVE = false;
 #endif
+#ifdef BESIDE
+constexpr bool IS_BESIDE = true;
+#else
+constexpr bool IS_BESIDE = false;
+#endif
+#ifdef BY_CODE
+constexpr bool IS_BY_CODE = true;
+#else
+constexpr bool IS_BY_CODE = false;
+#endif
+// The logarithm to base 2 of the sum of a query's coded weights in attend.cu. Counters of 32 bits hold such sums with a
+// sign: those of a block that subtracts more than it has added are negative. With f16, weights down to 2^-39 of the sum
+// are represented.
+constexpr float WEIGHT_BITS = IS_BY_CODE ? 30 : 15;
 // Queries of a table entry.
 constexpr int VEC = GROUP <= 2 ? 2 : GROUP <= 4 ? 4 : 8;
 
