@@ -64,6 +64,7 @@ mod values;
 
 pub use allot::allot;
 pub use attend::{Block, attend_into, attend_into_with, attend_scratch_len};
+pub use field::Field;
 pub use keys::{Keys, decode_keys_into, encode_keys_into, encode_keys_into_with};
 pub use query::{scores_into, scores_into_with, scores_scratch_len};
 pub use rotate::rotate_from;
@@ -73,7 +74,7 @@ pub use values::{Values, decode_values_into, encode_values_into, encode_values_i
 /// The optimal steps of uniform midrise quantizers of 0 to 8 bits for a Gaussian of unit variance.
 ///
 /// Max, "Quantizing for Minimum Distortion", IRE Trans. 1960, table 2. The step of 0 bits has no effect.
-const STEPS: [f32; 9] = [1.0, 1.596, 0.9957, 0.586, 0.3352, 0.1881, 0.1041, 0.0569, 0.0308];
+pub const STEPS: [f32; 9] = [1.0, 1.596, 0.9957, 0.586, 0.3352, 0.1881, 0.1041, 0.0569, 0.0308];
 
 /// The level of code `c` of `bits` bits, in steps.
 #[inline(always)]
