@@ -16,8 +16,8 @@ use crate::common::{Buffer, Random, device, from_element, relative_error, where_
 const TOLERANCES: [(Element, f64); 2] = [(Element::F16, 2e-3), (Element::Bf16, 6e-3)];
 /// Maximum absolute error of the log-sum-exp.
 const LOG_SUM_EXP: f64 = 1e-3;
-/// What the 15 bits of queries add, next to the formula, for scores of one nat.
-const QUERY_ROUNDING: f64 = 5e-4;
+/// The largest integer of a query's component times its step.
+const QUERY_LIMIT: f64 = 16_256.0;
 
 /// One block of tokens of a head.
 struct Coded {
@@ -74,11 +74,15 @@ fn key_shape(dim: usize, slots: usize, random: &mut Random) -> (Shape, Vec<f32>)
     (shape, order.iter().map(|&i| sigma[i]).collect())
 }
 
-/// The formula, over decoded rows: output and log-sum-exp of a query.
-fn formula(blocks: &[Coded], keys: Shape, shape: &AttendShape, query: usize) -> (Vec<f32>, f64) {
+/// The formula, over decoded rows: output and log-sum-exp of a query, and how far the scores of the definition
+/// may be from it: each component of a query, times its step, is rounded to an integer, and so has half a unit
+/// times the level of the code. A block of few tokens has steps of very different sizes, so its unit is large
+/// next to most components.
+fn formula(blocks: &[Coded], keys: Shape, shape: &AttendShape, query: usize) -> (Vec<f32>, f64, f64) {
     let dim = shape.dim;
     let values = Shape::uniform(dim, shape.value_bits as u32).unwrap();
     let mut tokens: Vec<(f64, Vec<f64>)> = vec![];
+    let mut rounding = 0.0_f64;
     for block in blocks {
         let (mut key_rows, mut value_rows) = (vec![0.0; block.n * dim], vec![0.0; block.n * dim]);
         sq::decode_keys_into(&Keys::new(keys, block.n, &block.steps, &block.keys).unwrap(), &mut key_rows)
@@ -86,8 +90,13 @@ fn formula(blocks: &[Coded], keys: Shape, shape: &AttendShape, query: usize) -> 
         sq::decode_values_into(&Values::new(values, &block.norms, &block.values).unwrap(), &mut value_rows)
             .unwrap();
         let query = &block.queries[query * dim..][..dim];
+        let steps: Vec<f64> = block.steps.iter().map(|&s| ((f64::from(s) - 128.0) / 8.0).exp2()).collect();
+        let products = query.iter().zip(&steps).map(|(&q, step)| (f64::from(q) * step).abs());
+        let unit = products.fold(0.0, f64::max) / QUERY_LIMIT;
         for (key, value) in key_rows.chunks_exact(dim).zip(value_rows.chunks_exact(dim)) {
             let score = key.iter().zip(query).map(|(&k, &q)| f64::from(k) * f64::from(q)).sum();
+            let levels: f64 = key.iter().zip(&steps).map(|(&k, step)| (f64::from(k) / step).abs()).sum();
+            rounding = rounding.max(0.5 * unit * levels);
             let error = block.error.iter().map(|x| if shape.mean_errors { x.to_f64() } else { 0.0 });
             tokens.push((score, value.iter().zip(error).map(|(&v, e)| f64::from(v) + e).collect()));
         }
@@ -99,7 +108,7 @@ fn formula(blocks: &[Coded], keys: Shape, shape: &AttendShape, query: usize) -> 
         sum += weight;
         out.iter_mut().zip(value).for_each(|(out, value)| *out += weight * value);
     }
-    (out.iter().map(|x| (x / sum) as f32).collect(), max + sum.ln())
+    (out.iter().map(|x| (x / sum) as f32).collect(), max + sum.ln(), rounding)
 }
 
 /// The definition: outputs (group, dim) and log-sum-exp of a group.
@@ -296,8 +305,7 @@ fn run(device: &Device, random: &mut Random, case: &Case<'_>) {
             if query > 0 && query + 1 < group {
                 continue; // the formula is slow
             }
-            let (exact, exact_log) = formula(of_pair, keys, &shape, query);
-            let rounding = QUERY_ROUNDING * f64::from(1.0 + lead);
+            let (exact, exact_log, rounding) = formula(of_pair, keys, &shape, query);
             let error = relative_error(&got, &exact);
             assert!(error <= tolerance + rounding, "{place}: error {error} next to the formula");
             assert!((log - exact_log).abs() <= LOG_SUM_EXP + rounding, "{place}: {log} for {exact_log}");
@@ -398,7 +406,7 @@ fn a_long_tail_keeps_its_weight() {
     #[allow(unsafe_code)]
     unsafe { attend.launch(device.stream().cu_stream(), &arguments) }.unwrap();
     let got: Vec<f32> = out.read().iter().map(|&bits| from_element(Element::F16, bits)).collect();
-    let (exact, _) = formula(&coded, keys, &shape, 0);
+    let (exact, _, _) = formula(&coded, keys, &shape, 0);
     let error = relative_error(&got, &exact);
     assert!(error <= 2e-3, "error {error}");
 }
