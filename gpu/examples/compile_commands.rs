@@ -9,6 +9,7 @@ use kv_gpu::pq::{
     AppendShape, AttendGenericShape, AttendShape, EncodeGenericShape, EncodeShape, Gather, GatherAttendShape,
     LutShape, Paging, RopeMeanScoresShape, ScanShape, SearchShape, Side, TrainShape,
 };
+use kv_gpu::sq;
 use kv_gpu::svd::{self, ProjectShape};
 use kv_gpu::{Element, Program, VectorElement, codec, self_test_program};
 use pq_core::{GroupRule, PqShape};
@@ -32,6 +33,16 @@ fn programs() -> Result<Vec<Program>, Box<dyn Error>> {
     };
     let encode = EncodeShape { quantizer: fine, side: Side::Keys, element: rows, paging: Paging::Tiles };
     let ragged = svd::AttendShape { dim: 128, element };
+    let scalar = sq::AttendShape {
+        dim: 128,
+        key_slots: 24,
+        value_bits: 3,
+        block: 256,
+        group,
+        element,
+        mean_errors: true,
+        paged: true,
+    };
     let numbers: Vec<f32> = (0..64 * 256_u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 8) as f32).collect();
     let map = TransformBuf::new(128, vec![0.5; 256 * 128], vec![0.5; 256 * 128])?;
     let options = FitOptions {
@@ -55,6 +66,11 @@ fn programs() -> Result<Vec<Program>, Box<dyn Error>> {
         ScanShape { quantizer: coarse, group }.program(DEVICES[1].1)?,
         GatherAttendShape { dim: 128, element }.program()?,
         ragged.program()?,
+        scalar.program()?,
+        sq::EncodeShape { dim: 128, side: sq::Side::Keys { slots: 24 }, block: 256, paged: true }
+            .program()?,
+        sq::EncodeShape { dim: 128, side: sq::Side::Values { bits: 3 }, block: 256, paged: true }
+            .program()?,
         planes.decode_program(),
         planes.encode_program(),
         codec::Encode::join_program(),

@@ -78,6 +78,13 @@ const HEADERS: &[Source] = &[
     source!("primitives_sm80.cuh"),
     source!("scheduler.cuh"),
     source!("softmax_reduce.cuh"),
+    source!("sq_attend/keys.cuh"),
+    source!("sq_attend/queries.cuh"),
+    source!("sq_attend/shape.cuh"),
+    source!("sq_attend/values.cuh"),
+    source!("sq_encode.cuh"),
+    source!("sq_key_table.cuh"),
+    source!("sq_tile.cuh"),
     source!("svd_gram/gram.cuh"),
     source!("svd_gram/join.cuh"),
     source!("svd_prefill/merge.cuh"),
@@ -354,7 +361,7 @@ fn text_of(characters: Vec<c_char>) -> String {
 mod tests {
     use super::*;
     use crate::pq::{AttendShape, HybridShape, Paging, SearchShape};
-    use crate::{Element, svd};
+    use crate::{Element, sq, svd};
     use pq_core::{GroupRule, PqShape};
 
     #[test]
@@ -372,6 +379,9 @@ mod tests {
         let hybrid =
             HybridShape { keys, values, group: 4, element, rule, paged: true, addends: true, adaptive: true };
         let hybrid = hybrid.programs((9, 0), 227 << 10).unwrap();
+        let (dim, key_slots, value_bits, block, mean_errors) = (128, 23, 3, 64, true);
+        let scalar =
+            sq::AttendShape { dim, key_slots, value_bits, block, group, element, mean_errors, paged: true };
         let programs = [
             attend.program(227 << 10).unwrap(),
             search.program((8, 0), 163 << 10).unwrap(),
@@ -381,6 +391,7 @@ mod tests {
             hybrid[2].clone(),
             svd::GramShape { dim: 128, element }.program((9, 0)).unwrap(),
             svd::AttendShape { dim: 128, element }.program().unwrap(),
+            scalar.program().unwrap(),
         ];
         for program in programs {
             for header in program.headers() {

@@ -12,6 +12,7 @@ mod module;
 mod pointer;
 pub mod pq;
 mod self_test;
+pub mod sq;
 pub mod svd;
 mod tensor_map;
 

@@ -18,6 +18,7 @@ use kv_gpu::pq::{
     GatherAttendShape, HybridShape, LutShape, Paging, RopeMeanScoresShape, ScanShape, SearchShape, Side,
     TrainShape,
 };
+use kv_gpu::sq;
 use kv_gpu::svd::{self, ProjectShape};
 use kv_gpu::{Element, Error, Program, VectorElement, self_test_program};
 use pq_core::{GroupRule, PqShape};
@@ -279,6 +280,43 @@ fn projection_and_second_moments() {
             assert_eq!(spilled, 0, "{program} for {architecture}");
         }
     }
+}
+
+/// Groups of one and two MMAs, rows of every size, and every width of values.
+#[test]
+fn attention_on_scalar_codes() {
+    let shapes = [
+        (128, 16, 2, 4, false, false),
+        (128, 24, 3, 4, false, true),
+        (128, 32, 4, 4, true, false),
+        (128, 23, 1, 8, true, true),
+        (128, 32, 4, 16, false, false),
+        (64, 15, 3, 1, true, false),
+        (64, 8, 2, 7, false, true),
+        (96, 18, 3, 3, false, false),
+        (256, 64, 4, 4, false, false),
+        (256, 32, 2, 8, true, true),
+    ];
+    let programs = shapes.map(|(dim, key_slots, value_bits, group, mean_errors, paged)| {
+        let element = if paged { Element::Bf16 } else { Element::F16 };
+        let shape =
+            sq::AttendShape { dim, key_slots, value_bits, block: 256, group, element, mean_errors, paged };
+        shape.program().unwrap()
+    });
+    check(|_| programs.to_vec(), true);
+}
+
+#[test]
+fn scalar_encoding() {
+    let sides = [
+        (128, sq::Side::Keys { slots: 23 }),
+        (96, sq::Side::Keys { slots: 48 }),
+        (256, sq::Side::Values { bits: 3 }),
+        (64, sq::Side::Values { bits: 1 }),
+    ];
+    let programs = sides
+        .map(|(dim, side)| sq::EncodeShape { dim, side, block: 256, paged: dim == 256 }.program().unwrap());
+    check(|_| programs.to_vec(), true);
 }
 
 #[test]

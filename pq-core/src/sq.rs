@@ -74,6 +74,7 @@ mod values;
 
 pub use allot::allot;
 pub use attend::{Block, attend_into, attend_into_with, attend_scratch_len};
+pub use field::Field;
 #[cfg(feature = "alloc")]
 pub use head_cache::{HeadCache, LayerCache};
 #[cfg(feature = "alloc")]
@@ -81,6 +82,7 @@ pub use head_codes::HeadCodes;
 #[cfg(feature = "alloc")]
 pub use head_transform::{HeadTransform, TransformParts};
 pub use keys::{Keys, decode_keys_into, encode_keys_into, encode_keys_into_with};
+pub use level::STEPS;
 pub use query::{scores_into, scores_into_with, scores_scratch_len};
 pub use rotate::rotate_by;
 pub use shape::{MAX_BLOCK, MAX_DIM, Shape, TILE};

@@ -91,6 +91,22 @@ __device__ __forceinline__ void mma_sp_m16n8k32_f16_init(float (&c)[4], const u3
           "f"(0.f));
 }
 
+// mma.m16n8k32: c += a b (with `init` c = a b), a (16, 32) in u8, b (32, 8) in s8 or u8, c (16, 8) in s32. Lane 4 g + l holds, in bytes,
+//   a[i] = a[g + 8 (i & 1)][4 l + 16 (i >> 1) .. + 4]
+//   b[i] = b[4 l + 16 i .. + 4][g]
+//   c[i] = c[g + 8 (i >> 1)][2 l + (i & 1)]
+#define MMA_M16N8K32(B) "mma.sync.aligned.m16n8k32.row.col.s32.u8." B ".s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+__device__ __forceinline__ void mma_m16n8k32_u8s8(int (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm(MMA_M16N8K32("s8") "{%0, %1, %2, %3};"
+        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ void mma_m16n8k32_u8u8_init(int (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm(MMA_M16N8K32("u8") "{%10, %10, %10, %10};"
+        : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(0));
+}
+
 // Two FP8 numbers (E4M3), in the low 16 bits, as two halves. NaN stays NaN.
 __device__ __forceinline__ u32 e4m3_to_half2(u32 pair) {
     u32 halves;

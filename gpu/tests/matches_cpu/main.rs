@@ -19,6 +19,8 @@ mod pq_hybrid;
 mod pq_rope_mean_scores;
 mod pq_search;
 mod pq_train;
+mod sq_attend;
+mod sq_encode;
 mod svd_attend;
 mod svd_gram;
 mod svd_prefill;

@@ -2,7 +2,8 @@
 
 /// Consecutive bits of the codes of a part (a quad of keys, a group of values) in the slots of one row.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Field {
+pub struct Field {
+    /// The quad or the group.
     pub part: usize,
     first: usize, // first vector of the row
     slots: usize, // of the row: 8, 4, 2 or 1
@@ -16,15 +17,16 @@ pub(super) struct Field {
 impl Field {
     /// The vector of a unit, and by how many bits a shift to the right brings the field to its place in the
     /// code: -7 to 7.
+    #[must_use]
     #[inline(always)]
-    pub fn place(&self, unit: usize) -> (usize, i32) {
+    pub const fn place(&self, unit: usize) -> (usize, i32) {
         let up = self.slots * (unit / self.slots);
         (self.first + unit % self.slots, up as i32 + self.offset as i32 - self.below as i32)
     }
 
     /// Moves the field's bits of a code to byte `j` of a word of a unit.
     #[inline(always)]
-    pub fn put(&self, unit: usize, j: usize, code: u8) -> u32 {
+    pub(super) fn put(&self, unit: usize, j: usize, code: u8) -> u32 {
         let code = u32::from(code & self.mask) << (8 * j);
         let shift = self.place(unit).1;
         if shift < 0 { code >> -shift } else { code << shift }
@@ -32,7 +34,7 @@ impl Field {
 
     /// The field's bits in byte `j` of a word of a unit, at their place in the code.
     #[inline(always)]
-    pub fn get(&self, unit: usize, j: usize, word: u32) -> u8 {
+    pub(super) fn get(&self, unit: usize, j: usize, word: u32) -> u8 {
         let shift = self.place(unit).1;
         let word = if shift < 0 { word << -shift } else { word >> shift };
         (word >> (8 * j)) as u8 & self.mask

@@ -3,7 +3,7 @@
 /// The optimal steps of uniform midrise quantizers of 0 to 8 bits for a Gaussian of unit variance.
 ///
 /// Max, "Quantizing for Minimum Distortion", IRE Trans. 1960, table 2. The step of 0 bits has no effect.
-pub(super) const STEPS: [f32; 9] = [1.0, 1.596, 0.9957, 0.586, 0.3352, 0.1881, 0.1041, 0.0569, 0.0308];
+pub const STEPS: [f32; 9] = [1.0, 1.596, 0.9957, 0.586, 0.3352, 0.1881, 0.1041, 0.0569, 0.0308];
 
 /// The level of code `c` of `bits` bits, in steps.
 #[inline(always)]

@@ -168,7 +168,7 @@ impl Shape {
     }
 
     /// Calls `f` with the fields of the codes of keys, column by column; the part of a field is its quad.
-    pub(super) fn key_fields(&self, mut f: impl FnMut(Field)) {
+    pub fn key_fields(&self, mut f: impl FnMut(Field)) {
         for column in 0..COLUMNS {
             let quads = || (column..self.quads()).step_by(COLUMNS);
             self.fill_stages(quads().map(|q| (q, self.prefixes[q], self.widths[q])), &mut f);

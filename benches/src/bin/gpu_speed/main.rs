@@ -17,6 +17,7 @@ mod prefill;
 mod project;
 mod ragged;
 mod rope_mean_scores;
+mod scalar;
 mod search;
 mod stopwatch;
 mod train;
@@ -27,6 +28,7 @@ fn main() {
     let only = std::env::args().nth(1).unwrap_or_default();
     let watch = Stopwatch::new(only);
     attend::run(&watch);
+    scalar::run(&watch);
     rope_mean_scores::run(&watch);
     hybrid::run(&watch);
     encode::run(&watch);

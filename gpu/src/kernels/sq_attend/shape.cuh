@@ -1,0 +1,45 @@
+// Compile-time shape and arguments of attention on scalar codes.
+//
+// HEAD_DIM (64, 96, 128 or 256), QUERIES (4 or 8: of a block), KEY_SLOTS (bits of each byte lane of a tile of keys),
+// VALUE_BITS (1 to 4), BLOCK (tokens that share steps and queries, a multiple of 32), ELEMENT (1 for f16, 2 for bf16),
+// WARPS, MEAN_ERRORS (0 or 1), SHARED_BYTES, PAGED or not.
+#pragma once
+#include "element.cuh"
+#include "primitives_sm80.cuh"
+#include "scheduler.cuh"
+#include "sq_tile.cuh"
+
+constexpr int SETS = QUERIES / 4; // of four queries, whose two limbs fill the 8 columns of an MMA
+constexpr int THREADS = WARPS * LANES;
+constexpr int RESULT = D + 4; // floats of a result row: components, maximum, sum of weights, padding
+
+struct Arguments {
+    const u32* keys;   // [page or sequence][head][block][tile of block][vector][16]
+    const u32* values; // the same
+    const u8* steps;   // [page or sequence][head][block][D]
+    const u8* norms;   // [page or sequence][head][block][BLOCK]
+    const u16* errors; // f16 [page or sequence][head][block][D]
+    const float* queries; // [sequence][head][block of sequence][query of group][D], in the dual basis of the block
+    const u32* tables;    // [head][KeyTable::WORDS]
+    const u32* lengths;   // [sequence]
+    const u32* pages;     // PAGED: [sequence][max_pages]
+    float* partials;      // [block of the grid][2][QUERIES][RESULT]
+    u32* arrived;         // [sequence][head][slice], zero between launches
+    u16* out;             // element [sequence][head][query of group][D]
+    float* log_sum_exp;   // [sequence][head][query of group], or null
+    u32 batch, heads, group;
+    u32 blocks, max_pages; // blocks of tokens of a page or sequence, and pages of a sequence
+    u32 query_blocks;      // blocks of tokens of a sequence's queries
+    float scale;           // factor of the scores, times log2(e)
+    float value_step;      // between the levels of a value of norm 1
+};
+
+// Lane 4 g + l of a warp.
+struct Lane {
+    int lane = threadIdx.x % LANES, g = lane / 4, l = lane % 4, warp = threadIdx.x / LANES;
+};
+
+// The low bytes of four numbers, the first in the low byte.
+__device__ __forceinline__ u32 pack_low_bytes(const int (&x)[4]) {
+    return prmt(prmt(x[0], x[1], 0x0040), prmt(x[2], x[3], 0x0040), 0x5410);
+}
