@@ -1,3 +1,5 @@
+//! What calibration leaves for runs: codebooks, rotations and models, with the model that they belong to.
+
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::path::Path;

@@ -1,3 +1,5 @@
+//! Attention of a decode step to scalar codes.
+
 use cudarc::driver::sys::CUstream;
 use half::f16;
 use pq_core::sq;

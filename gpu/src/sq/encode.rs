@@ -1,3 +1,5 @@
+//! Scalar codes of blocks of transformed keys and values.
+
 use cudarc::driver::sys::CUstream;
 use half::f16;
 use pq_core::sq;

@@ -1,3 +1,5 @@
+//! Bits of components by their deviations.
+
 use super::shape::{COLUMNS, MAX_DIM, MAX_QUADS, QUAD, Shape};
 use crate::Error;
 use crate::error::check_len;

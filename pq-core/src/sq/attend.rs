@@ -1,3 +1,5 @@
+//! Attention to the scalar codes of a block.
+
 use kv_attend::simd::tanh;
 
 use super::dot::{Dots, Scalar, Vector};

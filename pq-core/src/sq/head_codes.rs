@@ -1,3 +1,5 @@
+//! The coded blocks of a head.
+
 use alloc::sync::Arc;
 use alloc::vec;
 use alloc::vec::Vec;

@@ -1,3 +1,5 @@
+//! What all sequences share of a head: mean, basis and dual basis of its keys, widths, basis of its values.
+
 use alloc::vec::Vec;
 
 use super::shape::{MAX_BLOCK, Shape, TILE};

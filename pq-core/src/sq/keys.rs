@@ -1,3 +1,5 @@
+//! Coded keys of a block: steps by component, encoding, decoding.
+
 use super::dot::Tiles;
 use super::exp2::{encode_step, step};
 use super::level::{STEPS, code, half_range, level};

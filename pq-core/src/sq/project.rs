@@ -1,3 +1,5 @@
+//! Products of rows with the matrices of a head's transform.
+
 use crate::Backend;
 use crate::simd::{Kernel, Run, Simd};
 

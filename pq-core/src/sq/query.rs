@@ -1,3 +1,5 @@
+//! Scores of queries with the coded keys of a block.
+
 use super::dot::{Dots, QUERY_LIMIT, Scalar, Vector, pairs};
 use super::keys::Keys;
 use super::shape::{QUAD, Shape, TILE};

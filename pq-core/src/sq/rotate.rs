@@ -1,3 +1,5 @@
+//! RoPE by a given number of positions.
+
 use crate::Error;
 use crate::error::count_rows;
 

@@ -1,3 +1,5 @@
+//! The widths of components, and where their bits are in a tile.
+
 use super::field::{Field, fill};
 use crate::Error;
 use crate::error::check_len;

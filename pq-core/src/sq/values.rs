@@ -1,3 +1,5 @@
+//! Coded values of a block: norms, encoding, decoding, weighted sums, the mean of the error.
+
 use half::f16;
 
 use super::dot::{Dots, TILE_PAIRS, Tiles, WEIGHT_LIMIT, pairs};

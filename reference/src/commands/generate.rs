@@ -1,3 +1,5 @@
+//! `kv generate`: continues a prompt.
+
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

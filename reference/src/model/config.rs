@@ -1,3 +1,5 @@
+//! The sizes and settings of a model, read from `config.json` or from GGUF keys.
+
 mod from_json;
 
 use super::family::{AttentionKeys, Family};

@@ -1,3 +1,5 @@
+//! Rotary position embeddings: tables of sines and cosines, and their scalings.
+
 use std::sync::Arc;
 
 use crate::model::{Config, RopeScaling, Yarn};

@@ -1,3 +1,5 @@
+//! Bytes of a weight file, read in ranges.
+
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
 use std::ops::Range;

@@ -1,3 +1,5 @@
+//! Texts to tokens and back, by `tokenizer.json` or by a GGUF vocabulary.
+
 mod from_folder;
 mod from_gguf;
 mod from_json;
@@ -29,8 +31,9 @@ trait Vocabulary: Send + Sync {
     fn encode(&self, text: &str) -> Result<Vec<u32>>;
     /// As [`Tokenizer::encode_piece`].
     fn encode_piece(&self, text: &str) -> Result<Vec<u32>>;
-    /// The bytes that a token adds to a text after another token, or at its beginning (`None`).
-    fn bytes(&self, token: u32, after: Option<u32>) -> Result<Vec<u8>>;
+    /// The bytes that a token adds to a text after another token, or at its beginning (`None`). `None` if it is
+    /// no part of texts, such as a special token: the beginning is still to come after it.
+    fn bytes(&self, token: u32, after: Option<u32>) -> Result<Option<Vec<u8>>>;
     /// All tokens but those added to the model's own.
     fn tokens(&self) -> Vec<(u32, String)>;
     /// The token with this name.

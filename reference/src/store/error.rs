@@ -1,3 +1,5 @@
+//! What can go wrong with a store.
+
 use std::time::Duration;
 
 use super::backend_text;

@@ -98,17 +98,17 @@ impl Vocabulary for Ggml {
         Ok(out)
     }
 
-    fn bytes(&self, token: u32, after: Option<u32>) -> Result<Vec<u8>> {
-        let Some(text) = self.tokens.get(token as usize) else { return Ok(vec![]) };
+    fn bytes(&self, token: u32, after: Option<u32>) -> Result<Option<Vec<u8>>> {
+        let Some(text) = self.tokens.get(token as usize) else { return Ok(None) };
         let spelling = match self.model {
             Model::ByteLevel(_) => Spelling::ByteLevel,
             Model::Sentencepiece(_) => Spelling::Sentencepiece { bytes: false, prefixed: self.space_prefix },
         };
         Ok(match self.kinds[token as usize] {
-            Kind::Normal => spelling.bytes(text, after.is_none()).unwrap_or_default(),
-            Kind::UserDefined => text.clone().into(),
-            Kind::Byte => byte_of_code(text).into_iter().collect(),
-            Kind::Unknown | Kind::Control | Kind::Unused => vec![],
+            Kind::Normal => spelling.bytes(text, after.is_none()),
+            Kind::UserDefined => Some(text.clone().into()),
+            Kind::Byte => byte_of_code(text).map(|byte| vec![byte]),
+            Kind::Unknown | Kind::Control | Kind::Unused => None,
         })
     }
 

@@ -55,17 +55,19 @@ impl Vocabulary for Json {
         Ok(if all.starts_with(&before) { all.split_off(before.len()) } else { plain })
     }
 
-    fn bytes(&self, token: u32, after: Option<u32>) -> Result<Vec<u8>> {
+    fn bytes(&self, token: u32, after: Option<u32>) -> Result<Option<Vec<u8>>> {
         let added = self.library.get_added_vocabulary().get_added_tokens_decoder().get(&token);
         let text = match added {
-            Some(added) if added.special => return Ok(vec![]),
+            Some(added) if added.special => return Ok(None),
             // Its text is no alphabet of bytes.
-            Some(added) if self.spelling == Spelling::ByteLevel => return Ok(added.content.clone().into()),
+            Some(added) if self.spelling == Spelling::ByteLevel => {
+                return Ok(Some(added.content.clone().into()));
+            }
             _ => self.library.id_to_token(token).unwrap_or_default(),
         };
         match self.spelling.bytes(&text, after.is_none()) {
-            Some(bytes) => Ok(bytes),
-            None => self.decoded(token, after).map(String::into_bytes),
+            Some(bytes) => Ok(Some(bytes)),
+            None => self.decoded(token, after).map(|text| Some(text.into_bytes())),
         }
     }
 

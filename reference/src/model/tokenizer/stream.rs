@@ -1,3 +1,5 @@
+//! Text of tokens as they arrive.
+
 use super::Tokenizer;
 use crate::Result;
 
@@ -23,8 +25,7 @@ impl<'a> TextStream<'a> {
     /// # Errors
     /// [`Error::Argument`](crate::Error::Argument) when the token has no text.
     pub fn push(&mut self, token: u32) -> Result<String> {
-        let bytes = self.tokenizer.vocabulary.bytes(token, self.last)?;
-        if !bytes.is_empty() {
+        if let Some(bytes) = self.tokenizer.vocabulary.bytes(token, self.last)? {
             self.last = Some(token);
             self.held.extend(bytes);
         }
