@@ -32,6 +32,7 @@ pub(crate) struct Vectors<'a, E> {
 
 impl<'a, E> Vectors<'a, E> {
     /// Number of vectors.
+    #[cfg(feature = "alloc")]
     pub fn len(&self) -> usize {
         self.chosen.map_or(self.rows.rows(), <[usize]>::len)
     }

@@ -6,7 +6,9 @@
 
 use half::f16;
 
-use crate::{Error, PqShape};
+use crate::Error;
+#[cfg(feature = "alloc")]
+use crate::PqShape;
 
 /// For 4 to 8 bits, for subspaces of 1, 2, 4, 8 and 16 components: (ksub, dsub) `f16`, little-endian.
 static TABLES: &[u8] = include_bytes!("gaussian_codebook.bin");
