@@ -46,8 +46,10 @@ fn near_lossless_settings_stay_within_one_percent() {
     assert!(dense.kl < 1e-9 && dense.top1 == 1.0 && dense.needle == Some(1.0));
     for spec in methods {
         let row = row(&comparison, spec);
+        // Of 160 tokens, perplexity may fall by chance as much as it may rise: the divergence cannot.
         let loss = row.perplexity / dense.perplexity - 1.0;
-        assert!(loss.abs() < 0.01, "{spec}: perplexity {}, dense {}", row.perplexity, dense.perplexity);
+        assert!(loss < 0.01, "{spec}: perplexity {}, dense {}", row.perplexity, dense.perplexity);
+        assert!(row.kl < 0.01, "{spec}: KL {}", row.kl);
     }
 }
 
