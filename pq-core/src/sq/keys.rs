@@ -25,7 +25,8 @@ impl<'a> Keys<'a> {
     /// # Shapes
     /// `steps` (dim,); `words` [`Shape::words_len`] of `n`.
     /// # Errors
-    /// [`Error::Zero`] without tokens, [`Error::TooLarge`] for more than [`MAX_BLOCK`](super::MAX_BLOCK); [`Error::Length`].
+    /// [`Error::Zero`] without tokens, [`Error::TooLarge`] for more than [`MAX_BLOCK`](super::MAX_BLOCK);
+    /// [`Error::Length`].
     pub fn new(shape: Shape, n: usize, steps: &'a [u8], words: &'a [u32]) -> Result<Self, Error> {
         check_block(n)?;
         check_len("steps", steps.len(), shape.dim())?;
@@ -68,7 +69,8 @@ impl<'a> Keys<'a> {
 /// fits a Gaussian of its deviation: tails are clipped if that pays.
 ///
 /// # Shapes
-/// `rows` (n, dim), n at most [`MAX_BLOCK`](super::MAX_BLOCK), in the order of [`allot`](super::allot), without their mean and
+/// `rows` (n, dim), n at most [`MAX_BLOCK`](super::MAX_BLOCK), in the order of
+/// [`allot`](super::allot), without their mean and
 /// relative to the middle of the block; `steps` (dim,) and `words` [`Shape::words_len`] of n, fully written.
 /// # Errors
 /// [`Error::PartialRow`], [`Error::Zero`], [`Error::TooLarge`], [`Error::Length`]; nothing is then written.
