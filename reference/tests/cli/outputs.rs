@@ -153,6 +153,7 @@ fn a_full_disk_leaves_old_files() {
 /// A store that is full names the object, and costs a warning if a prompt was to be kept.
 #[cfg(all(unix, feature = "store"))]
 #[test]
+#[ignore = "long: many seconds of a real model; `.ci/run` has it"]
 fn a_full_store_is_named_and_keeps_the_text() {
     let folder = tempfile::tempdir().unwrap();
     let levels = ["--kv-levels", "cachegen:bits=2", "--kv-grid", "20/20"];

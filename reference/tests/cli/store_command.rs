@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use crate::support::kv::{kv, one_line, refused, run, text, usage_refused};
 
 #[test]
+#[ignore = "long: many seconds of a real model; `.ci/run` has it"]
 fn the_command_line_stores_and_loads() {
     let folder = tempfile::tempdir().unwrap();
     let path = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
@@ -193,6 +194,7 @@ fn said(output: &Output) -> String {
 /// The profile of another model in the place of a store's is believed by no command, and `put` makes the
 /// store's own again, so that the chunks are found as before.
 #[test]
+#[ignore = "long: many seconds of a real model; `.ci/run` has it"]
 fn a_foreign_profile_is_not_believed() {
     let small = Small::new();
     let (a, b) = (small.url("a"), small.url("b"));
@@ -247,6 +249,7 @@ fn a_foreign_profile_is_not_believed() {
 /// A pipe or a device in the place of an object is an error at once.
 #[cfg(unix)]
 #[test]
+#[ignore = "long: many seconds of a real model; `.ci/run` has it"]
 fn only_regular_files_are_opened() {
     use std::os::unix::fs::symlink;
     let small = Small::new();

@@ -239,6 +239,7 @@ fn the_calibration_text_is_part_of_the_binary() {
 }
 
 #[test]
+#[ignore = "long: many seconds of a real model; `.ci/run` has it"]
 fn a_profile_is_not_replaced_and_all_that_it_lacks_is_named_at_once() {
     let folder = tempfile::tempdir().unwrap();
     let (old, new) = (folder.path().join("old"), folder.path().join("new"));
@@ -276,6 +277,7 @@ fn a_profile_is_not_replaced_and_all_that_it_lacks_is_named_at_once() {
 /// The levels of a store are in one list with the method of the cache.
 #[cfg(feature = "store")]
 #[test]
+#[ignore = "long: many seconds of a real model; `.ci/run` has it"]
 fn all_that_a_profile_lacks_for_a_store_is_named_at_once() {
     let folder = tempfile::tempdir().unwrap();
     let path = |name: &str| text(&folder.path().join(name)).to_owned();

@@ -70,6 +70,7 @@ fn shipped() -> (Arc<Model>, Vec<u32>) {
 }
 
 #[test]
+#[ignore = "long: many seconds of a real model; `.ci/run` has it"]
 fn a_comparison_does_not_depend_on_the_number_of_threads() {
     let (model, tokens) = shipped();
     let methods = "dense,pqcache:code=4x4,million:k=8x4:v=8x4,pqklt:k=8x4:v=8x4,zack,cachegen";

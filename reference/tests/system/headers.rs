@@ -102,6 +102,7 @@ fn long_and_nested_tokens_load_in_seconds() {
 /// Sparse files: 1 GiB long, with a few bytes on the disk.
 #[cfg(unix)]
 #[test]
+#[ignore = "long: many seconds of a real model; `.ci/run` has it"]
 fn holes_take_no_memory() {
     const HOLE: u64 = 1 << 30;
     let folder = tempfile::tempdir().unwrap();

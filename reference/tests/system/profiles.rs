@@ -22,6 +22,7 @@ fn setup() -> (Model, Profile) {
 }
 
 #[test]
+#[ignore = "long: many seconds of a real model; `.ci/run` has it"]
 fn damaged_profiles_are_refused() {
     let (model, profile) = setup();
     let folder = tempfile::tempdir().unwrap();

@@ -54,6 +54,7 @@ fn near_lossless_settings_stay_within_one_percent() {
 }
 
 #[test]
+#[ignore = "long: many seconds of a real model; `.ci/run` has it"]
 fn codebooks_of_a_short_prompt_are_trained_anew() {
     let methods = ["pqcache:tokens=64", "oracle:tokens=64"];
     let comparison = run(&methods, Sizes { context: 64, decode: 320, calibration: 1024 });

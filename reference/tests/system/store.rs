@@ -276,6 +276,7 @@ fn the_first_profile_is_everybodys() {
 
 /// A store that cannot be written or read costs the caches, not the answer.
 #[test]
+#[ignore = "long: many seconds of a real model; `.ci/run` has it"]
 fn a_store_that_fails_is_no_error_of_the_prompt() {
     let folder = tempfile::tempdir().unwrap();
     let store = KvStore::open(folder.path().to_str().unwrap(), quick()).unwrap();
@@ -337,6 +338,7 @@ fn objects_that_are_too_long_are_named_and_mended() {
 /// A store that can only be read serves what it holds, and a prompt that was to be kept costs a warning.
 #[cfg(unix)]
 #[test]
+#[ignore = "long: many seconds of a real model; `.ci/run` has it"]
 fn a_store_that_is_only_read_is_no_error_of_a_prompt_to_keep() {
     use std::os::unix::fs::PermissionsExt;
     let folder = tempfile::tempdir().unwrap();
@@ -424,6 +426,7 @@ fn files_of_killed_writers_are_swept() {
 /// Every fault is named, and none hides another.
 #[cfg(unix)]
 #[test]
+#[ignore = "long: many seconds of a real model; `.ci/run` has it"]
 fn all_faults_are_named() {
     use std::os::unix::fs::{PermissionsExt, symlink};
     let folder = tempfile::tempdir().unwrap();

@@ -306,6 +306,7 @@ impl Setup {
 }
 
 #[test]
+#[ignore = "long: many seconds of a real model; `.ci/run` has it"]
 fn every_level_a_mix_and_text_in_the_middle_are_loaded() {
     let [fine, medium, coarse] = [0, 1, 2].map(|level| SETUP.loaded(&[Encoding::Level(level)]));
     assert!(fine < 0.01 && fine < medium && medium < coarse && coarse < 0.1, "{fine} {medium} {coarse}");
@@ -334,6 +335,7 @@ fn text_on_top_of_loaded_chunks_is_a_prefill_over_them() {
 }
 
 #[test]
+#[ignore = "long: many seconds of a real model; `.ci/run` has it"]
 fn an_adaptive_stream_of_two_requests_fills_both_caches() {
     let options = Options { batch: 1, ..adaptive(0.0, 2, None) };
     let (trace, caches) = SETUP.load(vec![SETUP.context.clone(); 2], &options);
@@ -408,6 +410,7 @@ fn broken() -> Error {
 }
 
 #[test]
+#[ignore = "long: many seconds of a real model; `.ci/run` has it"]
 fn a_link_that_breaks_leaves_the_rest_to_the_text() {
     for way in 0..3 {
         for at in [1, 3, 5] {
