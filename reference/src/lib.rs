@@ -23,5 +23,5 @@ pub mod store;
 pub mod stream;
 
 pub use error::{Error, Result};
-pub use profile::Profile;
+pub use profile::{Profile, ProfileFile};
 pub use sample::{Sampler, Sampling};

@@ -1,6 +1,7 @@
 //! A model in memory: shape, weights in `f32`, tokenizer. `family` lists the model families and their
 //! differences.
 
+mod checkpoint;
 mod config;
 mod family;
 #[cfg_attr(not(feature = "tokenizers"), allow(dead_code))] // the parts that describe a tokenizer
@@ -16,14 +17,14 @@ use std::sync::Arc;
 
 use sha2::{Digest, Sha256};
 
+pub use checkpoint::Checkpoint;
 pub use config::{Config, LayerAttention, RopeScaling, Yarn};
 pub use rope::Rope;
 pub use tokenizer::{TextStream, Tokenizer};
 
 use crate::ops::{add, matmul};
 use crate::{Error, Result};
-use gguf::Gguf;
-use tensors::{SafetensorsFiles, Tensors, Tracked};
+use tensors::{Tensors, Tracked};
 
 /// A matrix that multiplies a vector from the left, with an optional bias.
 #[derive(Clone, Debug)]
@@ -135,26 +136,13 @@ impl Model {
     /// # Errors
     /// [`Error::Io`] or [`Error::File`], naming the file and what is wrong with it.
     pub fn load(path: &Path) -> Result<Self> {
-        if path.is_dir() { Self::load_folder(path) } else { Self::load_gguf(path) }
-    }
-
-    fn load_folder(dir: &Path) -> Result<Self> {
-        let config = Config::from_folder(dir)?;
-        Self::assemble(dir, config, Tokenizer::of_folder(dir)?, &SafetensorsFiles::open(dir)?)
-    }
-
-    fn load_gguf(path: &Path) -> Result<Self> {
-        if path.extension().is_some_and(|extension| extension == "safetensors") {
-            return Err(Error::file(path, "give the folder that holds it with config.json"));
-        }
-        let gguf = Gguf::open(path)?;
-        Self::assemble(path, gguf.config()?, Tokenizer::of_gguf(&gguf)?, &gguf)
+        Checkpoint::open(path)?.load()
     }
 
     fn assemble(
-        path: &Path,
+        (name, path): (String, &Path),
         mut config: Config,
-        tokenizer: Option<Tokenizer>,
+        tokenizer: Option<Arc<Tokenizer>>,
         tensors: &dyn Tensors,
     ) -> Result<Self> {
         let tracked = Tracked::new(tensors);
@@ -169,7 +157,7 @@ impl Model {
         let output = (has_last && !only_last).then(|| matrix(last)).transpose()?;
         let output = output.filter(|output| *output != embedding).unwrap_or_else(|| embedding.clone());
         config.tie_word_embeddings = Arc::ptr_eq(&embedding, &output);
-        config.eos_tokens.extend(tokenizer.iter().flat_map(Tokenizer::stop_tokens));
+        config.eos_tokens.extend(tokenizer.iter().flat_map(|tokenizer| tokenizer.stop_tokens()));
         config.eos_tokens.sort_unstable();
         config.eos_tokens.dedup();
         let layers = (0..config.n_layers).map(|l| load_layer(&config, &tracked, l)).collect::<Result<_>>()?;
@@ -181,8 +169,7 @@ impl Model {
         let after: &[&str] = if only_last { &["model.norm.weight"] } else { &[last, "model.norm.weight"] };
         tracked.digest(after, &mut hasher)?;
         let hash = hasher.finalize().iter().map(|byte| format!("{byte:02x}")).collect();
-        let name = path.file_name().unwrap_or(path.as_os_str()).to_string_lossy().into_owned();
-        Ok(Self { name, hash, config, tokenizer: tokenizer.map(Arc::new), embedding, layers, norm, output })
+        Ok(Self { name, hash, config, tokenizer, embedding, layers, norm, output })
     }
 
     /// The tokenizer.
@@ -191,10 +178,7 @@ impl Model {
     /// [`Error::Argument`] for a model without one, [`Error::Feature`] in a build without the feature
     /// `tokenizers`.
     pub fn tokenizer(&self) -> Result<&Tokenizer> {
-        self.tokenizer.as_deref().ok_or_else(|| match cfg!(feature = "tokenizers") {
-            true => Error::argument(format!("model {} has no tokenizer.json", self.name)),
-            false => Error::Feature { what: "a text", feature: "tokenizers" },
-        })
+        tokenizer_of(&self.name, self.tokenizer.as_ref())
     }
 
     /// Rejects tokens outside the vocabulary.
@@ -216,14 +200,29 @@ impl Model {
     /// # Errors
     /// [`Error::Argument`].
     pub fn check_context(&self, tokens: usize) -> Result<()> {
-        if tokens > self.config.max_seq_len {
-            let what = format!(
-                "{tokens} tokens exceed the context of {} that {} has",
-                self.config.max_seq_len, self.name
-            );
-            return Err(Error::Argument(what));
-        }
-        Ok(())
+        check_context(&self.name, &self.config, tokens)
+    }
+}
+
+/// The name of the model in a file or folder.
+fn name_of(path: &Path) -> String {
+    path.file_name().unwrap_or(path.as_os_str()).to_string_lossy().into_owned()
+}
+
+/// The tokenizer of the model of this name.
+fn tokenizer_of<'a>(name: &str, tokenizer: Option<&'a Arc<Tokenizer>>) -> Result<&'a Tokenizer> {
+    tokenizer.map(Arc::as_ref).ok_or_else(|| match cfg!(feature = "tokenizers") {
+        true => Error::argument(format!("model {name} has no tokenizer.json")),
+        false => Error::Feature { what: "a text", feature: "tokenizers" },
+    })
+}
+
+/// Rejects lengths beyond the context of the model of this name.
+fn check_context(name: &str, config: &Config, tokens: usize) -> Result<()> {
+    let most = config.max_seq_len;
+    match tokens > most {
+        true => Err(Error::Argument(format!("{tokens} tokens exceed the context of {most} that {name} has"))),
+        false => Ok(()),
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use safetensors::{Dtype, SafeTensors};
 use serde_json::{Map, json};
@@ -178,9 +178,26 @@ impl Profile {
     /// Reads a profile of `model`.
     ///
     /// # Errors
-    /// [`Error::Io`]; [`Error::File`] for a file that is not a profile or is damaged; [`Error::Profile`],
-    /// naming the model, for another model's profile.
+    /// Those of [`ProfileFile::read`] and [`ProfileFile::of`].
     pub fn load(path: &Path, model: &Model) -> Result<Self> {
+        ProfileFile::read(path)?.of(model)
+    }
+}
+
+/// A profile in a file, of any model: what it holds is known before the model's weights are read.
+pub struct ProfileFile {
+    path: PathBuf,
+    model_name: String,
+    model_hash: String,
+    profile: Profile,
+}
+
+impl ProfileFile {
+    /// Reads a profile.
+    ///
+    /// # Errors
+    /// [`Error::Io`]; [`Error::File`] for a file that is not a profile or is damaged.
+    pub fn read(path: &Path) -> Result<Self> {
         let file = files::read(path)?;
         let (_, header) = SafeTensors::read_metadata(&file)
             .map_err(|e| Error::file(path, format!("is not a profile of format {FORMAT}: {e}")))?;
@@ -189,18 +206,11 @@ impl Profile {
         if field("format") != FORMAT {
             return Err(Error::file(path, format!("is not a profile of format {FORMAT}")));
         }
-        if field("model_hash") != model.hash {
-            let (theirs, ours) = (field("model_name"), &model.name);
-            let [a, b] = different_starts([field("model_hash"), &model.hash]);
-            return Err(Error::Profile(format!(
-                "{} was made for {theirs} ({a}), not for {ours} ({b})",
-                path.display()
-            )));
-        }
         let tensors = SafeTensors::deserialize(&file).map_err(|e| Error::file(path, e))?;
         let n = field("tokens").parse().ok();
         let tokens = n.map(|n| Tokens { n, sha256: field("tokens_sha256").to_owned() });
-        let mut profile = Self { tokens, positions: field("positions").parse().ok(), ..Self::default() };
+        let mut profile =
+            Profile { tokens, positions: field("positions").parse().ok(), ..Profile::default() };
         for (key, view) in tensors.tensors() {
             match view.dtype() {
                 Dtype::F32 => {
@@ -217,10 +227,36 @@ impl Profile {
         if field("sha256") != profile.checksum() {
             return Err(Error::file(path, "is damaged: its contents do not have the checksum that it names"));
         }
-        match profile.floats.iter().find(|(_, values)| values.iter().any(|x| !x.is_finite())) {
-            Some((key, _)) => Err(Error::file(path, format!("entry `{key}` holds a NaN or an infinity"))),
-            None => Ok(profile),
+        if let Some((key, _)) =
+            profile.floats.iter().find(|(_, values)| values.iter().any(|x| !x.is_finite()))
+        {
+            return Err(Error::file(path, format!("entry `{key}` holds a NaN or an infinity")));
         }
+        let (model_name, model_hash) = (field("model_name").to_owned(), field("model_hash").to_owned());
+        Ok(Self { path: path.to_owned(), model_name, model_hash, profile })
+    }
+
+    /// Its entries.
+    #[must_use]
+    pub const fn profile(&self) -> &Profile {
+        &self.profile
+    }
+
+    /// The profile of `model`.
+    ///
+    /// # Errors
+    /// [`Error::Profile`], naming both models, for another model's profile.
+    pub fn of(self, model: &Model) -> Result<Profile> {
+        if self.model_hash == model.hash {
+            return Ok(self.profile);
+        }
+        let [a, b] = different_starts([&self.model_hash, &model.hash]);
+        Err(Error::Profile(format!(
+            "{} was made for {} ({a}), not for {} ({b})",
+            self.path.display(),
+            self.model_name,
+            model.name
+        )))
     }
 }
 
