@@ -37,14 +37,20 @@ pub(crate) struct LayerSamples {
 }
 
 impl Calibration {
+    /// Rejects too few tokens to calibrate on.
+    ///
+    /// # Errors
+    /// [`Error::FewTokens`] for fewer than 64.
+    pub const fn check_tokens(tokens: usize) -> Result<()> {
+        if tokens < FEWEST { Err(Error::FewTokens { tokens, least: FEWEST }) } else { Ok(()) }
+    }
+
     /// Runs the model over `tokens` and collects samples.
     ///
     /// # Errors
     /// [`Error::FewTokens`] for fewer than 64; errors of [`prefill`].
     pub fn gather(model: &Model, rope: &Rope, tokens: &[u32]) -> Result<Self> {
-        if tokens.len() < FEWEST {
-            return Err(Error::FewTokens { tokens: tokens.len(), least: FEWEST });
-        }
+        Self::check_tokens(tokens.len())?;
         let mut layers: Vec<LayerSamples> = vec![];
         prefill(model, rope, tokens, &mut |l, activations| {
             let rms = rms(&activations.residual[SINKS * model.config.hidden_size..]);

@@ -7,6 +7,7 @@ mod eval;
 mod fetch;
 mod generate;
 mod logits;
+mod methods;
 mod output;
 mod prefix;
 #[cfg(feature = "store")]
@@ -21,10 +22,11 @@ use std::time::Duration;
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 use device::DeviceArgs;
 use indicatif::{ProgressBar, ProgressStyle};
+use kv_reference::calibrate::Calibration;
 use kv_reference::compare::Progress;
-use kv_reference::method::{Method, methods_help};
-use kv_reference::model::Model;
-use kv_reference::{Error, Profile, Result, files};
+use kv_reference::method::Method;
+use kv_reference::model::{Checkpoint, Config, Model, Tokenizer};
+use kv_reference::{Error, ProfileFile, Result, files};
 use output::Files;
 pub use output::{Stdout, print_error};
 
@@ -55,10 +57,7 @@ enum Command {
     /// Get a model of the Hugging Face Hub
     Fetch(fetch::Fetch),
     /// List the methods with their settings
-    #[command(
-        after_help = "Example:\n  kv methods\n  kv compare --methods dense,hybrid:rows=auto:bound=0.05"
-    )]
-    Methods,
+    Methods(methods::Methods),
     /// Keep caches in an object store: a folder, S3 and compatible servers
     #[cfg(feature = "store")]
     #[command(subcommand)]
@@ -90,10 +89,7 @@ impl Kv {
             Command::Eval(command) => command.run(out),
             Command::Calibrate(command) => command.run(out),
             Command::Fetch(command) => command.run(out),
-            Command::Methods => {
-                out.print(format_args!("{}\n", methods_help()));
-                Ok(())
-            }
+            Command::Methods(command) => command.run(out),
             #[cfg(feature = "store")]
             Command::Store(command) => command.run(out),
         }
@@ -114,7 +110,8 @@ impl ModelArgs {
         self.model.clone().unwrap_or_else(shipped)
     }
 
-    fn load(&self) -> Result<Arc<Model>> {
+    /// Reads the header.
+    fn open(&self) -> Result<Checkpoint> {
         let path = self.path();
         if self.model.is_none() && !path.exists() {
             let path = path.display();
@@ -133,13 +130,28 @@ impl ModelArgs {
             }
             return Err(Error::Argument(what));
         }
-        Ok(Arc::new(of_option("--model", Model::load(&path))?))
+        of_option("--model", Checkpoint::open(&path))
     }
 }
 
-/// The profile of `--profile`.
-fn load_profile(path: &Path, model: &Model) -> Result<Profile> {
-    of_option("--profile", Profile::load(path, model))
+/// Reads the weights of the checkpoint of `--model`.
+fn load(checkpoint: Checkpoint) -> Result<Arc<Model>> {
+    Ok(Arc::new(of_option("--model", checkpoint.load())?))
+}
+
+/// The profile of `--profile`, if it has the entries of the methods, which fit the model.
+fn read_profile(path: Option<&PathBuf>, config: &Config, methods: &[Method]) -> Result<Option<ProfileFile>> {
+    let file = path.map(|path| of_option("--profile", ProfileFile::read(path))).transpose()?;
+    file.iter().try_for_each(|file| Method::check_profile(methods, config, file.profile()))?;
+    Ok(file)
+}
+
+/// Rejects a number of calibration tokens that is too small, where methods without a profile need some.
+fn check_calibration(tokens: usize, methods: &[Method], profile: Option<&ProfileFile>) -> Result<()> {
+    match profile.is_none() && methods.iter().any(Method::needs_profile) {
+        true => Calibration::check_tokens(tokens),
+        false => Ok(()),
+    }
 }
 
 /// Rejects a profile from which no method takes an entry.
@@ -214,9 +226,9 @@ impl TextArgs {
     }
 
     /// The text's name and its tokens.
-    fn tokens(&self, model: &Model) -> Result<(String, Vec<u32>)> {
+    fn tokens(&self, tokenizer: &Tokenizer) -> Result<(String, Vec<u32>)> {
         let Some(path) = &self.text else {
-            return Ok((SHIPPED_TEXT_NAME.to_owned(), model.tokenizer()?.encode(SHIPPED_TEXT)?));
+            return Ok((SHIPPED_TEXT_NAME.to_owned(), tokenizer.encode(SHIPPED_TEXT)?));
         };
         let text = of_option("--text", files::read_text(path))?;
         let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
@@ -225,7 +237,7 @@ impl TextArgs {
         if used.len() < text.len() {
             print_error(format_args!("kv: of {name} the first {} MiB are used\n", MOST_TEXT >> 20));
         }
-        Ok((name, model.tokenizer()?.encode(used)?))
+        Ok((name, tokenizer.encode(used)?))
     }
 }
 

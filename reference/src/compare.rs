@@ -3,6 +3,7 @@
 mod cpu;
 #[cfg(feature = "cuda")]
 mod gpu;
+mod placed;
 mod run;
 mod runner;
 
@@ -17,8 +18,10 @@ use crate::calibrate::Calibration;
 use crate::device::Gpu;
 use crate::eval::retrieval::{NO_WORDS, TaskMaker};
 use crate::method::Method;
-use crate::model::{Model, Rope};
+pub use crate::method::Place;
+use crate::model::{Config, Model, Rope};
 use crate::{Error, Result};
+pub use placed::Placed;
 pub use run::Progress;
 pub use runner::Runner;
 
@@ -41,6 +44,22 @@ pub struct Sizes {
     pub calibration: usize,
 }
 
+impl Sizes {
+    /// The tokens that must fit after the prompt.
+    #[must_use]
+    pub fn room(&self) -> usize {
+        self.decode.max(QUESTION_ROOM)
+    }
+
+    /// Where the prompt starts in a text of `text` tokens.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for a text that is too short.
+    pub fn start(&self, config: &Config, text: usize) -> Result<usize> {
+        run_start(config, text, self.context + self.decode + 1, self.calibration, "--context")
+    }
+}
+
 /// A GPU, for the methods that are implemented on it.
 #[cfg(feature = "cuda")]
 pub struct OnGpu {
@@ -48,23 +67,13 @@ pub struct OnGpu {
     pub gpu: Arc<Gpu>,
     /// Tokens per prefill chunk on it. Later chunks attend to earlier ones as compressed.
     pub chunk: usize,
-    /// Whether the other methods run on the CPU; otherwise they are rejected.
+    /// Whether methods that it does not support run on the CPU; otherwise they are rejected.
     pub others_on_cpu: bool,
 }
 
 /// No GPU.
 #[cfg(not(feature = "cuda"))]
 pub enum OnGpu {}
-
-/// Where a method ran.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Place {
-    /// The CPU: exact prefill, logits relative to the dense 32-bit cache.
-    Cpu,
-    /// A GPU: logits relative to its dense cache of the same 16-bit type.
-    Cuda,
-}
 
 /// One row of the table.
 #[derive(Clone, Debug, Serialize)]
@@ -73,7 +82,8 @@ pub struct Row {
     pub name: String,
     /// Its setting.
     pub setting: String,
-    /// Where it ran.
+    /// Where it ran: on the CPU with exact prefill and logits relative to the dense 32-bit cache, on a GPU
+    /// with logits relative to its dense cache of the same 16-bit type.
     pub device: Place,
     /// Bits kept per element of the cache, including all per-sequence data.
     pub bits_per_value: f64,
@@ -129,32 +139,34 @@ pub struct Comparison {
     pub methods: Vec<Row>,
 }
 
-/// Compares `methods` over `text` (its name and tokens): calibrates on its first part, unless a profile is
-/// given, and runs the next part. With a GPU, methods that are implemented on it run there.
+/// Compares methods, placed for the model, over `text` (its name and tokens): calibrates on its first part,
+/// unless a profile is given, and runs the next part.
 ///
 /// # Errors
-/// [`Error::Argument`] for a text or context that is too short, and for a method that the GPU does not
-/// support if all must run on it; errors of loading, calibrating and running.
+/// [`Error::Argument`] for a text or context that is too short; errors of calibrating and running.
 #[allow(clippy::too_many_arguments)]
 pub fn compare(
     model: &Arc<Model>,
     (text_name, text): (&str, &[u32]),
-    methods: &[Method],
+    placed: &Placed,
     sizes: Sizes,
     profile: Option<Profile>,
     seed: u64,
     gpu: Option<&OnGpu>,
     progress: &dyn Progress,
 ) -> Result<Comparison> {
-    let Sizes { context, decode, .. } = sizes;
+    let (Sizes { context, decode, .. }, methods) = (sizes, placed.methods());
     progress.begin(1 + 2 * methods.len());
-    let room = decode.max(QUESTION_ROOM);
-    let methods: Vec<Method> =
-        methods.iter().map(|method| method.fitted(&model.config)).collect::<Result<_>>()?;
-    check_room(model, context, room, "--context")?;
-    let start = run_start(model, text.len(), context + decode + 1, sizes.calibration, "--context")?;
+    let room = sizes.room();
+    check_room(&model.name, &model.config, (context, room), "--context")?;
+    let start = sizes.start(&model.config, text.len())?;
     let calibrates = profile.is_none() && methods.iter().any(Method::needs_profile);
     let rope = Arc::new(Rope::new(&model.config, (context + room).max(start)));
+
+    let (prompt, decoded) = text[start..][..context + decode + 1].split_at(context);
+    let count = (context / NEEDLE_SPACE).clamp(1, NEEDLES);
+    let maker = TaskMaker::new(model.tokenizer()?, seed);
+    let needles = maker.map(|mut maker| maker.needle(prompt, context, count, None)).transpose()?;
 
     progress.message("calibrating");
     let given = profile.as_ref();
@@ -162,23 +174,18 @@ pub fn compare(
     let beyond = given.and_then(|profile| profile.beyond(context + room));
     let profile = match profile {
         Some(profile) => {
-            Method::check_profile(&methods, model, &rope, &profile)?;
+            Method::check_profile(methods, &model.config, &profile)?;
             profile
         }
-        None => calibrated(model, &rope, &text[..start], &methods)?,
+        None => calibrated(model, &rope, &text[..start], methods)?,
     };
-    let prompt = &text[start..][..context];
-    let decoded = &text[start + context..][..decode + 1];
-    let count = (context / NEEDLE_SPACE).clamp(1, NEEDLES);
-    let maker = TaskMaker::new(model.tokenizer()?, seed);
-    let needles = maker.map(|mut maker| maker.needle(prompt, context, count, None)).transpose()?;
     let exact: Vec<String> =
         methods.iter().filter(|method| method.keeps_exact(context + decode)).map(Method::spec).collect();
     let nothing = format!("nothing is compressed: sinks and window hold all tokens of {}", exact.join(", "));
     let no_words = needles.is_none().then(|| NO_WORDS.to_owned());
     let nothing = (!exact.is_empty()).then_some(nothing);
-    let mut runner = Runner::new(model, rope, profile, methods, gpu)?;
-    let notes = [overlap, beyond, no_words, nothing, runner.fallbacks()].into_iter().flatten().collect();
+    let mut runner = Runner::new(model, rope, profile, placed, gpu);
+    let notes = [overlap, beyond, no_words, nothing].into_iter().flatten().chain(placed.notes()).collect();
     progress.advance();
 
     let mut rows = runner.score(prompt, decoded, progress)?;
@@ -207,24 +214,25 @@ pub fn compare(
 pub fn calibrated(model: &Model, rope: &Rope, tokens: &[u32], methods: &[Method]) -> Result<Profile> {
     let mut profile = Profile::new(tokens, rope.len());
     if methods.iter().any(Method::needs_profile) {
+        methods.iter().try_for_each(|method| method.fitted(&model.config).map(drop))?;
         let samples = Calibration::gather(model, rope, tokens)?;
         methods.iter().try_for_each(|method| method.calibrate(model, rope, &samples, &mut profile))?;
     }
     Ok(profile)
 }
 
-/// Rejects prompts after which `room` more tokens do not fit in the model's context. `option` sets the prompt
-/// length.
+/// Rejects a prompt after which `room` more tokens do not fit in the context of the model of this name and
+/// shape. `option` sets the prompt length.
 ///
 /// # Errors
 /// [`Error::Argument`], naming the options.
-pub fn check_room(model: &Model, prompt: usize, room: usize, option: &str) -> Result<()> {
+pub fn check_room(name: &str, config: &Config, (prompt, room): (usize, usize), option: &str) -> Result<()> {
     let needed = prompt.saturating_add(room);
-    if needed > model.config.max_seq_len {
+    if needed > config.max_seq_len {
         return Err(Error::Argument(format!(
-            "{needed} tokens ({prompt} of prompt, {room} after it) exceed the context of {} that {} has: \
-             pass a smaller {option} or --decode",
-            model.config.max_seq_len, model.name
+            "{needed} tokens ({prompt} of prompt, {room} after it) exceed the context of {} that {name} has: pass \
+             a smaller {option} or --decode",
+            config.max_seq_len
         )));
     }
     Ok(())
@@ -237,9 +245,9 @@ pub fn check_room(model: &Model, prompt: usize, room: usize, option: &str) -> Re
 ///
 /// # Errors
 /// [`Error::Argument`] for a text that is too short.
-pub fn run_start(model: &Model, text: usize, run: usize, limit: usize, option: &str) -> Result<usize> {
+pub fn run_start(config: &Config, text: usize, run: usize, limit: usize, option: &str) -> Result<usize> {
     match text.checked_sub(run) {
-        Some(left) => Ok(left.min(limit).min(model.config.max_seq_len)),
+        Some(left) => Ok(left.min(limit).min(config.max_seq_len)),
         None => Err(Error::Argument(format!(
             "the text has {text} tokens, {run} are needed: pass a longer --text, or a smaller {option} or --decode"
         ))),

@@ -31,8 +31,9 @@ pub use kv_gpu::Element;
 pub use all_programs::programs;
 pub use cache::{
     CacheGenCache, Chunk, DenseCache, DeviceCache, HybridCache, Int4Cache, MillionCache, PagedCache, PqCache,
-    Room, Timed, ZackCache, method_cache,
+    Room, Timed, ZackCache, fitted, method_cache,
 };
+pub use gemm::check_cublas;
 pub use host_memory::PageLocked;
 pub use load::{FRAMES, Loader, Stages, StreamTarget};
 pub use score::{answer_questions, score_text};

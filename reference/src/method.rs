@@ -44,12 +44,26 @@ use kind::{Kind, Site};
 pub(crate) use paged::PagedMemory;
 #[cfg(feature = "cuda")]
 pub(crate) use plan::{
-    Bitstream, CodedRows, HeadMaps, Heads, HybridPlan, Plan, Retrieval, RowForm, RowHome, TransformedHead,
+    Bitstream, CodedRows, DeviceCuts, HeadMaps, Heads, HybridPlan, Plan, Retrieval, RowForm, RowHome,
+    TransformedHead,
 };
+#[cfg(feature = "cuda")]
+pub use registry::device_help;
 pub use registry::{DEFAULT_METHODS, methods_help};
 #[cfg(feature = "cuda")]
 pub(crate) use retrieval::training_step;
+use serde::Serialize;
 use settings::Layers;
+
+/// Where a method runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Place {
+    /// The CPU.
+    Cpu,
+    /// A GPU.
+    Cuda,
+}
 
 /// A method with its setting.
 #[derive(Clone, Debug)]
@@ -60,6 +74,7 @@ pub struct Method {
     /// with the head are those of 128 components until [`Self::fitted`] to a model.
     pub setting: String,
     given: String, // the parsed text
+    place: Place,  // which the defaults are for
     kind: Arc<dyn Kind>,
     window: Window,
     exact: ElementType,
@@ -105,9 +120,15 @@ impl Method {
     /// # Errors
     /// [`Error::Argument`] when the setting does not fit the model.
     pub fn fitted(&self, config: &Config) -> Result<Self> {
-        let fitted = Self::parse(&self.given, config.head_dim)?;
+        let fitted = Self::parse(&self.given, config.head_dim, self.place)?;
         fitted.check(config)?;
         Ok(fitted)
+    }
+
+    /// Where it runs: on the CPU, unless it has been fitted to a device.
+    #[must_use]
+    pub const fn place(&self) -> Place {
+        self.place
     }
 
     /// Whether it needs a profile.
@@ -143,23 +164,18 @@ impl Method {
         Ok(Prepared { model: self.folded(model, profile)?, cache: Box::new(cache) })
     }
 
+    /// Whether it runs on the CPU with other weights than the model's ([`Self::folded`]).
+    #[must_use]
+    pub fn changes_weights(&self) -> bool {
+        self.kind.folds()
+    }
+
     /// The model for the method: with its rotations folded into the weights, if it has any, else unchanged.
     ///
     /// # Errors
     /// [`Error::Profile`] when the profile lacks an entry or has an invalid one.
     pub fn folded(&self, model: &Arc<Model>, profile: &Profile) -> Result<Arc<Model>> {
         let folded = self.kind.fold(model, profile).map_err(|e| self.named(e))?;
-        Ok(folded.map_or_else(|| model.clone(), Arc::new))
-    }
-
-    /// The model for the method on a device, which may have more folded into its weights.
-    ///
-    /// # Errors
-    /// [`Error::Profile`] when the profile lacks an entry or has an invalid one.
-    #[cfg(feature = "cuda")]
-    pub fn device_model(&self, model: &Arc<Model>, profile: &Profile) -> Result<Arc<Model>> {
-        let method = self.fitted(&model.config)?;
-        let folded = method.kind.device_fold(model, profile).map_err(|e| self.named(e))?;
         Ok(folded.map_or_else(|| model.clone(), Arc::new))
     }
 
@@ -171,6 +187,12 @@ impl Method {
     pub fn codec_planes(&self, config: &Config, profile: &Profile) -> Result<codec_core::Profile> {
         let none = || Err(Error::Argument(format!("method {} has no bitstream", self.name)));
         self.kind.planes(config, profile).unwrap_or_else(none).map_err(|e| self.named(e))
+    }
+
+    /// Whether its store is a bitstream.
+    #[must_use]
+    pub fn has_bitstream(&self) -> bool {
+        self.kind.coarseness().is_some()
     }
 
     /// Whether it is a bitstream whose settings make it lossier than `other`.
@@ -230,9 +252,10 @@ impl Method {
     /// # Errors
     /// [`Error::Profile`], naming all of these methods and the command that makes a profile for the whole
     /// list.
-    pub fn check_profile(methods: &[Self], model: &Model, rope: &Arc<Rope>, profile: &Profile) -> Result<()> {
+    pub fn check_profile(methods: &[Self], config: &Config, profile: &Profile) -> Result<()> {
+        let rope = Arc::new(Rope::new(config, 1)); // entries do not depend on its length
         let lacks = |method: &&Self| {
-            let stores = method.kind.stores(&method.site(&model.config, rope, profile));
+            let stores = method.kind.stores(&method.site(config, &rope, profile));
             matches!(stores, Err(Error::MissingEntry(_)))
         };
         let lacking: Vec<&Self> =

@@ -9,7 +9,9 @@ use kv_reference::model::Rope;
 use kv_reference::{Error, Result};
 use serde::Serialize;
 
-use super::{Files, JsonArgs, ModelArgs, Stdout, TextArgs, few_tokens, print_error, progress};
+use super::{
+    Files, JsonArgs, ModelArgs, Stdout, TextArgs, check_calibration, few_tokens, load, print_error, progress,
+};
 
 #[derive(Args)]
 #[command(
@@ -48,6 +50,9 @@ struct Summary<'a> {
     entries: usize,
 }
 
+/// The options that give more tokens.
+const MORE_TOKENS: &str = "a longer --text or more --tokens";
+
 impl Calibrate {
     pub fn run(self, out: &mut Stdout) -> Result<()> {
         let methods = Method::parse_list(&self.methods)?;
@@ -60,25 +65,29 @@ impl Calibrate {
             let what = format!("{} exists: name a new file, or pass --replace", self.out.display());
             return Err(Error::Argument(what));
         }
-        let model = self.model.load()?;
-        let (text, tokens) = self.text.tokens(&model)?;
-        let (wanted, most) = (self.tokens.min(tokens.len()), model.config.max_seq_len);
+        let checkpoint = self.model.open()?;
+        let fitted = |method: &Method| method.fitted(&checkpoint.config);
+        let methods = methods.iter().map(fitted).collect::<Result<Vec<_>>>()?;
+        if !methods.iter().any(Method::needs_profile) {
+            return Err(Error::argument("none of these methods needs a profile"));
+        }
+        let (text, tokens) = self.text.tokens(checkpoint.tokenizer()?)?;
+        let (wanted, most) = (self.tokens.min(tokens.len()), checkpoint.config.max_seq_len);
         if wanted > most {
             print_error(format_args!(
                 "kv: of {wanted} tokens of the text the model takes the first {most}\n"
             ));
         }
         let n = wanted.min(most);
+        few_tokens(check_calibration(n, &methods, None), MORE_TOKENS)?;
+        let model = load(checkpoint)?;
         // The profile must hold for every position, not only those of the calibration tokens.
         let rope = Rope::new(&model.config, model.config.max_seq_len.min(MOST_POSITIONS).max(n));
         let bar = progress();
         bar.set_message(format!("calibrating {} methods on {n} tokens", methods.len()));
         let profile = calibrated(&model, &rope, &tokens[..n], &methods);
-        let profile = few_tokens(profile, "a longer --text or more --tokens")?;
+        let profile = few_tokens(profile, MORE_TOKENS)?;
         bar.finish_and_clear();
-        if profile.is_empty() {
-            return Err(Error::argument("none of these methods needs a profile"));
-        }
         profile.save(&self.out, &model)?;
         out.print(format_args!(
             "{}: {} entries for {} from {n} tokens of {text}\n",

@@ -4,14 +4,14 @@ use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
 use clap::Args;
-use kv_reference::compare::{Sizes, compare};
-use kv_reference::method::{DEFAULT_METHODS, Method};
+use kv_reference::compare::{Sizes, check_room, compare};
+use kv_reference::method::Method;
 use kv_reference::report::{html, table};
 use kv_reference::{Error, Result};
 
 use super::{
-    DeviceArgs, Files, JsonArgs, ModelArgs, Shown, Stdout, TextArgs, at_least_one, check_profile_has_effect,
-    few_tokens, load_profile, print_error, progress,
+    DeviceArgs, Files, JsonArgs, ModelArgs, Shown, Stdout, TextArgs, at_least_one, check_calibration,
+    check_profile_has_effect, few_tokens, load, print_error, progress, read_profile,
 };
 
 #[derive(Args)]
@@ -33,9 +33,10 @@ pub struct Compare {
     /// Maximum tokens to calibrate on, from the text before the prompt
     #[arg(long, value_name = "N", default_value_t = 4096)]
     calibration: usize,
-    /// Methods to compare [default: every method with a near-lossless and an aggressive setting]
-    #[arg(long, value_name = "LIST", default_value = DEFAULT_METHODS, hide_default_value = true)]
-    methods: String,
+    /// Methods to compare [default: every method with a near-lossless and an aggressive setting; with --device
+    /// cuda those that a GPU supports]
+    #[arg(long, value_name = "LIST")]
+    methods: Option<String>,
     /// Use this profile (`kv calibrate`) and calibrate nothing
     #[arg(long, value_name = "FILE")]
     profile: Option<PathBuf>,
@@ -55,41 +56,54 @@ pub struct Compare {
     report: Option<PathBuf>,
 }
 
+/// The options that give more tokens to calibrate on.
+const MORE_TOKENS: &str =
+    "a longer --text, a larger --calibration, a smaller --context or --decode, or a --profile";
+
 impl Compare {
+    const fn sizes(&self) -> Sizes {
+        Sizes { context: self.context, decode: self.decode, calibration: self.calibration }
+    }
+
     pub fn run(self, out: &mut Stdout) -> Result<()> {
         if self.context == 0 || self.decode == 0 {
             return Err(Error::argument("context and decode need at least one token"));
         }
-        let methods = Method::parse_list(&self.methods)?;
-        let (gpu, note) = self.device.gpu_for(self.chunk, self.context)?;
+        let methods = self.methods.as_deref().map(Method::parse_list).transpose()?;
         let mut files = Files::default();
         files.reads("--model", &self.model.path());
         self.text.add_to(&mut files);
         self.profile.iter().for_each(|path| files.reads("--profile", path));
-        let json = files.writes("--json", self.json.json)?;
-        let report = files.writes("--report", self.report)?;
-        check_profile_has_effect(self.profile.as_ref(), &methods)?;
-        let model = self.model.load()?;
-        let profile = self.profile.map(|path| load_profile(&path, &model)).transpose()?;
-        let (name, tokens) = self.text.tokens(&model)?;
-        let sizes = Sizes { context: self.context, decode: self.decode, calibration: self.calibration };
+        let json = files.writes("--json", self.json.json.clone())?;
+        let report = files.writes("--report", self.report.clone())?;
+        let checkpoint = self.model.open()?;
+        let (config, sizes) = (&checkpoint.config, self.sizes());
+        let chunk = self.chunk.map_or(self.context, NonZeroUsize::get);
+        let site = self.device.place(config, methods.as_deref(), chunk)?;
+        site.check_chunk(self.chunk)?;
+        let methods = site.placed.methods();
+        check_profile_has_effect(self.profile.as_ref(), methods)?;
+        check_room(&checkpoint.name, config, (self.context, sizes.room()), "--context")?;
+        let profile = read_profile(self.profile.as_ref(), config, methods)?;
+        let (name, tokens) = self.text.tokens(checkpoint.tokenizer()?)?;
+        let start = sizes.start(config, tokens.len())?;
+        few_tokens(check_calibration(start, methods, profile.as_ref()), MORE_TOKENS)?;
+        let model = load(checkpoint)?;
+        let profile = profile.map(|profile| profile.of(&model)).transpose()?;
         let bar = progress();
         let comparison = compare(
             &model,
             (&name, &tokens),
-            &methods,
+            &site.placed,
             sizes,
             profile,
             self.seed,
-            gpu.as_ref(),
+            site.gpu.as_ref(),
             &Shown(&bar),
         );
-        let comparison = few_tokens(
-            comparison,
-            "a longer --text, a larger --calibration, a smaller --context or --decode, or a --profile",
-        )?;
+        let comparison = few_tokens(comparison, MORE_TOKENS)?;
         bar.finish_and_clear();
-        for note in note.iter().chain(&comparison.notes) {
+        for note in site.note.iter().chain(&comparison.notes) {
             print_error(format_args!("kv: {note}\n"));
         }
         out.print(table(&comparison));

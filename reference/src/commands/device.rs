@@ -8,10 +8,16 @@ use std::sync::Arc;
 
 use bytesize::ByteSize;
 use clap::Args;
-use kv_reference::compare::OnGpu;
+use kv_reference::compare::{OnGpu, Placed};
 #[cfg(feature = "cuda")]
-use kv_reference::device::{Gpu, unsupported};
+use kv_reference::device::{self, Gpu};
+use kv_reference::method::Method;
+use kv_reference::model::Config;
 use kv_reference::{Error, Result};
+
+/// What a build without GPUs says of them.
+#[cfg(not(feature = "cuda"))]
+pub const WITHOUT_CUDA: &str = "this `kv` was built without the feature `cuda`";
 
 /// The options that select the device.
 #[derive(Args)]
@@ -30,8 +36,9 @@ fn size(text: &str) -> std::result::Result<ByteSize, &'static str> {
     text.parse().map_err(|_| "must be a size, such as 24GiB")
 }
 
+/// A device.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Choice {
+pub enum Choice {
     Auto,
     Cpu,
     Cuda(usize),
@@ -67,7 +74,7 @@ impl fmt::Display for Choice {
 
 /// Where a command runs.
 #[cfg(feature = "cuda")]
-pub enum Chosen {
+enum Chosen {
     Gpu(Gpu),
     /// The reason if `--device auto` takes it.
     Cpu {
@@ -83,7 +90,7 @@ fn on_cpu(reason: &impl fmt::Display) -> String {
 impl DeviceArgs {
     /// The GPU or the CPU.
     #[cfg(feature = "cuda")]
-    pub fn choose(&self) -> Result<Chosen> {
+    fn choose(&self) -> Result<Chosen> {
         let most =
             self.device_memory.map_or(usize::MAX, |most| usize::try_from(most.0).unwrap_or(usize::MAX));
         let note = match self.device {
@@ -101,54 +108,69 @@ impl DeviceArgs {
         Ok(Chosen::Cpu { note })
     }
 
-    /// The GPU for the methods that it supports, with prefill chunks of `chunk` tokens, or all of `longest`,
-    /// or why the CPU is taken; the other methods run on the CPU unless a GPU was requested.
-    pub fn gpu_for(
-        &self,
-        chunk: Option<NonZeroUsize>,
-        longest: usize,
-    ) -> Result<(Option<OnGpu>, Option<String>)> {
-        let (gpu, note) = self.on_gpu(chunk.map_or(longest, NonZeroUsize::get))?;
-        if gpu.is_none() && chunk.is_some() {
-            return Err(Error::argument("--chunk is for prompts on a GPU: on the CPU they are exact"));
-        }
-        Ok((gpu, note))
-    }
-
+    /// Methods where they run, or the default ones of `kv compare`, and the GPU for them with prefill chunks of
+    /// `chunk` tokens. What a GPU does not support is refused before it is opened if all must run there.
     #[cfg(feature = "cuda")]
-    fn on_gpu(&self, chunk: usize) -> Result<(Option<OnGpu>, Option<String>)> {
-        Ok(match self.choose()? {
+    pub fn place(&self, config: &Config, methods: Option<&[Method]>, chunk: usize) -> Result<Site> {
+        if let Choice::Cuda(_) = self.device {
+            device::Weights::check(config)?;
+            let mut methods = methods.into_iter().flatten();
+            methods.try_for_each(|method| device::fitted(method, config).map(drop))?;
+        }
+        let (gpu, note) = match self.choose()? {
             Chosen::Gpu(gpu) => {
                 let others_on_cpu = self.device == Choice::Auto;
                 (Some(OnGpu { gpu: Arc::new(gpu), chunk, others_on_cpu }), None)
             }
             Chosen::Cpu { note } => (None, note),
-        })
+        };
+        Site::new(config, methods, gpu, note)
     }
 
+    /// Methods on the CPU, or the default ones of `kv compare`.
     #[cfg(not(feature = "cuda"))]
-    fn on_gpu(&self, _chunk: usize) -> Result<(Option<OnGpu>, Option<String>)> {
-        Ok((None, self.cpu()?))
-    }
-
-    /// Why the CPU runs what the GPU does not support; the error itself if the GPU was requested, or if the
-    /// CPU would not do better.
-    #[cfg(feature = "cuda")]
-    pub fn fall_back(&self, error: Error) -> Result<String> {
-        match self.device == Choice::Auto && unsupported(&error) {
-            true => Ok(on_cpu(&error)),
-            false => Err(error),
-        }
+    pub fn place(&self, config: &Config, methods: Option<&[Method]>, _chunk: usize) -> Result<Site> {
+        Site::new(config, methods, None, self.cpu()?)
     }
 
     /// The CPU, with the reason if `--device auto` takes it; a GPU is rejected.
     #[cfg(not(feature = "cuda"))]
-    pub fn cpu(&self) -> Result<Option<String>> {
-        const WITHOUT: &str = "this `kv` was built without the feature `cuda`";
+    fn cpu(&self) -> Result<Option<String>> {
         match self.device {
-            Choice::Auto if self.device_memory.is_none() => Ok(Some(on_cpu(&WITHOUT))),
+            Choice::Auto if self.device_memory.is_none() => Ok(Some(on_cpu(&WITHOUT_CUDA))),
             Choice::Cpu if self.device_memory.is_none() => Ok(None),
-            _ => Err(Error::argument(WITHOUT)),
+            _ => Err(Error::argument(WITHOUT_CUDA)),
+        }
+    }
+}
+
+/// Methods where they run.
+pub struct Site {
+    pub placed: Placed,
+    pub gpu: Option<OnGpu>,
+    /// Why `--device auto` takes the CPU.
+    pub note: Option<String>,
+}
+
+impl Site {
+    fn new(
+        config: &Config,
+        methods: Option<&[Method]>,
+        gpu: Option<OnGpu>,
+        note: Option<String>,
+    ) -> Result<Self> {
+        let placed = match methods {
+            Some(methods) => Placed::new(config, methods, gpu.as_ref())?,
+            None => Placed::defaults(config, gpu.as_ref())?,
+        };
+        Ok(Self { placed, gpu, note })
+    }
+
+    /// Rejects prefill chunks on the CPU.
+    pub fn check_chunk(&self, chunk: Option<NonZeroUsize>) -> Result<()> {
+        match self.gpu.is_none() && chunk.is_some() {
+            true => Err(Error::argument("--chunk is for prompts on a GPU: on the CPU they are exact")),
+            false => Ok(()),
         }
     }
 }

@@ -11,13 +11,13 @@ use kv_reference::compare::{self, Place, QUESTION_ROOM, Runner, calibrated, chec
 use kv_reference::eval::retrieval::{NO_WORDS, TaskMaker};
 use kv_reference::eval::{RetrievalTask, window_perplexity};
 use kv_reference::method::Method;
-use kv_reference::model::{Model, Rope};
+use kv_reference::model::{Rope, Tokenizer};
 use kv_reference::{Error, Result};
 use serde::Serialize;
 
 use super::{
-    DeviceArgs, Files, JsonArgs, ModelArgs, Shown, Stdout, TextArgs, at_least_one, check_profile_has_effect,
-    distinct, few_tokens, load_profile, no_effect, print_error, progress,
+    DeviceArgs, Files, JsonArgs, ModelArgs, Shown, Stdout, TextArgs, at_least_one, check_calibration,
+    check_profile_has_effect, distinct, few_tokens, load, no_effect, print_error, progress, read_profile,
 };
 
 #[derive(Args)]
@@ -111,6 +111,10 @@ struct Exact {
     perplexity: f64,
 }
 
+/// The options that give more tokens to calibrate on.
+const MORE_TOKENS: &str =
+    "a longer --text, a larger --calibration, smaller --lengths or --decode, or a --profile";
+
 impl Eval {
     pub fn run(self, out: &mut Stdout) -> Result<()> {
         let methods = Method::parse_list(&self.methods)?;
@@ -126,50 +130,48 @@ impl Eval {
         if self.trials == 0 && self.seed != 0 {
             return Err(no_effect("--seed", "with --trials 0"));
         }
-        let (gpu, note) = self.device.gpu_for(self.chunk, longest)?;
         let mut files = Files::default();
         files.reads("--model", &self.model.path());
         self.text.add_to(&mut files);
         self.profile.iter().for_each(|path| files.reads("--profile", path));
         let json = files.writes("--json", self.json.json.clone())?;
-        check_profile_has_effect(self.profile.as_ref(), &methods)?;
-        let model = self.model.load()?;
-        let (name, tokens) = self.text.tokens(&model)?;
-        let room = self.decode.max(QUESTION_ROOM);
-        check_room(&model, longest, room, "--lengths")?;
-        let methods =
-            methods.iter().map(|method| method.fitted(&model.config)).collect::<Result<Vec<_>>>()?;
-        let given = self.profile.as_ref().map(|path| load_profile(path, &model)).transpose()?;
-        let calibrates = given.is_none() && methods.iter().any(Method::needs_profile);
+        let checkpoint = self.model.open()?;
+        let (config, room) = (&checkpoint.config, self.decode.max(QUESTION_ROOM));
+        let chunk = self.chunk.map_or(longest, NonZeroUsize::get);
+        let site = self.device.place(config, Some(&methods), chunk)?;
+        site.check_chunk(self.chunk)?;
+        let methods = site.placed.methods();
+        check_profile_has_effect(self.profile.as_ref(), methods)?;
+        check_room(&checkpoint.name, config, (longest, room), "--lengths")?;
+        let given = read_profile(self.profile.as_ref(), config, methods)?;
+        let (name, tokens) = self.text.tokens(checkpoint.tokenizer()?)?;
         let run = longest + self.decode + 1;
-        let start = run_start(&model, tokens.len(), run, self.calibration, "--lengths")?;
+        let start = run_start(config, tokens.len(), run, self.calibration, "--lengths")?;
+        few_tokens(check_calibration(start, methods, given.as_ref()), MORE_TOKENS)?;
+        // The tasks may not fit in a prompt.
+        let tokenizer = checkpoint.tokenizer()?;
+        let tasks = self.lengths.iter().map(|&length| self.tasks(tokenizer, &tokens[start..], length));
+        let tasks = tasks.collect::<Result<Vec<_>>>()?;
+        let model = load(checkpoint)?;
+        let given = given.map(|profile| profile.of(&model)).transpose()?;
+        let calibrates = given.is_none() && methods.iter().any(Method::needs_profile);
         if let Some(profile) = &given {
             let warnings = [profile.overlap(&tokens, start), profile.beyond(longest + room)];
             for warning in warnings.into_iter().flatten() {
                 print_error(format_args!("kv: {warning}\n"));
             }
         }
-        // Checked before the long work: the tasks may not fit in a prompt.
-        let tasks = self.lengths.iter().map(|&length| self.tasks(&model, &tokens[start..], length));
-        let tasks = tasks.collect::<Result<Vec<_>>>()?;
         let rope = Arc::new(Rope::new(&model.config, (longest + room).max(start)));
         let bar = progress();
         bar.set_message("calibrating");
         let profile = match given {
-            Some(profile) => {
-                Method::check_profile(&methods, &model, &rope, &profile)?;
-                profile
-            }
-            None => few_tokens(
-                calibrated(&model, &rope, &tokens[..start], &methods),
-                "a longer --text, a larger --calibration, smaller --lengths or --decode, or a --profile",
-            )?,
+            Some(profile) => profile,
+            None => few_tokens(calibrated(&model, &rope, &tokens[..start], methods), MORE_TOKENS)?,
         };
         let prompts = 1 + 2 * self.depths.len(); // the text, and a needle and a recall task per depth
         bar.set_length((self.lengths.len() * prompts * methods.len()) as u64);
         let (mut exact, mut rows) = (vec![], vec![]);
-        let mut runner = Runner::new(&model, rope.clone(), profile, methods, gpu.as_ref())?;
-        let fallbacks = runner.fallbacks();
+        let mut runner = Runner::new(&model, rope.clone(), profile, &site.placed, site.gpu.as_ref());
         for (&length, tasks) in self.lengths.iter().zip(&tasks) {
             let windows = self.windows.min(tokens.len() / length);
             if windows > 0 {
@@ -181,7 +183,12 @@ impl Eval {
         }
         bar.finish_and_clear();
         let no_words = self.trials > 0 && TaskMaker::new(model.tokenizer()?, self.seed).is_none();
-        let notes = note.into_iter().chain(fallbacks).chain(no_words.then(|| NO_WORDS.to_owned()));
+        let notes = site
+            .note
+            .clone()
+            .into_iter()
+            .chain(site.placed.notes())
+            .chain(no_words.then(|| NO_WORDS.to_owned()));
         notes.for_each(|note| print_error(format_args!("kv: {note}\n")));
         for Exact { length, windows, perplexity } in &exact {
             out.print(format_args!(
@@ -198,8 +205,8 @@ impl Eval {
     }
 
     /// A needle and a recall task for every depth; none without trials or words.
-    fn tasks(&self, model: &Model, tokens: &[u32], length: usize) -> Result<Vec<[RetrievalTask; 2]>> {
-        let maker = TaskMaker::new(model.tokenizer()?, self.seed).filter(|_| self.trials > 0);
+    fn tasks(&self, tokenizer: &Tokenizer, tokens: &[u32], length: usize) -> Result<Vec<[RetrievalTask; 2]>> {
+        let maker = TaskMaker::new(tokenizer, self.seed).filter(|_| self.trials > 0);
         let Some(mut maker) = maker else { return Ok(vec![]) };
         if self.trials > length {
             return Err(Error::Argument(format!(

@@ -8,23 +8,26 @@ use std::time::Instant;
 use clap::Args;
 use clap::builder::ArgPredicate;
 use kv_reference::cache::KvCache;
+#[cfg(feature = "cuda")]
+use kv_reference::compare::OnGpu;
 use kv_reference::compare::calibrated;
 #[cfg(feature = "cuda")]
 use kv_reference::device::{self, Gpu, Weights, method_cache};
 use kv_reference::forward::Decoder;
+#[cfg(feature = "cuda")]
+use kv_reference::method::Place;
 use kv_reference::method::{Method, Prepared};
 use kv_reference::model::{Model, Rope, TextStream};
 use kv_reference::{Error, Profile, Result, Sampler, Sampling, files};
 use serde::Serialize;
 
-#[cfg(feature = "cuda")]
-use super::device::Chosen;
+use super::device::Site;
 #[cfg(feature = "store")]
 use super::prefix::{KvArgs, PromptLoader};
 use super::prefix::{Prefilled, Prefix};
 use super::{
     DeviceArgs, Files, JsonArgs, MOST_TEXT, ModelArgs, SHIPPED_TEXT, Stdout, at_least_one,
-    check_profile_has_effect, few_tokens, load_profile, no_effect, of_option, print_error, progress,
+    check_profile_has_effect, few_tokens, load, no_effect, of_option, print_error, progress, read_profile,
 };
 
 #[derive(Args)]
@@ -81,6 +84,12 @@ fn is_stdin(path: &Path) -> bool {
     ["-", "/dev/stdin", "/dev/fd/0", "/proc/self/fd/0"].iter().any(|name| path == Path::new(name))
 }
 
+/// Default tokens of a prefill chunk on a GPU.
+#[cfg(feature = "cuda")]
+const DEVICE_CHUNK: usize = device::CHUNK;
+#[cfg(not(feature = "cuda"))]
+const DEVICE_CHUNK: usize = 0;
+
 /// Calibration tokens, from the shipped text, for a method without a profile.
 const CALIBRATION: usize = 2048;
 
@@ -97,7 +106,7 @@ struct Generated<'a> {
 }
 
 impl Generate {
-    pub fn run(self, out: &mut Stdout) -> Result<()> {
+    pub fn run(mut self, out: &mut Stdout) -> Result<()> {
         let sampling = Sampling::new(self.temperature, self.top_p, self.seed)?;
         let mut files = Files::default();
         files.reads("--model", &self.model.path());
@@ -107,24 +116,31 @@ impl Generate {
         self.kv.add_to(&mut files)?;
         let json = files.writes("--json", self.json.json.clone())?;
         self.check_effects()?;
-        let model = self.model.load()?;
-        let text = self.prompt()?;
-        let prompt = model.tokenizer()?.encode(&text)?;
+        let checkpoint = self.model.open()?;
+        let chunk = self.chunk.map_or(DEVICE_CHUNK, NonZeroUsize::get);
+        let site = self.device.place(&checkpoint.config, Some(&[self.method.clone()]), chunk)?;
+        self.method.clone_from(&site.placed.methods()[0]);
+        #[cfg(feature = "store")]
+        self.kv.check(&self.method)?;
+        let profile = read_profile(self.profile.as_ref(), &checkpoint.config, &self.methods()?)?;
+        let (text, tokenizer) = (self.prompt()?, checkpoint.tokenizer()?);
+        let prompt = tokenizer.encode(&text)?;
         if prompt.is_empty() {
             return Err(Error::argument("the prompt is empty"));
         }
-        if model.tokenizer()?.has_two_bos(&prompt)? {
+        if tokenizer.has_two_bos(&prompt)? {
             print_error("kv: the prompt begins with the BOS token twice: the tokenizer adds one\n");
         }
         let length = prompt.len().saturating_add(self.tokens);
-        model.check_context(length)?;
-        #[cfg(feature = "store")]
-        self.kv.check()?;
+        checkpoint.check_context(length)?;
+        let model = load(checkpoint)?;
+        let profile = profile.map(|profile| profile.of(&model)).transpose()?;
         let rope = Arc::new(Rope::new(&model.config, length.max(CALIBRATION.min(model.config.max_seq_len))));
-        let profile = self.profile(&model, &rope)?;
-        let Started { model, prefilled, mut next, note } =
-            self.start(model, rope, &profile, &prompt, sampling)?;
-        note.iter().for_each(|note| print_error(format_args!("kv: {note}\n")));
+        let profile = self.calibrated(profile, &model, &rope)?;
+        let notes: Vec<String> = site.note.clone().into_iter().chain(site.placed.notes()).collect();
+        let Started { model, prefilled, mut next } =
+            self.start(site, model, rope, &profile, (&prompt, sampling))?;
+        notes.iter().for_each(|note| print_error(format_args!("kv: {note}\n")));
         let (mut tokens, mut shown) = (vec![], String::new());
         let mut stream = TextStream::new(model.tokenizer()?);
         while tokens.len() < self.tokens {
@@ -189,43 +205,35 @@ impl Generate {
     /// Runs the prompt.
     fn start(
         &self,
+        site: Site,
         model: Arc<Model>,
         rope: Arc<Rope>,
         profile: &Profile,
-        prompt: &[u32],
-        sampling: Sampling,
+        (prompt, sampling): (&[u32], Sampling),
     ) -> Result<Started> {
         #[cfg(feature = "store")]
         let kv = self.kv.open(&model, self.profile.is_some().then_some(profile))?;
-        #[cfg(feature = "cuda")]
-        let note = match self.device.choose()? {
-            Chosen::Gpu(gpu) => {
-                let chunk = self.chunk.map_or(device::CHUNK, NonZeroUsize::get);
-                let run = |decoder: &mut device::Decoder| {
-                    #[cfg(feature = "store")]
-                    if let Some(kv) = &kv {
-                        return kv.fill_device(decoder, (prompt, chunk));
-                    }
-                    let begin = Instant::now();
-                    decoder.prefill(&[prompt.to_vec()], chunk)?;
-                    decoder.next_tokens()?; // waits
-                    Ok(Prefilled { seconds: begin.elapsed().as_secs_f64(), prefix: None })
-                };
-                let capacity = prompt.len() + self.tokens;
-                match on_device(gpu, &model, &self.method, profile, (capacity, sampling), run) {
-                    Ok((prefilled, next)) => return Ok(Started { model, prefilled, next, note: None }),
-                    Err(e) => Some(self.device.fall_back(e)?),
-                }
-            }
-            Chosen::Cpu { note } => note,
-        };
         #[cfg(not(feature = "cuda"))]
-        let note = self.device.cpu()?;
-        self.method.check_on_cpu()?;
+        drop(site); // it has no GPU
+        #[cfg(feature = "cuda")]
+        if let Some(OnGpu { gpu, chunk, .. }) = site.gpu.filter(|_| self.method.place() == Place::Cuda) {
+            let run = |decoder: &mut device::Decoder| {
+                #[cfg(feature = "store")]
+                if let Some(kv) = &kv {
+                    return kv.fill_device(decoder, (prompt, chunk));
+                }
+                let begin = Instant::now();
+                decoder.prefill(&[prompt.to_vec()], chunk)?;
+                decoder.next_tokens()?; // waits
+                Ok(Prefilled { seconds: begin.elapsed().as_secs_f64(), prefix: None })
+            };
+            let capacity = prompt.len() + self.tokens;
+            let (prefilled, next) = on_device(gpu, &model, &self.method, profile, (capacity, sampling), run)?;
+            return Ok(Started { model, prefilled, next });
+        }
         #[cfg(feature = "store")]
         if let Some(kv) = &kv {
-            let started = self.over_store(kv, model, rope, profile, (prompt, sampling))?;
-            return Ok(Started { note, ..started });
+            return self.over_store(kv, model, rope, profile, (prompt, sampling));
         }
         let Prepared { model, mut cache } = self.method.prepare(&model, &rope, profile)?;
         let mut decoder = Decoder::new(model.clone(), rope);
@@ -235,7 +243,7 @@ impl Generate {
             logits = decoder.prefill(chunk, cache.as_mut())?.to_vec();
         }
         let prefilled = Prefilled { seconds: begin.elapsed().as_secs_f64(), prefix: None };
-        Ok(Started { model, prefilled, next: sampled(decoder, cache, logits, sampling), note })
+        Ok(Started { model, prefilled, next: sampled(decoder, cache, logits, sampling) })
     }
 
     /// As [`Self::start`], with the prompt over a store of caches.
@@ -243,41 +251,34 @@ impl Generate {
     fn over_store(
         &self,
         kv: &PromptLoader,
-        plain: Arc<Model>,
+        model: Arc<Model>,
         rope: Arc<Rope>,
         profile: &Profile,
         (prompt, sampling): (&[u32], Sampling),
     ) -> Result<Started> {
-        let Prepared { model, mut cache } = self.method.prepare(&plain, &rope, profile)?;
-        if !Arc::ptr_eq(&model, &plain) {
-            let method = self.method.spec();
-            return Err(Error::Argument(format!(
-                "--kv: on the CPU method {method} changes the weights, and with them the keys and values"
-            )));
-        }
+        let Prepared { model, mut cache } = self.method.prepare(&model, &rope, profile)?;
         let mut decoder = Decoder::new(model.clone(), rope.clone());
         let chunk = self.chunk.map_or(prompt.len(), NonZeroUsize::get);
         let (logits, prefilled) = kv.fill(&model, &rope, &mut decoder, cache.as_mut(), (prompt, chunk))?;
-        Ok(Started { model, prefilled, next: sampled(decoder, cache, logits, sampling), note: None })
+        Ok(Started { model, prefilled, next: sampled(decoder, cache, logits, sampling) })
     }
 
     /// All methods that take entries of the profile: that of the cache, and the levels of the store.
-    fn methods(&self, model: &Model) -> Result<Vec<Method>> {
-        let methods = [self.method.fitted(&model.config)?];
+    fn methods(&self) -> Result<Vec<Method>> {
+        let methods = [self.method.clone()];
         #[cfg(feature = "store")]
         let methods =
             methods.into_iter().chain(self.kv.levels()?.into_iter().filter(|level| *level != self.method));
         Ok(methods.into_iter().collect())
     }
 
-    fn profile(&self, model: &Arc<Model>, rope: &Arc<Rope>) -> Result<Profile> {
-        match &self.profile {
-            Some(path) => {
-                let profile = load_profile(path, model)?;
+    /// The profile, made if none is given and the method needs one.
+    fn calibrated(&self, given: Option<Profile>, model: &Model, rope: &Rope) -> Result<Profile> {
+        match given {
+            Some(profile) => {
                 if let Some(warning) = profile.beyond(rope.len()) {
                     print_error(format_args!("kv: {warning}\n"));
                 }
-                Method::check_profile(&self.methods(model)?, model, rope, &profile)?;
                 Ok(profile)
             }
             None if self.method.needs_profile() => {
@@ -300,7 +301,6 @@ struct Started {
     model: Arc<Model>, // for decoding
     prefilled: Prefilled,
     next: Next,
-    note: Option<String>, // why it runs on the CPU, where a GPU would have been taken
 }
 
 /// The next token: at first the one after the prompt.
@@ -327,14 +327,14 @@ fn sampled(
 /// A prefill on a GPU, done by `run`, and the tokens that the GPU samples after it.
 #[cfg(feature = "cuda")]
 fn on_device(
-    gpu: Gpu,
+    gpu: Arc<Gpu>,
     model: &Arc<Model>,
     method: &Method,
     profile: &Profile,
     (capacity, sampling): (usize, Sampling),
     run: impl FnOnce(&mut device::Decoder) -> Result<Prefilled>,
 ) -> Result<(Prefilled, Next)> {
-    let (gpu, element) = (Arc::new(gpu), method.device_element()?);
+    let element = method.device_element()?;
     let cache = method_cache(&gpu, method, &model.config, element, Some(profile), 1, capacity)?;
     let weights = Arc::new(Weights::of(&gpu, &*method.device_model(model, profile)?, element)?);
     let mut decoder = device::Decoder::new(gpu, weights, cache, 1)?;

@@ -6,7 +6,7 @@ use kv_reference::forward::{logits, prefill};
 use kv_reference::model::Rope;
 use serde::Serialize;
 
-use super::{Files, JsonArgs, ModelArgs, Stdout};
+use super::{Files, JsonArgs, ModelArgs, Stdout, load};
 
 #[derive(Args)]
 #[command(after_help = "Example:\n  kv logits --model MODEL --tokens 1,17,42 --json logits.json")]
@@ -35,12 +35,13 @@ impl Logits {
         let mut files = Files::default();
         files.reads("--model", &self.model.path());
         let json = files.writes("--json", self.json.json)?;
-        let model = self.model.load()?;
+        let checkpoint = self.model.open()?;
         let tokens = match &self.text {
-            Some(text) => model.tokenizer()?.encode(text)?,
+            Some(text) => checkpoint.tokenizer()?.encode(text)?,
             None => self.tokens,
         };
-        model.check_context(tokens.len())?;
+        checkpoint.check_context(tokens.len())?;
+        let model = load(checkpoint)?;
         let rope = Rope::new(&model.config, tokens.len());
         let hidden = prefill(&model, &rope, &tokens, &mut |_, _| Ok(()))?;
         let all = logits(&model, &hidden)?;

@@ -20,7 +20,8 @@ use kv_reference::{Error, Profile, Result};
 use serde::Serialize;
 
 use super::{
-    Files, JsonArgs, ModelArgs, SHIPPED_TEXT, Stdout, TextArgs, count, load_profile, print_error, progress,
+    Files, JsonArgs, ModelArgs, SHIPPED_TEXT, Stdout, TextArgs, count, load, print_error, progress,
+    read_profile,
 };
 
 /// Default levels of every chunk.
@@ -99,6 +100,7 @@ pub struct LevelArgs {
 impl LevelArgs {
     /// The levels as methods.
     pub fn methods(&self) -> Result<Vec<Method>> {
+        self.kv_grid.0.check()?;
         let methods = Method::parse_list(&self.kv_levels)?;
         check_levels(&methods)?;
         Ok(methods)
@@ -112,6 +114,9 @@ fn check_levels(methods: &[Method]) -> Result<()> {
         return refused(format!("{} levels, not 1 to {}", methods.len(), codec_core::MAX_LEVELS));
     }
     for (i, method) in methods.iter().enumerate() {
+        if !method.has_bitstream() {
+            return Err(Error::Argument(format!("method {} has no bitstream", method.name)));
+        }
         if methods[..i].contains(method) {
             return refused(format!("{} is given twice", method.spec()));
         }
@@ -163,15 +168,7 @@ impl OpenStore {
         (args, retry): (&LevelArgs, &RetryArgs),
         write: bool,
     ) -> Result<Option<Self>> {
-        args.kv_grid.0.check()?;
         let methods = args.methods()?;
-        for method in &methods {
-            // Without a profile, a method with a bitstream lacks its planes; any other method is a wrong
-            // argument.
-            if let Err(e @ Error::Argument(_)) = method.codec_planes(&model.config, &Profile::default()) {
-                return Err(e);
-            }
-        }
         let store = match write {
             true => KvStore::open(url, retry.options())?,
             false => KvStore::open_existing(url, retry.options())?,
@@ -251,15 +248,19 @@ struct ContextArgs {
 
 impl ContextArgs {
     fn open(&self, write: bool) -> Result<(std::sync::Arc<Model>, Vec<u32>, Option<OpenStore>)> {
-        let model = self.model.load()?;
-        let (_, mut tokens) = self.text.tokens(&model)?;
-        let most = model.config.max_seq_len;
+        let methods = self.levels.methods()?;
+        if write {
+            store::check_writable(&self.url)?;
+        }
+        let checkpoint = self.model.open()?;
+        let (_, mut tokens) = self.text.tokens(checkpoint.tokenizer()?)?;
+        let most = checkpoint.config.max_seq_len;
         match self.tokens {
             Some(n) if n > tokens.len() => {
                 let text = count(tokens.len(), "token");
                 return Err(Error::Argument(format!("--tokens {n}: the text has {text}")));
             }
-            Some(n) => model.check_context(n)?,
+            Some(n) => checkpoint.check_context(n)?,
             None if tokens.len() > most => print_error(format_args!(
                 "kv: the text has {}, of which the model takes the first {most}\n",
                 count(tokens.len(), "token")
@@ -274,10 +275,9 @@ impl ContextArgs {
                 "a chunk has at least {least} tokens (--kv-grid), the text {tokens}"
             )));
         }
-        let profile = self.profile.as_ref().map(|path| load_profile(path, &model)).transpose()?;
-        if write {
-            store::check_writable(&self.url)?;
-        }
+        let profile = read_profile(self.profile.as_ref(), &checkpoint.config, &methods)?;
+        let model = load(checkpoint)?;
+        let profile = profile.map(|profile| profile.of(&model)).transpose()?;
         let args = (&self.levels, &self.retry);
         let store = OpenStore::new(&self.url, &model, profile.as_ref(), args, write)?;
         Ok((model, tokens, store))

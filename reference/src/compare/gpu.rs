@@ -5,32 +5,22 @@ use std::sync::Arc;
 use super::run::{Measured, Progress, Run};
 use super::{OnGpu, QUESTION_ROOM};
 use crate::cache::FetchedPerStep;
-use crate::device::{Decoder, Element, Weights, answer_questions, method_cache, score_text, unsupported};
+use crate::device::{self, Decoder, Element, Weights, answer_questions, method_cache, score_text};
 use crate::eval::RetrievalTask;
 use crate::method::Method;
-use crate::model::Model;
-use crate::{Error, Profile, Result};
+use crate::model::{Config, Model};
+use crate::{Profile, Result};
 
 /// Tokens of the cache created to test support for a method.
 const PROBE: usize = 256;
 
-/// The reason why a method runs on the CPU; `None` for the GPU, if a cache of it can be created there.
-pub(super) fn fallback(
-    on: &OnGpu,
-    model: &Model,
-    profile: &Profile,
-    method: &Method,
-) -> Result<Option<Error>> {
-    let config = &model.config;
-    let made = Weights::check(config).and_then(|()| {
-        let element = method.device_element()?;
-        method_cache(&on.gpu, method, config, element, Some(profile), 1, PROBE)
-    });
-    match made {
-        Ok(_) => Ok(None),
-        Err(e) if on.others_on_cpu && unsupported(&e) => Ok(Some(e)),
-        Err(e) => Err(e),
-    }
+/// The method fitted to the model on the GPU, if a cache of it can be created there: this device, or its
+/// libraries, may lack what a method needs.
+pub(super) fn fitted(on: &OnGpu, config: &Config, method: &Method) -> Result<Method> {
+    let method = device::fitted(method, config)?;
+    device::check_cublas()?;
+    method_cache(&on.gpu, &method, config, method.device_element()?, None, 1, PROBE)?;
+    Ok(method)
 }
 
 /// Models on the GPU: the unchanged weights, one copy per element type in use, and the weights of the last

@@ -3,69 +3,43 @@
 use std::sync::Arc;
 
 use super::run::{Measured, Progress, Run};
-use super::{OnGpu, Place, Row, cpu};
+use super::{OnGpu, Place, Placed, Row, cpu};
 use crate::cache::Footprint;
 use crate::eval::{RetrievalTask, TextScores};
 use crate::method::Method;
 use crate::model::{Model, Rope};
 use crate::{Profile, Result};
 
-/// The methods that run on a device, by index.
-fn at(places: &[Place], place: Place) -> Vec<usize> {
-    (0..places.len()).filter(|&index| places[index] == place).collect()
+/// The methods that run there, by index.
+fn at(methods: &[Method], place: Place) -> Vec<usize> {
+    (0..methods.len()).filter(|&index| methods[index].place() == place).collect()
 }
 
 /// Runs methods over texts and questions, each on the GPU or the CPU.
 pub struct Runner<'a> {
     run: Run<'a>,
-    places: Vec<Place>, // of the methods
-    fallbacks: Option<String>,
     #[cfg(feature = "cuda")]
     models: Option<super::gpu::Models<'a>>,
 }
 
 impl<'a> Runner<'a> {
-    /// A runner of methods that fit the model. `rope` covers the longest run, and the profile has the entries
-    /// that the methods need.
-    ///
-    /// # Errors
-    /// [`Error::Argument`](crate::Error::Argument) for a method that the GPU does not support if all must run
-    /// on it, and for a setting without effect on the method's device.
+    /// A runner of methods that are placed for the model. `rope` covers the longest run, and the profile has
+    /// the entries that the methods need.
+    #[must_use]
     pub fn new(
         model: &'a Arc<Model>,
         rope: Arc<Rope>,
         profile: Profile,
-        methods: Vec<Method>,
+        placed: &Placed,
         gpu: Option<&'a OnGpu>,
-    ) -> Result<Self> {
-        let (mut places, mut fallbacks) = (vec![], vec![]);
-        for method in &methods {
+    ) -> Self {
+        #[cfg(not(feature = "cuda"))]
+        let _ = gpu;
+        Self {
+            run: Run { model, rope, profile, methods: placed.methods.clone() },
             #[cfg(feature = "cuda")]
-            let fallback = gpu.map(|on| super::gpu::fallback(on, model, &profile, method)).transpose()?;
-            #[cfg(not(feature = "cuda"))]
-            let fallback = gpu.map(|none| -> Option<crate::Error> { match *none {} });
-            places.push(if matches!(fallback, Some(None)) { Place::Cuda } else { Place::Cpu });
-            fallbacks.extend(fallback.flatten().map(|e| format!("{} ({e})", method.spec())));
+            models: gpu.map(super::gpu::Models::new),
         }
-        let fallbacks = (!fallbacks.is_empty())
-            .then(|| format!("--device auto takes the CPU for {}", fallbacks.join(", ")));
-        let on_cpu = methods.iter().zip(&places).filter(|(_, place)| **place == Place::Cpu);
-        on_cpu.map(|(method, _)| method).try_for_each(Method::check_on_cpu)?;
-        #[cfg(feature = "cuda")]
-        let models = gpu.map(super::gpu::Models::new);
-        Ok(Self {
-            run: Run { model, rope, profile, methods },
-            places,
-            fallbacks,
-            #[cfg(feature = "cuda")]
-            models,
-        })
-    }
-
-    /// The methods that the GPU does not support, and why; none if there is no GPU.
-    #[must_use]
-    pub fn fallbacks(&self) -> Option<String> {
-        self.fallbacks.clone()
     }
 
     /// A row for every method: `decoded` after the prompt, relative to the dense cache on the same device.
@@ -74,11 +48,11 @@ impl<'a> Runner<'a> {
     /// Errors of the run.
     pub fn score(&mut self, prompt: &[u32], decoded: &[u32], progress: &dyn Progress) -> Result<Vec<Row>> {
         let text = (prompt, decoded);
-        let on_cpu = at(&self.places, Place::Cpu);
+        let on_cpu = at(&self.run.methods, Place::Cpu);
         let mut rows = cpu::score(&self.run, &on_cpu, text, progress)?;
         #[cfg(feature = "cuda")]
         if let Some(models) = &mut self.models {
-            let on_gpu = at(&self.places, Place::Cuda);
+            let on_gpu = at(&self.run.methods, Place::Cuda);
             rows.extend(super::gpu::score(&self.run, models, &on_gpu, text, progress)?);
         }
         rows.sort_by_key(|(index, _)| *index);
@@ -91,11 +65,11 @@ impl<'a> Runner<'a> {
     /// # Errors
     /// Errors of the run.
     pub fn find(&mut self, task: &RetrievalTask, progress: &dyn Progress) -> Result<Vec<usize>> {
-        let on_cpu = at(&self.places, Place::Cpu);
+        let on_cpu = at(&self.run.methods, Place::Cpu);
         let mut found = cpu::find(&self.run, &on_cpu, task, progress)?;
         #[cfg(feature = "cuda")]
         if let Some(models) = &mut self.models {
-            let on_gpu = at(&self.places, Place::Cuda);
+            let on_gpu = at(&self.run.methods, Place::Cuda);
             found.extend(super::gpu::find(&self.run, models, &on_gpu, task, progress)?);
         }
         found.sort_unstable_by_key(|(index, _)| *index);
@@ -103,7 +77,7 @@ impl<'a> Runner<'a> {
     }
 
     fn row(&self, index: usize, measured: Measured) -> Row {
-        let (method, device) = (&self.run.methods[index], self.places[index]);
+        let method = &self.run.methods[index];
         let Measured { scores, tokens, footprint, fetched } = measured;
         let Footprint { kept, offloaded, working, shared } = footprint;
         let TextScores { divergence, ms_per_token, .. } = scores;
@@ -112,7 +86,7 @@ impl<'a> Runner<'a> {
         Row {
             name: method.name.to_owned(),
             setting: method.setting.clone(),
-            device,
+            device: method.place(),
             bits_per_value: 8.0 * kept as f64 / values,
             kv_bytes_per_token: kept as f64 / tokens,
             ratio: 2.0 * values / kept as f64,

@@ -30,7 +30,7 @@ pub use int4::Int4Cache;
 use key_means::KeyMeans;
 pub use million::MillionCache;
 use of_method::TransformedCodes;
-pub use of_method::method_cache;
+pub use of_method::{fitted, method_cache};
 pub use paged::PagedCache;
 pub use pqcache::PqCache;
 pub use zack::ZackCache;

@@ -44,16 +44,23 @@ pub(crate) struct Gemm {
     plans: HashMap<GemmShape, Plan>,
 }
 
+/// Rejects a machine without the library for the products of prompts.
+///
+/// # Errors
+/// [`Error::Blas`].
+pub fn check_cublas() -> Result<()> {
+    // SAFETY: it loads the library, if there is one, and calls nothing in it.
+    if unsafe { sys::is_culib_present() } {
+        return Ok(());
+    }
+    Err(Error::Blas("none here: install the CUDA toolkit, or the wheel nvidia-cublas".into()))
+}
+
 impl Gemm {
     /// # Errors
     /// [`Error::Blas`] if there is no cuBLASLt; [`Error::Device`].
     pub fn new(gpu: &Gpu, element: Element) -> Result<Self> {
-        // SAFETY: it loads the library, if there is one, and calls nothing in it. Checked first: calls into a
-        // missing library panic.
-        if !unsafe { sys::is_culib_present() } {
-            let hint = "none here: install the CUDA toolkit, or the wheel nvidia-cublas";
-            return Err(Error::Blas(hint.into()));
-        }
+        check_cublas()?; // first: calls into a missing library panic
         let workspace = Buffer::zeros(gpu, WORKSPACE)?; // makes the context current, too
         let _alone = without_captures();
         let handle = lt::create_handle().map_err(|e| blas("open", e))?;

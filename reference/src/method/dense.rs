@@ -2,7 +2,13 @@
 
 use std::sync::Arc;
 
+#[cfg(feature = "cuda")]
+use pq_core::Window;
+
+use super::Place;
 use super::kind::{Entry, Kind, Site};
+#[cfg(feature = "cuda")]
+use super::on_device::{DeviceKind, Limit};
 use super::paged::PagedMemory;
 #[cfg(feature = "cuda")]
 use super::plan::Plan;
@@ -14,11 +20,15 @@ use crate::{Profile, model::Config};
 pub(super) const DENSE: Entry = Entry {
     names: &["dense"],
     help: "\
-  dense             every element exact                                   dtype=f32|f16|bf16
+  dense             every element exact                                   dtype=f32|f16|bf16 (on a device f16)
                       on a device: pages of N tokens, of a pool of M      pages=N pool=M
 ",
     parse: |s| {
-        let element = s.own("dtype", ElementType::F32)?;
+        let default = match s.place {
+            Place::Cpu => ElementType::F32,
+            Place::Cuda => ElementType::F16,
+        };
+        let element = s.own("dtype", default)?;
         Ok(Arc::new(Dense { element, pages: PagedMemory::take(s, TILE)? }))
     },
 };
@@ -42,11 +52,27 @@ impl Kind for Dense {
     }
 
     #[cfg(feature = "cuda")]
-    fn device_plan(&self, _: &Config, _: Option<&Profile>) -> Result<Option<Plan>> {
-        Ok(Some(Plan::Dense(self.pages)))
+    fn on_device(&self) -> Option<&dyn DeviceKind> {
+        Some(self)
     }
 
     fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {
         site.layers(|l| Ok(site.dense(l)))
+    }
+}
+
+#[cfg(feature = "cuda")]
+impl DeviceKind for Dense {
+    fn limits(&self, _: Window) -> Vec<Limit> {
+        vec![Limit::new(
+            self.element == ElementType::F32,
+            "dtype=f32",
+            "rows on a device have 16 bits",
+            "dtype=f16 or dtype=bf16",
+        )]
+    }
+
+    fn plan(&self, _: &Config, _: Option<&Profile>) -> Result<Plan> {
+        Ok(Plan::Dense(self.pages))
     }
 }

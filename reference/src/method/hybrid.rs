@@ -9,19 +9,22 @@ use std::fmt::Display;
 use std::str::FromStr;
 use std::sync::Arc;
 
+#[cfg(feature = "cuda")]
+use pq_core::Window;
 use pq_core::{Hybrid, HybridScratch, RowBudget, hybrid_attend_into, hybrid_select_into};
 use svd_core::SoftmaxStats;
 
+use super::Place;
 use super::budget::Budget;
 use super::kind::{Entry, Kind, Site};
 use super::offload::{Home, OffloadSettings, offload_help};
+#[cfg(feature = "cuda")]
+use super::on_device::{DeviceKind, Limit};
 #[cfg(feature = "cuda")]
 use super::plan::{HybridPlan, Plan};
 use super::pq_code::PqCode;
 use super::pqklt::{CodedStep, PqKlt, TransformedStore};
 use super::settings::Switch;
-#[cfg(feature = "cuda")]
-use crate::Error;
 use crate::Profile;
 use crate::Result;
 use crate::cache::{Fetched, Footprint, Geometry, OffloadedRows, Store};
@@ -44,7 +47,12 @@ pub(super) const HYBRID: Entry = Entry {
         offload_help!()
     ),
     parse: |s| {
-        let codes = Pair::new(PqCode::take(s, "k", 8, 8)?, PqCode::take(s, "v", 8, 16)?);
+        // Of a small head, too, a device takes 8 subspaces or more.
+        let components = match s.place {
+            Place::Cpu => 16,
+            Place::Cuda => (s.head_dim / 8).clamp(1, 16),
+        };
+        let codes = Pair::new(PqCode::take(s, "k", 8, 8)?, PqCode::take(s, "v", 8, components)?);
         let rows = s.own("rows", Rows::Share(0.01))?;
         if rows != Rows::Auto {
             s.need(&["bound", "most"], "rows=auto")?;
@@ -124,24 +132,8 @@ impl Kind for HybridKind {
     }
 
     #[cfg(feature = "cuda")]
-    fn device_plan(&self, config: &Config, profile: Option<&Profile>) -> Result<Option<Plan>> {
-        let (quantizers, form) = self.codes.device_form(config.head_dim)?;
-        if form.norms {
-            return Err(Error::argument("norms=on: a device has norms=off only: pass it, or --device cpu"));
-        }
-        let (home, held) = (self.offload.home(self.home)?, self.offload.held());
-        let (share, bound) = match self.rows {
-            Rows::Share(share) => (share, None),
-            Rows::Auto => (self.most, Some(self.bound)),
-        };
-        let plan = HybridPlan { quantizers, form, budget: Budget::Share(share), bound, home, held };
-        let heads = profile.map(|profile| self.codes.device_heads(config, profile)).transpose()?;
-        Ok(Some(Plan::Hybrid(plan, heads)))
-    }
-
-    #[cfg(feature = "cuda")]
-    fn device_fold(&self, model: &Model, profile: &Profile) -> Result<Option<Model>> {
-        self.codes.fold_values(model, profile).map(Some)
+    fn on_device(&self) -> Option<&dyn DeviceKind> {
+        Some(self)
     }
 
     fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {
@@ -156,6 +148,39 @@ impl Kind for HybridKind {
                 most: self.most,
             })
         })
+    }
+}
+
+#[cfg(feature = "cuda")]
+impl DeviceKind for HybridKind {
+    fn limits(&self, window: Window) -> Vec<Limit> {
+        let mut limits = Limit::of_rings(window);
+        limits.extend(self.codes.limits_of_rows());
+        limits.push(Limit::new(
+            self.codes.has_norms(),
+            "norms=on",
+            "a device selects by codes without norms",
+            "norms=off",
+        ));
+        limits.push(self.offload.limit_of_files());
+        limits.extend(self.offload.limits_of_home(self.home));
+        limits
+    }
+
+    fn plan(&self, config: &Config, profile: Option<&Profile>) -> Result<Plan> {
+        let (quantizers, form) = self.codes.device_form(config.head_dim)?;
+        let (home, held) = (self.offload.home(self.home), self.offload.held());
+        let (share, bound) = match self.rows {
+            Rows::Share(share) => (share, None),
+            Rows::Auto => (self.most, Some(self.bound)),
+        };
+        let plan = HybridPlan { quantizers, form, budget: Budget::Share(share), bound, home, held };
+        let heads = profile.map(|profile| self.codes.device_heads(config, profile)).transpose()?;
+        Ok(Plan::Hybrid(plan, heads))
+    }
+
+    fn fold(&self, model: &Model, profile: &Profile) -> Result<Option<Model>> {
+        self.codes.fold_values(model, profile).map(Some)
     }
 }
 

@@ -4,7 +4,7 @@ use std::fmt::Debug;
 use std::sync::Arc;
 
 #[cfg(feature = "cuda")]
-use super::plan::Plan;
+use super::on_device::DeviceKind;
 use super::settings::Settings;
 use crate::cache::{DenseStore, ElementType, Geometry, Store};
 use crate::calibrate::Calibration;
@@ -71,21 +71,20 @@ pub(super) trait Kind: Debug + Send + Sync {
     /// An empty store for every layer: see [`Site::layers`].
     fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>>;
 
+    /// Whether [`Self::fold`] folds anything.
+    fn folds(&self) -> bool {
+        false
+    }
+
     /// The model with the method's rotations folded into its weights, if it folds any.
     fn fold(&self, _model: &Model, _profile: &Profile) -> Result<Option<Model>> {
         Ok(None)
     }
 
-    /// The model for a device, if it differs: that of [`Self::fold`], unless more is folded there.
+    /// Its form on a device; `None` for a method that no device has.
     #[cfg(feature = "cuda")]
-    fn device_fold(&self, model: &Model, profile: &Profile) -> Result<Option<Model>> {
-        self.fold(model, profile)
-    }
-
-    /// Its cache on a device, with the data of the profile; `None` for a method that no device has.
-    #[cfg(feature = "cuda")]
-    fn device_plan(&self, _config: &Config, _profile: Option<&Profile>) -> Result<Option<Plan>> {
-        Ok(None)
+    fn on_device(&self) -> Option<&dyn DeviceKind> {
+        None
     }
 
     /// The relative step sizes of keys and values, for a method whose store is a bitstream, comparable

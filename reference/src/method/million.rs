@@ -10,6 +10,8 @@ use pq_core::{
 use svd_core::SoftmaxStats;
 
 use super::kind::{Entry, Kind, SEED, Site};
+#[cfg(feature = "cuda")]
+use super::on_device::{DeviceKind, Limit};
 use super::paged::PagedMemory;
 #[cfg(feature = "cuda")]
 use super::plan::{CodedRows, Plan};
@@ -108,15 +110,8 @@ impl Kind for Million {
     }
 
     #[cfg(feature = "cuda")]
-    fn device_plan(&self, config: &Config, profile: Option<&Profile>) -> Result<Option<Plan>> {
-        if self.outliers > 0 {
-            return Ok(None);
-        }
-        let geometry = Geometry::of(config);
-        let quantizers = Pair::try_of(|side| self.codes[side].shape(geometry.head_dim))?;
-        let trained = |profile| (0..config.n_layers).map(|l| self.trained(profile, geometry, l)).collect();
-        let rows = CodedRows::Plain(profile.map(trained).transpose()?);
-        Ok(Some(Plan::Codes { quantizers, rows, pages: self.pages }))
+    fn on_device(&self) -> Option<&dyn DeviceKind> {
+        Some(self)
     }
 
     fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {
@@ -124,6 +119,23 @@ impl Kind for Million {
             let codebooks = Arc::new(self.trained(site.profile, site.geometry, l)?);
             Ok(MillionStore::new(site.geometry, site.rope(l), codebooks, self.outliers))
         })
+    }
+}
+
+#[cfg(feature = "cuda")]
+impl DeviceKind for Million {
+    fn limits(&self, window: pq_core::Window) -> Vec<Limit> {
+        let mut limits = Limit::of_rings(window);
+        limits.push(Limit::new(self.outliers > 0, "outliers=1", "a device codes all elements", "outliers=0"));
+        limits
+    }
+
+    fn plan(&self, config: &Config, profile: Option<&Profile>) -> Result<Plan> {
+        let geometry = Geometry::of(config);
+        let quantizers = Pair::try_of(|side| self.codes[side].shape(geometry.head_dim))?;
+        let trained = |profile| (0..config.n_layers).map(|l| self.trained(profile, geometry, l)).collect();
+        let rows = CodedRows::Plain(profile.map(trained).transpose()?);
+        Ok(Plan::Codes { quantizers, rows, pages: self.pages })
     }
 }
 

@@ -9,6 +9,8 @@ use pq_core::Eviction;
 
 use super::kind::Site;
 #[cfg(feature = "cuda")]
+use super::on_device::Limit;
+#[cfg(feature = "cuda")]
 use super::plan::RowHome;
 use super::settings::{Settings, words};
 use crate::cache::{BlockRule, Offload, OffloadedRows, RowFormat};
@@ -130,22 +132,39 @@ impl OffloadSettings {
         self.held.unwrap_or(DEFAULT_HELD)
     }
 
+    /// A device has no rows in files.
+    #[cfg(feature = "cuda")]
+    pub fn limit_of_files(&self) -> Limit {
+        Limit::new(self.offload.is_some(), "offload=.", "a device reads rows from memory", "no offload=")
+    }
+
+    /// What rows in the device's memory exclude.
+    #[cfg(feature = "cuda")]
+    pub fn limits_of_home(&self, home: Home) -> [Limit; 2] {
+        let on_device = home == Home::Device;
+        [
+            Limit::new(
+                on_device && self.held.is_some(),
+                "rows-on=device:held=64",
+                "`held` has no effect on rows that are all on the device",
+                "no held=",
+            ),
+            Limit::new(
+                on_device && self.format == Format::Int8,
+                "rows-on=device:offloaded=int8",
+                "offloaded=int8 is for rows in host memory",
+                "rows-on=host",
+            ),
+        ]
+    }
+
     /// Location of the rows for a device.
     #[cfg(feature = "cuda")]
-    pub fn home(&self, home: Home) -> Result<RowHome> {
+    pub fn home(&self, home: Home) -> RowHome {
         match (home, self.format) {
-            _ if self.offload.is_some() => {
-                Err(Error::argument("offload=FOLDER needs the CPU: leave it out, or pass --device cpu"))
-            }
-            (Home::Device, _) if self.held.is_some() => {
-                Err(Error::argument("`held` has no effect with rows-on=device"))
-            }
-            (Home::Device, Format::Exact) => Ok(RowHome::Device),
-            (Home::Device, Format::Int8) => {
-                Err(Error::argument("offloaded=int8 is for rows in host memory: rows-on=host"))
-            }
-            (Home::Host, Format::Exact) => Ok(RowHome::Host),
-            (Home::Host, Format::Int8) => Ok(RowHome::HostInt8),
+            (Home::Device, _) => RowHome::Device,
+            (Home::Host, Format::Exact) => RowHome::Host,
+            (Home::Host, Format::Int8) => RowHome::HostInt8,
         }
     }
 
@@ -166,17 +185,10 @@ mod tests {
     #[test]
     fn a_device_finds_rows_where_it_can() {
         let home = |format, home| OffloadSettings { format, ..OffloadSettings::NONE }.home(home);
-        assert!(matches!(home(Format::Exact, Home::Device), Ok(RowHome::Device)));
-        assert!(matches!(home(Format::Exact, Home::Host), Ok(RowHome::Host)));
-        assert!(matches!(home(Format::Int8, Home::Host), Ok(RowHome::HostInt8)));
-        assert!(home(Format::Int8, Home::Device).is_err_and(|e| e.to_string().contains("rows-on=host")));
-        let blocks =
-            BlockRule { capacity: 0, block_len: 1, k_cache: 1, eviction: Eviction::LeastRecentlyUsed };
-        let offload = Some(Offload { folder: ".".into(), blocks });
-        let refused = OffloadSettings { offload, ..OffloadSettings::NONE }.home(Home::Host);
-        assert!(refused.is_err_and(|e| e.to_string().contains("--device cpu")));
+        assert_eq!(home(Format::Exact, Home::Device), RowHome::Device);
+        assert_eq!(home(Format::Exact, Home::Host), RowHome::Host);
+        assert_eq!(home(Format::Int8, Home::Host), RowHome::HostInt8);
         let held = OffloadSettings { held: Some(64), ..OffloadSettings::NONE };
-        assert!(held.home(Home::Host).is_ok() && held.home(Home::Device).is_err());
         assert_eq!((held.held(), OffloadSettings::NONE.held()), (64, DEFAULT_HELD));
     }
 }

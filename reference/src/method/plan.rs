@@ -113,6 +113,11 @@ pub(crate) struct DeviceCuts {
     pub cuts_prompts: bool,
 }
 
+impl DeviceCuts {
+    /// Ranks are multiples of it: kernels read 16 bytes at a time.
+    pub const MULTIPLE: usize = 8;
+}
+
 /// A head with truncated rows: the first components, up to the rank, in the basis of the maps (keys) or of
 /// the folded weights (values).
 pub(crate) struct CutHead {

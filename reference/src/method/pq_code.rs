@@ -105,11 +105,12 @@ pub(super) fn attend_to_codes(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::method::Place;
 
     #[test]
     fn rates_become_subspaces_that_divide_the_head() {
         let code = |spec: &str, head_dim| {
-            let mut s = Settings::new(spec, head_dim).unwrap();
+            let mut s = Settings::new(spec, head_dim, Place::Cpu).unwrap();
             PqCode::take(&mut s, "k", 8, 2).unwrap().to_string()
         };
         for (spec, head_dim, expected) in [

@@ -13,9 +13,9 @@ use rayon::prelude::*;
 use svd_core::{Gram, Hadamard, MapBuf, NoRope, Rotation, Rows, balanced_order};
 
 use super::kind::{Entry, Kind, SEED, Site};
-use super::paged::PagedMemory;
 #[cfg(feature = "cuda")]
-use super::plan::{CodedRows, Plan};
+use super::on_device::DeviceKind;
+use super::paged::PagedMemory;
 use super::pq_code::{CODE_TILE, PqCode};
 use super::settings::{Settings, Switch, words};
 use crate::cache::{Geometry, Store};
@@ -140,6 +140,12 @@ impl PqKlt {
         CodebookBuf::gaussian(self.codes.values.shape(config.head_dim)?).map_err(|e| wrong(e.to_string()))?;
         Hadamard::new(config.head_dim).map_err(|e| wrong(e.to_string()))?;
         Ok(())
+    }
+
+    /// Whether rows are divided by their norms.
+    #[cfg(feature = "cuda")]
+    pub const fn has_norms(&self) -> bool {
+        self.norms
     }
 
     fn key(&self, side: Side, l: usize, head: usize, part: &str) -> String {
@@ -309,16 +315,8 @@ impl Kind for PqKlt {
     }
 
     #[cfg(feature = "cuda")]
-    fn device_plan(&self, config: &Config, profile: Option<&Profile>) -> Result<Option<Plan>> {
-        let (quantizers, form) = self.device_form(config.head_dim)?;
-        let heads = profile.map(|profile| self.device_heads(config, profile)).transpose()?;
-        let rows = CodedRows::Transformed(form, heads);
-        Ok(Some(Plan::Codes { quantizers, rows, pages: self.pages }))
-    }
-
-    #[cfg(feature = "cuda")]
-    fn device_fold(&self, model: &Model, profile: &Profile) -> Result<Option<Model>> {
-        self.fold_values(model, profile).map(Some)
+    fn on_device(&self) -> Option<&dyn DeviceKind> {
+        Some(self)
     }
 
     fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {

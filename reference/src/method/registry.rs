@@ -5,10 +5,12 @@ use std::str::FromStr;
 use pq_core::Window;
 
 use super::kind::Entry;
+#[cfg(feature = "cuda")]
+use super::on_device::Limit;
 use super::settings::{Layers, Settings};
 use super::spelling::similar;
 use super::{
-    Method, cachegen, dense, hybrid, million, pqklt, retrieval, retroinfer, scalar, snapkv, sparq, sq,
+    Method, Place, cachegen, dense, hybrid, million, pqklt, retrieval, retroinfer, scalar, snapkv, sparq, sq,
     streaming, zack,
 };
 use crate::cache::ElementType;
@@ -49,6 +51,34 @@ default scales so."
     )
 }
 
+/// What runs on a device: every method, with the settings that no device supports, or why it does not run
+/// there, and what to pass instead.
+///
+/// # Errors
+/// None: every method has defaults.
+#[cfg(feature = "cuda")]
+pub fn device_help() -> Result<String> {
+    let mut text = "On a GPU; the CPU (--device cpu) has none of these limits:\n\n".to_owned();
+    let mut of_windowed = vec![];
+    for name in REGISTRY.iter().flat_map(|entry| entry.names) {
+        let method = Method::parse(name, HEAD_DIM, Place::Cuda)?;
+        let limits = method.own_limits();
+        let refused = limits.iter().find(|limit| limit.found);
+        text += &match refused {
+            Some(limit) => format!("  {name:<18}no: {limit}\n"),
+            None => format!("  {name:<18}yes\n"),
+        };
+        let settings = limits.iter().filter(|_| refused.is_none());
+        settings.for_each(|limit| text += &format!("    not {}: {limit}\n", limit.setting));
+        if method.kind.dense().is_none() {
+            of_windowed = Limit::of_windowed(&method);
+        }
+    }
+    text += "  all but dense\n";
+    of_windowed.iter().for_each(|limit| text += &format!("    not {}: {limit}\n", limit.setting));
+    Ok(text)
+}
+
 /// The methods of `kv compare` by default: every method with a near-lossless and an aggressive setting.
 pub const DEFAULT_METHODS: &str = "dense,dense:dtype=f16,int8,int4,int2,rotated,rotated:k=2:v=2,\
 lloydmax,lloydmax:k=2:v=2,streaming:window=1280,streaming:window=128,oracle:ratio=0.2,oracle:ratio=0.1,\
@@ -59,7 +89,7 @@ impl FromStr for Method {
     type Err = Error;
 
     fn from_str(spec: &str) -> Result<Self> {
-        Self::parse(spec, HEAD_DIM)
+        Self::parse(spec, HEAD_DIM, Place::Cpu)
     }
 }
 
@@ -67,8 +97,8 @@ impl FromStr for Method {
 const HEAD_DIM: usize = 128;
 
 impl Method {
-    pub(super) fn parse(spec: &str, head_dim: usize) -> Result<Self> {
-        let mut s = Settings::new(spec, head_dim)?;
+    pub(super) fn parse(spec: &str, head_dim: usize, place: Place) -> Result<Self> {
+        let mut s = Settings::new(spec, head_dim, place)?;
         let names = || REGISTRY.iter().flat_map(|entry| entry.names.iter().map(move |name| (*name, entry)));
         let Some((name, entry)) = names().find(|(name, _)| *name == s.name) else {
             let all: Vec<&str> = names().map(|(name, _)| name).collect();
@@ -97,7 +127,8 @@ impl Method {
             }
         };
         s.finish()?;
-        Ok(Self { name, setting: s.shown(), given: spec.to_owned(), kind, window, exact, exact_layers })
+        let (setting, given) = (s.shown(), spec.to_owned());
+        Ok(Self { name, setting, given, place, kind, window, exact, exact_layers })
     }
 }
 

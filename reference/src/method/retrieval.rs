@@ -16,6 +16,8 @@ use super::kind::{Entry, Kind, SEED, Site};
 use super::offload::Home;
 use super::offload::{OffloadSettings, offload_help};
 #[cfg(feature = "cuda")]
+use super::on_device::{DeviceKind, Limit};
+#[cfg(feature = "cuda")]
 use super::plan::{Plan, Retrieval};
 use super::pq_code::PqCode;
 use super::settings::words;
@@ -152,21 +154,8 @@ impl Kind for TopK {
     }
 
     #[cfg(feature = "cuda")]
-    fn device_plan(&self, config: &Config, profile: Option<&Profile>) -> Result<Option<Plan>> {
-        let Some(quantizer) = &self.quantizer else { return Ok(None) };
-        let geometry = Geometry::of(config);
-        let trains = quantizer.codebooks == Codebooks::Prompt;
-        let retrieval = Retrieval {
-            quantizer: quantizer.code.shape(geometry.head_dim)?,
-            budget: self.budget,
-            training: trains.then_some(quantizer.iterations),
-            home: self.offload.home(Home::Host)?,
-            held: self.offload.held(),
-        };
-        let trained =
-            |profile| (0..config.n_layers).map(|l| quantizer.trained(profile, geometry, l)).collect();
-        let codebooks = profile.filter(|_| !trains).map(trained).transpose()?;
-        Ok(Some(Plan::Retrieval(retrieval, codebooks)))
+    fn on_device(&self) -> Option<&dyn DeviceKind> {
+        self.quantizer.is_some().then_some(self as _)
     }
 
     fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {
@@ -179,6 +168,35 @@ impl Kind for TopK {
             let (exact, rope) = (self.offload.rows(site)?, site.rope(l));
             Ok(RetrievalStore { geometry, exact, rope, scorer, budget, reserved })
         })
+    }
+}
+
+/// `pqcache`; the exact scores of `oracle` have no kernels.
+#[cfg(feature = "cuda")]
+impl DeviceKind for TopK {
+    fn limits(&self, window: pq_core::Window) -> Vec<Limit> {
+        let mut limits = Limit::of_rings(window);
+        limits.push(self.offload.limit_of_files());
+        limits
+    }
+
+    fn plan(&self, config: &Config, profile: Option<&Profile>) -> Result<Plan> {
+        let Some(quantizer) = &self.quantizer else {
+            return Err(Error::argument("a device selects by codes alone"));
+        };
+        let geometry = Geometry::of(config);
+        let trains = quantizer.codebooks == Codebooks::Prompt;
+        let retrieval = Retrieval {
+            quantizer: quantizer.code.shape(geometry.head_dim)?,
+            budget: self.budget,
+            training: trains.then_some(quantizer.iterations),
+            home: self.offload.home(Home::Host),
+            held: self.offload.held(),
+        };
+        let trained =
+            |profile| (0..config.n_layers).map(|l| quantizer.trained(profile, geometry, l)).collect();
+        let codebooks = profile.filter(|_| !trains).map(trained).transpose()?;
+        Ok(Plan::Retrieval(retrieval, codebooks))
     }
 }
 

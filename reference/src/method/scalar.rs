@@ -11,6 +11,8 @@ pub(super) use store::{BlockCodec, CodedStore};
 
 use super::kind::{Entry, Kind, SEED, Site};
 #[cfg(feature = "cuda")]
+use super::on_device::{DeviceKind, Limit};
+#[cfg(feature = "cuda")]
 use super::plan::Plan;
 use super::settings::Settings;
 use crate::Result;
@@ -86,9 +88,8 @@ impl Kind for Scalar {
     }
 
     #[cfg(feature = "cuda")]
-    fn device_plan(&self, _: &Config, _: Option<&Profile>) -> Result<Option<Plan>> {
-        let is_int4 = self.bits == Pair::new(4, 4) && matches!(self.codes, Codes::Uniform { group: 64 });
-        Ok(is_int4.then_some(Plan::Int4))
+    fn on_device(&self) -> Option<&dyn DeviceKind> {
+        matches!(self.codes, Codes::Uniform { .. }).then_some(self as _)
     }
 
     fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {
@@ -107,5 +108,31 @@ impl Kind for Scalar {
             }
         };
         site.layers(|l| Ok(CodedStore::new(site.geometry, site.rope(l), None, codecs.clone(), block)))
+    }
+}
+
+#[cfg(feature = "cuda")]
+impl DeviceKind for Scalar {
+    fn limits(&self, window: pq_core::Window) -> Vec<Limit> {
+        let has_group = |group| matches!(self.codes, Codes::Uniform { group: own } if own == group);
+        vec![
+            Limit::new(
+                self.bits != Pair::new(4, 4),
+                "k=8:v=8",
+                "uniform codes on a device have 4 bits",
+                "int4, or k=4:v=4",
+            ),
+            Limit::new(
+                !has_group(BLOCK),
+                "group=32",
+                "uniform codes on a device are in groups of 64",
+                "group=64",
+            ),
+            Limit::new(window.batch != BLOCK, "batch=32", "64 tokens leave the window at once", "batch=64"),
+        ]
+    }
+
+    fn plan(&self, _: &Config, _: Option<&Profile>) -> Result<Plan> {
+        Ok(Plan::Int4)
     }
 }

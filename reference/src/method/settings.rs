@@ -3,6 +3,7 @@
 use std::fmt::Display;
 use std::str::FromStr;
 
+use super::Place;
 use crate::cache::ElementType;
 use crate::{Error, Result};
 
@@ -13,19 +14,20 @@ const MOST_TOKENS: u32 = 1 << 24;
 pub(super) struct Settings<'a> {
     pub name: &'a str,
     pub head_dim: usize, // that defaults are based on
+    pub place: Place,    // the same
     left: Vec<(&'a str, &'a str)>,
     known: Vec<&'static str>,
     shown: Vec<String>, // the parts of `Method::setting`
 }
 
 impl<'a> Settings<'a> {
-    pub fn new(spec: &'a str, head_dim: usize) -> Result<Self> {
+    pub fn new(spec: &'a str, head_dim: usize, place: Place) -> Result<Self> {
         let mut parts = spec.split(':');
         let name = parts.next().unwrap_or_default();
         let left = parts.map(|part| part.split_once('=')).collect::<Option<Vec<_>>>().ok_or_else(|| {
             Error::Argument(format!("method `{spec}`: settings are KEY=VALUE after colons"))
         })?;
-        Ok(Self { name, head_dim, left, known: vec![], shown: vec![] })
+        Ok(Self { name, head_dim, place, left, known: vec![], shown: vec![] })
     }
 
     fn take<T: FromStr<Err = String>>(&mut self, key: &'static str, default: T) -> Result<(T, bool)> {

@@ -10,8 +10,11 @@ use std::sync::Arc;
 use rayon::prelude::*;
 use svd_core::{Budget, Gram, LayerRotations, Rotation, Rows, ranks_by_loss, ranks_by_removal};
 
+use super::Place;
 use super::cut::HeadCut;
 use super::kind::{Entry, Kind, Site};
+#[cfg(feature = "cuda")]
+use super::on_device::{DeviceKind, Limit};
 #[cfg(feature = "cuda")]
 use super::plan::{CutHead, DeviceCuts, HeadMaps, Plan};
 use super::scalar::{BLOCK, BlockCodec, CodedStore, PerChannel, PerToken};
@@ -31,6 +34,7 @@ pub(super) const ZACK: Entry = Entry {
   zack              rotated, ranks cut to fractions, values folded        k=0.75 v=0.75 basis=closed|stacked|principal
                       with evicted tokens, with codes as int4's           tokens=0.5 bits=BITS
                                                                           ranks=removal|loss|uniform multiple=1
+                                                                          (on a device 8)
                       whose prompts attend to cut rows, too               prompt=cut
 ",
     parse: |s| {
@@ -38,7 +42,10 @@ pub(super) const ZACK: Entry = Entry {
             fractions: Pair::new(s.fraction("k", 0.75)?, s.fraction("v", 0.75)?),
             basis: s.own("basis", Basis::Closed)?,
             rule: s.common("ranks", RankRule::Removal)?,
-            multiple: s.common_count("multiple", 1)?,
+            multiple: match s.place {
+                Place::Cpu => s.common_count("multiple", 1)?,
+                Place::Cuda => s.positive("multiple", 8)?,
+            },
             bits: s.common("bits", OptionalBits(None))?.0,
             tokens: s.common_part("tokens", 1.0)?,
             prompt: s.common("prompt", Prompts::Exact)?,
@@ -151,15 +158,44 @@ impl Kind for Zack {
         })
     }
 
+    fn folds(&self) -> bool {
+        true
+    }
+
     fn fold(&self, model: &Model, profile: &Profile) -> Result<Option<Model>> {
         Ok(Some(fold_values(model, &read_layers(&model.config, profile, self.basis)?)?))
     }
 
     #[cfg(feature = "cuda")]
-    fn device_plan(&self, config: &Config, profile: Option<&Profile>) -> Result<Option<Plan>> {
-        if self.bits.is_some() || self.tokens < 1.0 {
-            return Ok(None);
-        }
+    fn on_device(&self) -> Option<&dyn DeviceKind> {
+        Some(self)
+    }
+}
+
+#[cfg(feature = "cuda")]
+impl DeviceKind for Zack {
+    fn limits(&self, window: pq_core::Window) -> Vec<Limit> {
+        // Codes have another batch, which is not what is wrong.
+        let mut limits = vec![
+            Limit::new(
+                self.bits.is_some(),
+                "bits=4",
+                "a device has no codes of rows of reduced rank",
+                "no bits=",
+            ),
+            Limit::new(self.tokens < 1.0, "tokens=0.5", "a device evicts no tokens", "no tokens="),
+            Limit::new(
+                !self.multiple.is_multiple_of(DeviceCuts::MULTIPLE),
+                "multiple=4",
+                "ranks on a device are multiples of 8",
+                "multiple=8",
+            ),
+        ];
+        limits.extend(Limit::of_rings(window));
+        limits
+    }
+
+    fn plan(&self, config: &Config, profile: Option<&Profile>) -> Result<Plan> {
         let head = |[keys, values]: &[Rotation; 2], ranks| {
             let maps = HeadMaps {
                 keys: single(keys.basis()),
@@ -168,9 +204,13 @@ impl Kind for Zack {
             };
             Ok(CutHead { maps, ranks })
         };
-        let heads = profile.map(|profile| self.plan(config, profile, head)).transpose()?;
+        let heads = profile.map(|profile| self.ranked(config, profile, head)).transpose()?;
         let cuts = DeviceCuts { fractions: self.fractions, cuts_prompts: self.prompt == Prompts::Cut };
-        Ok(Some(Plan::Cuts(cuts, heads)))
+        Ok(Plan::Cuts(cuts, heads))
+    }
+
+    fn fold(&self, model: &Model, profile: &Profile) -> Result<Option<Model>> {
+        Kind::fold(self, model, profile)
     }
 }
 
@@ -218,7 +258,7 @@ fn of_side<T: Copy>(both: &[T], side: Side) -> Vec<T> {
 impl Zack {
     /// Rotations of all heads, truncated to `fractions` of all dimensions; per layer.
     fn cuts(&self, config: &Config, profile: &Profile) -> Result<Vec<Arc<Vec<HeadCut>>>> {
-        let cuts = self.plan(config, profile, |[rotation, _], ranks| {
+        let cuts = self.ranked(config, profile, |[rotation, _], ranks| {
             let (keys, queries) = (rotation.basis_map(ranks.keys)?, rotation.dual_map(ranks.keys)?);
             Ok(HeadCut { keys, queries, value_rank: ranks.values })
         })?;
@@ -227,7 +267,7 @@ impl Zack {
 
     /// Calls `head` with each head's key rotation and its ranks, which keep `fractions` of all dimensions;
     /// per layer.
-    fn plan<T>(
+    fn ranked<T>(
         &self,
         config: &Config,
         profile: &Profile,

@@ -383,7 +383,7 @@ fn profiles_and_arguments() {
             &["logits", "--model", gqa, "--tokens", &["1"; 65].join(",")],
             "exceed the context",
         ),
-        ("a model without a tokenizer", &["compare", "--model", gqa], "no tokenizer.json"),
+        ("a model without a tokenizer", &["generate", "a", "--model", gqa], "no tokenizer.json"),
         ("an empty prompt", &["generate", ""], "empty"),
         ("a prompt that is not there", &["generate", "--file", "/nowhere"], "--file: /nowhere: "),
         ("a prompt that is no text", &["generate", "-f", &binary], "binary.txt"),
@@ -424,8 +424,9 @@ fn a_profile_of_another_model_is_refused_by_name() {
     let profile = profile.to_str().unwrap();
     let kv = |args: &[&str]| Command::new(env!("CARGO_BIN_EXE_kv")).args(args).output().unwrap();
     assert!(kv(&["calibrate", profile, "--tokens", "128", "--methods", "cachegen"]).status.success());
-    let other = fixture("gguf-f32/model.gguf");
-    let args = ["compare", "--profile", profile, "--model", other.to_str().unwrap()];
+    let other = fixture("gguf-sentencepiece/model.gguf");
+    let args = ["generate", "the", "--method", "cachegen", "--device", "cpu", "--profile", profile];
+    let args = [&args[..], &["--model", other.to_str().unwrap(), "--tokens", "1"]].concat();
     refused("another model", &args, "was made for tiny-llama-12m");
     let bytes = std::fs::read(profile).unwrap();
     for cut in [0, 7, 100, bytes.len() - 1] {
@@ -438,7 +439,7 @@ fn a_profile_of_another_model_is_refused_by_name() {
     let hash = |bytes: &[u8]| String::from_utf8(bytes[at..at + 21].to_vec()).unwrap();
     std::fs::write(profile, &near).unwrap();
     let what = format!("({}), not for tiny-llama-12m ({})", hash(&near), hash(&bytes));
-    refused("a hash that differs late", &["compare", "--profile", profile], &what);
+    refused("a hash that differs late", &["compare", "--profile", profile, "--methods", "cachegen"], &what);
     let mut spoilt = bytes;
     let end = spoilt.len();
     spoilt[end - 10] ^= 1; // inside a plane, which carries its own checksum

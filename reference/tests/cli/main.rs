@@ -16,6 +16,7 @@ mod any_checkpoint;
 mod fetch;
 mod hostile;
 mod outputs;
+mod refusals;
 #[cfg(feature = "store")]
 mod store_command;
 #[cfg(feature = "s3")]

@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use kv_reference::compare::{OnGpu, Place, Row, Sizes, compare};
+use kv_reference::compare::{OnGpu, Place, Placed, Row, Sizes, compare};
 use kv_reference::device::Gpu;
 use kv_reference::method::Method;
 use kv_reference::{Error, Result};
@@ -18,7 +18,8 @@ const SIZES: Sizes = Sizes { context: 480, decode: 96, calibration: 2048 };
 fn rows(methods: &str, sizes: Sizes, gpu: Option<&OnGpu>) -> Result<Vec<Row>> {
     let (model, tokens) = model();
     let methods = Method::parse_list(methods).unwrap();
-    Ok(compare(&model, ("sotu-heldout", &tokens), &methods, sizes, None, 1, gpu, &())?.methods)
+    let placed = Placed::new(&model.config, &methods, gpu)?;
+    Ok(compare(&model, ("sotu-heldout", &tokens), &placed, sizes, None, 1, gpu, &())?.methods)
 }
 
 #[test]

@@ -128,23 +128,9 @@ fn a_batch_of_different_lengths_generates_what_each_sequence_does() {
 }
 
 #[test]
-fn what_a_device_has_not_is_an_error() {
+fn rows_that_the_host_has_no_room_for_are_an_error() {
     let Some(gpu) = gpu("hybrid errors") else { return };
     let (model, _) = model();
-    for (spec, named) in [
-        ("hybrid:keys=rope", "keys=rope"),
-        ("hybrid:norms=on", "norms=on"),
-        ("hybrid:keys=rotated:refine=2", "refine=2"),
-        ("hybrid:window=7", "window"),
-        ("hybrid:rows-on=device:offloaded=int8", "offloaded"),
-        ("hybrid:rows-on=device:held=64", "held"),
-        ("hybrid:offload=.", "offload"),
-        ("hybrid:exact-layers=1", "exact layers"),
-    ] {
-        let method: Method = spec.parse().unwrap();
-        let made = method_cache(&gpu, &method, &model.config, Element::F16, None, 1, 100).map(drop);
-        assert!(matches!(&made, Err(Error::Argument(what)) if what.contains(named)), "{spec}: {made:?}");
-    }
     let method: Method = "hybrid".parse().unwrap();
     let huge = method_cache(&gpu, &method, &model.config, Element::F16, None, 1, 1 << 31).map(drop);
     assert!(matches!(huge, Err(Error::HostMemory { .. })), "{huge:?}");

@@ -5,7 +5,7 @@ use std::process::Command;
 use std::sync::Arc;
 
 use kv_reference::Profile;
-use kv_reference::compare::{Sizes, calibrated, compare};
+use kv_reference::compare::{Placed, Sizes, calibrated, compare};
 use kv_reference::method::Method;
 use kv_reference::model::{Model, Rope};
 use kv_reference::ops::{AttentionShape, causal_attention, matmul};
@@ -75,10 +75,11 @@ fn a_comparison_does_not_depend_on_the_number_of_threads() {
     let (model, tokens) = shipped();
     let methods = "dense,pqcache:code=4x4,million:k=8x4:v=8x4,pqklt:k=8x4:v=8x4,zack,cachegen";
     let methods = Method::parse_list(methods).unwrap();
+    let placed = Placed::new(&model.config, &methods, None).unwrap();
     let sizes = Sizes { context: 160, decode: 16, calibration: 256 };
     let comparisons = at_all_threads(|| {
         let mut rows =
-            compare(&model, ("text", &tokens), &methods, sizes, None, 1, None, &()).unwrap().methods;
+            compare(&model, ("text", &tokens), &placed, sizes, None, 1, None, &()).unwrap().methods;
         rows.iter_mut().for_each(|row| row.ms_per_token = 0.0);
         rows.iter().map(|row| format!("{row:?}")).collect::<Vec<_>>()
     });

@@ -4,7 +4,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use kv_reference::compare::{Comparison, Row, Sizes, calibrated, compare};
+use kv_reference::compare::{Comparison, Placed, Row, Sizes, calibrated, compare};
 use kv_reference::method::Method;
 use kv_reference::model::{Model, Rope};
 
@@ -14,7 +14,8 @@ fn run(methods: &[&str], sizes: Sizes) -> Comparison {
     let text = std::fs::read_to_string(assets.join("sotu-heldout.txt")).unwrap();
     let tokens = model.tokenizer().unwrap().encode(&text).unwrap();
     let methods = Method::parse_list(&methods.join(",")).unwrap();
-    compare(&model, ("sotu-heldout", &tokens), &methods, sizes, None, 1, None, &()).unwrap()
+    let placed = Placed::new(&model.config, &methods, None).unwrap();
+    compare(&model, ("sotu-heldout", &tokens), &placed, sizes, None, 1, None, &()).unwrap()
 }
 
 fn row<'a>(comparison: &'a Comparison, spec: &str) -> &'a Row {
@@ -151,10 +152,11 @@ fn codebooks_of_another_text_hold_at_length() {
         Method::parse_list("million,pqklt:k=64x8:v=64x8:keys=rotated,pqklt:k=64x8:v=64x8:keys=mean").unwrap();
     let rope = Rope::new(&model.config, model.config.max_seq_len);
     let profile = calibrated(&model, &rope, &speech[..4096], &methods).unwrap();
+    let placed = Placed::new(&model.config, &methods, None).unwrap();
     let losses = [2048, 8192, 16_000].map(|context| {
         let sizes = Sizes { context, decode: 192, calibration: 0 };
         let profile = Some(profile.clone());
-        let comparison = compare(&model, ("log", &log), &methods, sizes, profile, 1, None, &()).unwrap();
+        let comparison = compare(&model, ("log", &log), &placed, sizes, profile, 1, None, &()).unwrap();
         comparison.methods.iter().map(|row| row.kl).collect::<Vec<_>>()
     });
     for (method, spec) in methods.iter().map(Method::spec).enumerate() {

@@ -93,9 +93,9 @@ impl Load {
         let model = Arc::new(Model::load(&model)?);
         let path = self.text.clone().unwrap_or_else(|| asset("sotu-heldout.txt"));
         let tokens = model.tokenizer()?.encode(&files::read_text(&path)?)?;
-        check_room(&model, self.context, self.decode, "--context")?;
+        check_room(&model.name, &model.config, (self.context, self.decode), "--context")?;
         let run = self.context + self.decode + 1;
-        let start = run_start(&model, tokens.len(), run, self.calibration, "--context")?;
+        let start = run_start(&model.config, tokens.len(), run, self.calibration, "--context")?;
         let rope = Arc::new(Rope::new(&model.config, (self.context + self.decode).max(start)));
         let profile = calibrated(&model, &rope, &tokens[..start], &methods)?;
         let planes = levels(&methods, &model, &profile)?;

@@ -9,7 +9,7 @@ use kv_reference::cache::KvCache;
 #[cfg(feature = "cuda")]
 use kv_reference::device::{self, StreamTarget};
 use kv_reference::forward::Decoder;
-use kv_reference::method::Method;
+use kv_reference::method::{Method, Place};
 use kv_reference::model::{Model, Rope};
 use kv_reference::store::{self, FillOptions, Filled};
 use kv_reference::stream::encoded::{EncodedContext, SINKS};
@@ -62,9 +62,33 @@ impl KvArgs {
         self.kv.as_ref().map_or(Ok(()), |url| files.reads_store("--kv", url))
     }
 
-    /// Rejects a store that is not there and, to keep chunks, cannot be made, before the long work.
-    pub fn check(&self) -> Result<()> {
-        self.kv.as_ref().map_or(Ok(()), |url| Ok(store::open(url, self.kv_keep).map(drop)?))
+    /// Rejects wrong options and, before the long work, a method whose caches are not those of the store, and
+    /// a store that is not there or, to keep chunks, cannot be made.
+    pub fn check(&self, method: &Method) -> Result<()> {
+        let Some(url) = &self.kv else { return Ok(()) };
+        self.choice()?;
+        if method.place() == Place::Cpu && method.changes_weights() {
+            return Err(Error::Argument(format!(
+                "--kv: on the CPU method {} changes the weights, and with them the keys and values",
+                method.spec()
+            )));
+        }
+        Ok(store::open(url, self.kv_keep).map(drop)?)
+    }
+
+    /// The encoding of each chunk.
+    fn choice(&self) -> Result<Choice> {
+        check_seconds("--kv-slo", self.kv_slo)?;
+        let levels = self.levels.methods()?.len();
+        let first_level = stream::first_level(self.kv_slo, levels);
+        let slo = self.kv_slo * (1.0 - stream::RESERVE);
+        let policy = StreamPolicy { slo, first_level, prior: None, plans: Plans::TextFirst };
+        let choice = Choice::parse(&self.kv_encoding, levels, policy)
+            .map_err(|e| Error::Argument(format!("--kv-encoding: {e}")))?;
+        match self.kv_slo > 0.0 && matches!(choice, Choice::Given(_)) {
+            true => Err(Error::argument("--kv-slo has no effect without --kv-encoding adaptive")),
+            false => Ok(choice),
+        }
     }
 
     /// The levels of the store, if one is named.
@@ -75,16 +99,7 @@ impl KvArgs {
     /// The store, if one is named. Without a profile its own is used.
     pub fn open(&self, model: &Model, profile: Option<&Profile>) -> Result<Option<PromptLoader>> {
         let Some(url) = &self.kv else { return Ok(None) };
-        check_seconds("--kv-slo", self.kv_slo)?;
-        let levels = self.levels.methods()?.len();
-        let first_level = stream::first_level(self.kv_slo, levels);
-        let slo = self.kv_slo * (1.0 - stream::RESERVE);
-        let policy = StreamPolicy { slo, first_level, prior: None, plans: Plans::TextFirst };
-        let choice = Choice::parse(&self.kv_encoding, levels, policy)
-            .map_err(|e| Error::Argument(format!("--kv-encoding: {e}")))?;
-        if self.kv_slo > 0.0 && matches!(choice, Choice::Given(_)) {
-            return Err(Error::argument("--kv-slo has no effect without --kv-encoding adaptive"));
-        }
+        let choice = self.choice()?;
         let open = match OpenStore::new(url, model, profile, (&self.levels, &self.retry), self.kv_keep) {
             // The prompt needs no store.
             Err(Error::Store(e)) if e.is_damage() || e.is_failure() => {

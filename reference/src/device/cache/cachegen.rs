@@ -9,12 +9,12 @@ use kv_gpu::{AnyElement, DevicePtr, Element};
 use pq_core::Window;
 
 use super::{Chunk, ChunkCache, DenseCache, DeviceCache, Room, Rows, Sequences, Timed};
+use crate::Result;
 use crate::cache::Footprint;
 use crate::device::{Gpu, hashed};
 use crate::method::Bitstream;
 use crate::model::Config;
 use crate::side::Pair;
-use crate::{Error, Result};
 use codec::{Codec, Span};
 
 /// CacheGen: the rows of all tokens, as in [`DenseCache`]. The rows of tokens that leave the window are
@@ -35,11 +35,11 @@ pub struct CacheGenCache {
 }
 
 impl CacheGenCache {
-    /// An empty cache, with planes of every layer.
+    /// An empty cache, with planes of every layer. The window has a token, at least: the last one stays exact
+    /// until the next one.
     ///
     /// # Errors
-    /// [`Error::Argument`] for a window of no tokens; [`Error::Device`], also for planes that the device
-    /// cannot encode.
+    /// [`Error::Device`](crate::Error::Device), also for planes that the device cannot encode.
     pub(super) fn new(
         gpu: &Gpu,
         config: &Config,
@@ -49,11 +49,6 @@ impl CacheGenCache {
         batch: usize,
         capacity: usize,
     ) -> Result<Self> {
-        if window.recent == 0 {
-            return Err(Error::argument(
-                "window=0: on the device cachegen keeps the last token exact, at least, until the next one",
-            ));
-        }
         let dense = DenseCache::new(gpu, config, element, batch, capacity)?;
         Ok(Self {
             codec: Codec::new(gpu, config, element, planes, &dense, (batch, capacity))?,

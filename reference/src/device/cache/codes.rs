@@ -65,11 +65,8 @@ impl TokenCodes {
             None => random_codebooks(n_layers, heads, quantizers)?,
         };
         let books = |side: Side| codebooks.iter().flatten().map(move |pair| &pair[side]);
-        let encoder = |side: Side| {
-            let (quantizer, element) = (quantizers[side], VectorElement::from(element));
-            let paging = paging(pages.as_ref());
-            Encode::new(&gpu.device, EncodeShape { quantizer, side: side.into(), element, paging })
-        };
+        let paging = paging(pages.is_some());
+        let encoder = |side: Side| Encode::new(&gpu.device, encoder(quantizers, side, element, paging));
         let layouts = Pair::try_of(|side| CodeLayout::new(quantizers[side], side.into()))?;
         let tiles = pages.as_ref().map_or(capacity, Pages::page).div_ceil(TILE).max(1);
         let places = pages.as_ref().map_or(batch, Pages::count);
@@ -248,9 +245,27 @@ impl TokenCodes {
     }
 }
 
-/// The layout of codes with these pages.
-pub(super) const fn paging(pages: Option<&Pages>) -> Paging {
-    if pages.is_some() { Paging::Tiles } else { Paging::Contiguous }
+/// The layout of codes in pages or not.
+pub(super) const fn paging(is_paged: bool) -> Paging {
+    if is_paged { Paging::Tiles } else { Paging::Contiguous }
+}
+
+/// The encoder of a side.
+fn encoder(quantizers: Pair<PqShape>, side: Side, element: Element, paging: Paging) -> EncodeShape {
+    EncodeShape {
+        quantizer: quantizers[side],
+        side: side.into(),
+        element: VectorElement::from(element),
+        paging,
+    }
+}
+
+/// Rejects quantizers that the encoders do not support.
+pub(super) fn check_encoders(quantizers: Pair<PqShape>, element: Element, paging: Paging) -> Result<()> {
+    Side::ALL.into_iter().try_for_each(|side| {
+        let checked = encoder(quantizers, side, element, paging).program();
+        Ok(checked.map(drop)?)
+    })
 }
 
 #[derive(Clone, Copy)]

@@ -7,9 +7,9 @@ use kv_gpu::{DevicePtr, Grid, Kernel};
 use pq_core::Window;
 
 use super::Sequences;
+use crate::Result;
 use crate::device::memory::Buffer;
 use crate::device::{Gpu, driver, programs};
-use crate::{Error, Result};
 
 /// When each layer evicts: every half window, so that a token has a code before the ring overwrites its row.
 ///
@@ -59,17 +59,12 @@ impl Eviction {
 }
 
 impl Evictions {
-    /// The schedule of empty layers.
+    /// The schedule of empty layers. The window has an even number of tokens, at least two.
     ///
     /// # Errors
-    /// [`Error::Argument`] for a window of an odd number of tokens, or none; [`Error::Device`].
+    /// [`Error::Device`](crate::Error::Device).
     pub fn new(gpu: &Gpu, n_layers: usize, batch: usize, window: Window) -> Result<Self> {
-        let Window { sinks, recent: ring, batch: leaving } = window;
-        if ring < 2 || !ring.is_multiple_of(2) || leaving > 1 {
-            return Err(Error::argument(
-                "on the device a window has an even number of tokens, which it leaves one by one (batch=1)",
-            ));
-        }
+        let Window { sinks, recent: ring, .. } = window;
         let words = || Buffer::<u32>::zeros(gpu, n_layers * batch);
         Ok(Self {
             plan: gpu.device.kernel(&programs::evict(), "plan", 0)?,

@@ -64,8 +64,8 @@ impl HybridCache {
     ///
     /// # Errors
     /// [`Error::HostMemory`](crate::Error::HostMemory) when the host has no room for the rows;
-    /// [`Error::Argument`](crate::Error::Argument) for a window of an odd number of tokens, or none, and for
-    /// more tokens than 32 bits count; [`Error::Device`](crate::Error::Device).
+    /// [`Error::Argument`](crate::Error::Argument) for more tokens than 32 bits count;
+    /// [`Error::Device`](crate::Error::Device).
     #[allow(clippy::too_many_arguments)]
     pub(super) fn new(
         gpu: &Gpu,
@@ -98,19 +98,7 @@ impl HybridCache {
         // first k.
         let held = plan.held.min(stored).max(most + usize::from(plan.bound.is_some()));
         let store = RowStore::new(gpu, element, store, plan.home, held)?;
-        let hybrid = Hybrid::new(
-            &gpu.device,
-            HybridShape {
-                keys: plan.quantizers.keys,
-                values: plan.quantizers.values,
-                group: config.gqa_group(),
-                element,
-                rule: GroupRule::SumOfSoftmax,
-                paged: false,
-                adaptive: plan.bound.is_some(),
-                addends: plan.form.rotated_mean,
-            },
-        )?;
+        let hybrid = Hybrid::new(&gpu.device, kernels(config, element, &plan))?;
         let transform = Transform::new(gpu, config, element, &codes, shape)?;
         let tiles = capacity.div_ceil(TILE).max(1);
         let held = if store.slots().is_some() { held } else { 0 };
@@ -178,6 +166,20 @@ impl HybridCache {
     /// Bytes of what all sequences share.
     fn shared_bytes(&self) -> usize {
         self.codes.shared_bytes() + self.errors.bytes()
+    }
+}
+
+/// The shape of a step's kernels.
+pub(super) const fn kernels(config: &Config, element: Element, plan: &HybridPlan) -> HybridShape {
+    HybridShape {
+        keys: plan.quantizers.keys,
+        values: plan.quantizers.values,
+        group: config.gqa_group(),
+        element,
+        rule: GroupRule::SumOfSoftmax,
+        paged: false,
+        adaptive: plan.bound.is_some(),
+        addends: plan.form.rotated_mean,
     }
 }
 

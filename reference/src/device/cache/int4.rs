@@ -5,11 +5,11 @@ use kv_gpu::{AnyElement, DevicePtr, Element, Grid, Kernel};
 use super::codes::{RANDOM_CODES, fill_codes};
 use super::window::{Window, WindowShape};
 use super::{Chunk, ChunkCache, DeviceCache, Room, Rows, Sequences, Timed};
+use crate::Result;
 use crate::cache::Footprint;
 use crate::device::memory::Buffer;
 use crate::device::{Gpu, programs};
 use crate::model::Config;
-use crate::{Error, Result};
 
 /// Tokens of a block, and threads of the kernels.
 const BLOCK: usize = 64;
@@ -98,10 +98,10 @@ const _: () = assert!(size_of::<EncodeArguments>() == 64 && size_of::<DecodeArgu
 const _: () = assert!(size_of::<AttendArguments>() == 80 && size_of::<MergeArguments>() == 24);
 
 impl Int4Cache {
-    /// An empty cache.
+    /// An empty cache. Tokens leave the window in blocks of 64.
     ///
     /// # Errors
-    /// [`Error::Argument`] unless tokens leave the window in blocks of 64; [`Error::Device`].
+    /// [`Error::Device`](crate::Error::Device).
     pub(crate) fn new(
         gpu: &Gpu,
         config: &Config,
@@ -110,12 +110,6 @@ impl Int4Cache {
         batch: usize,
         capacity: usize,
     ) -> Result<Self> {
-        if window.batch != BLOCK {
-            return Err(Error::Argument(format!(
-                "batch={}: on the device int4 takes {BLOCK} tokens at once",
-                window.batch
-            )));
-        }
         let (heads, group, head_dim) = (config.n_kv_heads, config.gqa_group(), config.head_dim);
         let ring = pq_core::Window { recent: window.recent + BLOCK, ..window };
         let shape = WindowShape::new(config, ring, batch, capacity);

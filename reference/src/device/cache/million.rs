@@ -2,7 +2,7 @@
 
 mod prefix;
 
-use kv_gpu::pq::{Attend, AttendArguments, AttendShape, ExactTokens};
+use kv_gpu::pq::{Attend, AttendArguments, AttendShape, ExactTokens, Paging};
 use kv_gpu::{AnyElement, DevicePtr, Element, Grid, Kernel};
 use pq_core::PqShape;
 
@@ -16,7 +16,7 @@ use crate::Result;
 use crate::cache::Footprint;
 use crate::device::memory::Buffer;
 use crate::device::{Gpu, programs};
-use crate::method::PagedMemory;
+use crate::method::{PagedMemory, RowForm};
 use crate::model::Config;
 use crate::side::{Pair, Side};
 use prefix::PrefixRows;
@@ -69,8 +69,7 @@ impl MillionCache {
     /// transform.
     ///
     /// # Errors
-    /// [`Error::Argument`] for a window of an odd number of tokens, or none, and for pages of half tiles;
-    /// [`Error::Device`].
+    /// [`Error::Argument`] for too many pages; [`Error::Device`].
     #[allow(clippy::too_many_arguments)]
     pub(super) fn new(
         gpu: &Gpu,
@@ -84,25 +83,15 @@ impl MillionCache {
         batch: usize,
         capacity: usize,
     ) -> Result<Self> {
-        let (n_layers, heads, group) = (config.n_layers, config.n_kv_heads, config.gqa_group());
+        let (n_layers, heads) = (config.n_layers, config.n_kv_heads);
         let evictions = Evictions::new(gpu, n_layers, batch, window)?;
         let shape = WindowShape::new(config, window, batch, capacity);
         let pages =
             memory.map(|memory| Pages::new(gpu, memory, (batch, capacity), shape.sinks)).transpose()?;
-        let (Pair { keys, values }, paging) = (quantizers, paging(pages.as_ref()));
         let form = transformed.as_ref().map(|codes| codes.form);
         let transform =
             transformed.map(|codes| Transform::new(gpu, config, element, &codes, shape)).transpose()?;
-        let attend = AttendShape {
-            keys,
-            values,
-            group,
-            element,
-            paging,
-            addends: form.is_some_and(|form| form.rotated_mean),
-            norms: form.is_some_and(|form| form.norms),
-            exact_fp8: false,
-        };
+        let attend = kernel(config, element, quantizers, form, paging(pages.is_some()));
         let attend = Attend::new(&gpu.device, attend)?;
         let cache = Self {
             stage: gpu.device.kernel(&programs::evict(), "stage", 0)?,
@@ -144,6 +133,27 @@ impl MillionCache {
         // SAFETY: the structure is the kernel's argument, and the buffers have the lengths of `new`. The
         // background stream no longer reads what this writes: the layer's last eviction has been waited for.
         Ok(unsafe { self.stage.launch(gpu.stream(), grid, 256, false, &stage) }?)
+    }
+}
+
+/// The shape of attention to codes, of transformed rows if they have a form.
+pub(super) fn kernel(
+    config: &Config,
+    element: Element,
+    quantizers: Pair<PqShape>,
+    form: Option<RowForm>,
+    paging: Paging,
+) -> AttendShape {
+    let Pair { keys, values } = quantizers;
+    AttendShape {
+        keys,
+        values,
+        group: config.gqa_group(),
+        element,
+        paging,
+        addends: form.is_some_and(|form| form.rotated_mean),
+        norms: form.is_some_and(|form| form.norms),
+        exact_fp8: false,
     }
 }
 

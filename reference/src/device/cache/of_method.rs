@@ -2,25 +2,65 @@
 
 use kv_gpu::Element;
 
-use super::codes::Codebooks;
+use super::codes::{Codebooks, check_encoders, paging};
 use super::zack::{Cuts, uniform_ranks};
 use super::{
     CacheGenCache, DenseCache, DeviceCache, HybridCache, Int4Cache, MillionCache, PagedCache, PqCache,
-    ZackCache, cachegen,
+    ZackCache, cachegen, hybrid, million, pqcache,
 };
 use crate::device::bases::{Bases, BasisMaps};
 use crate::device::ledger::Allocating;
-use crate::device::{Gpu, hashed};
+use crate::device::{Gpu, Weights, hashed};
 use crate::method::{CodedRows, Heads, Method, Plan, RowForm, TransformedHead};
 use crate::model::Config;
 use crate::{Error, Profile, Result};
+
+/// The same method for a model on a device, where defaults are those that a device supports. Needs neither
+/// weights nor a device: what is refused here is refused before any work.
+///
+/// # Errors
+/// [`Error::Argument`] for a model that no device runs, for settings that do not fit it or that no device
+/// supports, and for codes that the kernels do not: what is wrong, and what to pass instead.
+pub fn fitted(method: &Method, config: &Config) -> Result<Method> {
+    Weights::check(config)?;
+    let method = method.on_device(config)?;
+    let (element, plan) = (method.device_element()?, method.device_plan(config, None)?);
+    match check_kernels(&plan, config, element) {
+        Err(Error::Device(kv_gpu::Error::Unsupported { supported, .. })) => Err(Error::Argument(format!(
+            "method {}: kernels on a device take {supported}: pass other codes, or --device cpu",
+            method.spec()
+        ))),
+        checked => checked.map(|()| method),
+    }
+}
+
+/// Rejects shapes of codes that the kernels of a cache do not support.
+fn check_kernels(plan: &Plan, config: &Config, element: Element) -> Result<()> {
+    match plan {
+        // Every model that a device runs has them.
+        Plan::Dense(_) | Plan::Int4 | Plan::Cuts(..) | Plan::Bitstream(..) => Ok(()),
+        Plan::Codes { quantizers, rows, pages } => {
+            let form = match rows {
+                CodedRows::Plain(_) => None,
+                CodedRows::Transformed(form, _) => Some(*form),
+            };
+            let paging = paging(pages.is_some());
+            check_encoders(*quantizers, element, paging)?;
+            Ok(million::kernel(config, element, *quantizers, form, paging).check()?)
+        }
+        Plan::Hybrid(plan, _) => {
+            check_encoders(plan.quantizers, element, paging(false))?;
+            Ok(hybrid::kernels(config, element, plan).check()?)
+        }
+        Plan::Retrieval(retrieval, _) => pqcache::check_kernels(config, element, retrieval),
+    }
+}
 
 /// The cache of a method for `batch` sequences of at most `capacity` tokens; codebooks are from the profile,
 /// or hashed without one.
 ///
 /// # Errors
-/// [`Error::Argument`] for a method that is not implemented on the device; [`Error::Profile`];
-/// [`Error::DeviceMemory`] and [`Error::HostMemory`]; [`Error::Device`].
+/// As [`fitted`]; [`Error::Profile`]; [`Error::DeviceMemory`] and [`Error::HostMemory`]; [`Error::Device`].
 pub fn method_cache(
     gpu: &Gpu,
     method: &Method,
@@ -31,17 +71,9 @@ pub fn method_cache(
     capacity: usize,
 ) -> Result<Box<dyn DeviceCache>> {
     let _purpose = Allocating::new("caches");
-    let method = method.fitted(config)?;
+    let method = fitted(method, config)?;
     let window = method.window();
-    let Some(plan) = method.device_plan(config, profile)? else {
-        return Err(Error::Argument(format!(
-            "method {} is not implemented on the device; cachegen, dense, hybrid, int4, million (without \
-             outliers), pqcache, pqklt and zack (all tokens, without codes) are, all without exact layers: \
-             pass --device cpu",
-            method.spec()
-        )));
-    };
-    Ok(match plan {
+    Ok(match method.device_plan(config, profile)? {
         Plan::Dense(Some(pages)) => Box::new(PagedCache::new(gpu, config, element, pages, batch, capacity)?),
         Plan::Dense(None) => Box::new(DenseCache::new(gpu, config, element, batch, capacity)?),
         Plan::Int4 => Box::new(Int4Cache::new(gpu, config, element, window, batch, capacity)?),

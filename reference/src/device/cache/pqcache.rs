@@ -21,7 +21,7 @@ use crate::device::Gpu;
 use crate::device::memory::Buffer;
 use crate::method::Retrieval;
 use crate::model::Config;
-use index::{KeyIndex, Wanted};
+use index::{Kernels, KeyIndex, Wanted};
 use train::Training;
 
 /// PQCache: codes of keys on the device, exact rows of all tokens in memory of the host.
@@ -80,8 +80,8 @@ impl PqCache {
     ///
     /// # Errors
     /// [`Error::HostMemory`](crate::Error::HostMemory) when the host has no room for the rows;
-    /// [`Error::Argument`](crate::Error::Argument) for a window of an odd number of tokens, or none, and for
-    /// more tokens than 32 bits count; [`Error::Device`](crate::Error::Device).
+    /// [`Error::Argument`](crate::Error::Argument) for more tokens than 32 bits count;
+    /// [`Error::Device`](crate::Error::Device).
     #[allow(clippy::too_many_arguments)]
     pub(crate) fn new(
         gpu: &Gpu,
@@ -134,6 +134,15 @@ impl PqCache {
         gpu.synchronize()?; // the codebooks are copied
         Ok(cache)
     }
+}
+
+/// Rejects codes that the kernels of the index, or of the training, do not support.
+pub(super) fn check_kernels(config: &Config, element: Element, retrieval: &Retrieval) -> Result<()> {
+    let quantizer = retrieval.quantizer;
+    Kernels { quantizer, group: config.gqa_group(), element }.check()?;
+    let trained = TrainShape { quantizer, element: element.into() };
+    let checked = retrieval.training.map(|_| trained.program());
+    Ok(checked.transpose().map(drop)?)
 }
 
 impl DeviceCache for PqCache {

@@ -10,16 +10,14 @@ use super::eviction::Evictions;
 use super::span::Span;
 use super::window::{Window, WindowShape};
 use super::{Chunk, ChunkCache, DeviceCache, Room, RowTransform, Rows, Sequences, Timed};
+use crate::Result;
 use crate::cache::Footprint;
 use crate::device::bases::Bases;
 use crate::device::memory::Buffer;
 use crate::device::{Gpu, programs};
+use crate::method::DeviceCuts;
 use crate::model::Config;
 use crate::side::{Pair, Side};
-use crate::{Error, Result};
-
-/// Ranks are multiples of it: `svd::Attend` reads 16 bytes at a time.
-const MULTIPLE: usize = 8;
 
 /// ZACK: sinks and a ring of recent tokens are exact, all other tokens are rows truncated to each head's
 /// ranks. `svd::Attend` runs over both parts, and the results are merged.
@@ -89,8 +87,7 @@ impl ZackCache {
     /// An empty cache.
     ///
     /// # Errors
-    /// [`Error::Argument`] for a window of an odd number of tokens, or none, and for ranks that are not
-    /// multiples of 8; [`Error::Device`].
+    /// [`Error::Device`](crate::Error::Device).
     pub(super) fn new(
         gpu: &Gpu,
         config: &Config,
@@ -101,12 +98,6 @@ impl ZackCache {
         capacity: usize,
     ) -> Result<Self> {
         let Cuts { bases, ranks, cuts_prompts } = cuts;
-        let mut all = ranks.iter().flatten().flat_map(Pair::iter);
-        if let Some(rank) = all.find(|rank| !rank.is_multiple_of(MULTIPLE)) {
-            return Err(Error::Argument(format!(
-                "a rank of {rank}: the device takes multiples of {MULTIPLE}: pass multiple={MULTIPLE}"
-            )));
-        }
         let (heads, group, head_dim) = (config.n_kv_heads, config.gqa_group(), config.head_dim);
         let evictions = Evictions::new(gpu, config.n_layers, batch, window)?;
         let kernels = Kernels::new(gpu, element, head_dim, group)?;
@@ -180,7 +171,7 @@ impl Kernels {
 /// One rank for all heads, as a fraction of the dimensions, for timing.
 pub(super) fn uniform_ranks(config: &Config, parts: Pair<f64>) -> Vec<Vec<Pair<usize>>> {
     let dim = config.head_dim;
-    let rank = |side| ((parts[side] * dim as f64) as usize).next_multiple_of(MULTIPLE).min(dim);
+    let rank = |side| ((parts[side] * dim as f64) as usize).next_multiple_of(DeviceCuts::MULTIPLE).min(dim);
     vec![vec![Pair::of(rank); config.n_kv_heads]; config.n_layers]
 }
 

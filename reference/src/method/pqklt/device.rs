@@ -7,34 +7,34 @@
 
 use std::sync::Arc;
 
-use pq_core::PqShape;
+use pq_core::{PqShape, Window};
 use svd_core::{Map, MapBuf, Rows, RowsMut};
 
 use super::PqKlt;
 use super::store::{HeadCode, KeySpace, TransformedPlan};
-use crate::method::plan::{HeadMaps, Heads, RowForm, TransformedHead};
+use crate::method::on_device::{DeviceKind, Limit};
+use crate::method::plan::{CodedRows, HeadMaps, Heads, Plan, RowForm, TransformedHead};
 use crate::model::{AttentionWeights, Config, Layer, Model};
 use crate::ops::dot;
 use crate::side::Pair;
-use crate::{Error, Profile, Result};
+use crate::{Profile, Result};
 
 impl PqKlt {
+    /// The settings of transformed rows that no device supports.
+    pub fn limits_of_rows(&self) -> [Limit; 2] {
+        [
+            Limit::new(
+                self.space == KeySpace::BeforeRope,
+                "keys=rope",
+                "a device codes keys after RoPE",
+                "keys=mean or keys=rotated",
+            ),
+            Limit::new(self.refine > 0, "refine=1", "a device has the codebooks of the profile", "refine=0"),
+        ]
+    }
+
     /// The quantizers, and the form of the rows that they code.
-    ///
-    /// # Errors
-    /// [`Error::Argument`] for settings that a device does not support.
     pub fn device_form(&self, head_dim: usize) -> Result<(Pair<PqShape>, RowForm)> {
-        if self.space == KeySpace::BeforeRope {
-            return Err(Error::argument(
-                "keys=rope: a device codes keys after RoPE: pass keys=mean or keys=rotated, or --device cpu",
-            ));
-        }
-        if self.refine > 0 {
-            return Err(Error::Argument(format!(
-                "refine={}: a device has the codebooks of the profile: pass refine=0, or --device cpu",
-                self.refine
-            )));
-        }
         let form = RowForm { rotated_mean: self.space == KeySpace::RotatedMean, norms: self.norms };
         Ok((Pair::try_of(|side| self.codes[side].shape(head_dim))?, form))
     }
@@ -58,6 +58,25 @@ impl PqKlt {
         };
         let layers = model.layers.iter().enumerate().map(fold);
         Ok(Model { layers: layers.collect::<Result<_>>()?, ..model.clone() })
+    }
+}
+
+impl DeviceKind for PqKlt {
+    fn limits(&self, window: Window) -> Vec<Limit> {
+        let mut limits = Limit::of_rings(window);
+        limits.extend(self.limits_of_rows());
+        limits
+    }
+
+    fn plan(&self, config: &Config, profile: Option<&Profile>) -> Result<Plan> {
+        let (quantizers, form) = self.device_form(config.head_dim)?;
+        let heads = profile.map(|profile| self.device_heads(config, profile)).transpose()?;
+        let rows = CodedRows::Transformed(form, heads);
+        Ok(Plan::Codes { quantizers, rows, pages: self.pages })
+    }
+
+    fn fold(&self, model: &Model, profile: &Profile) -> Result<Option<Model>> {
+        self.fold_values(model, profile).map(Some)
     }
 }
 

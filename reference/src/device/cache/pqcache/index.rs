@@ -34,6 +34,47 @@ pub(super) struct KeyIndex {
     shape: Shape,
 }
 
+/// The shapes of the kernels.
+pub(super) struct Kernels {
+    pub quantizer: PqShape,
+    pub group: usize,
+    pub element: Element,
+}
+
+impl Kernels {
+    const fn select(&self) -> SelectShape {
+        let &Self { quantizer: keys, group, element } = self;
+        SelectShape { keys, group, element, rule: GroupRule::SumOfSoftmax, paged: false, addends: false }
+    }
+
+    fn encode(&self) -> EncodeShape {
+        let (quantizer, element) = (self.quantizer, self.element.into());
+        EncodeShape { quantizer, side: Side::Keys, element, paging: Paging::Contiguous }
+    }
+
+    const fn search(&self) -> SearchShape {
+        SearchShape { quantizer: self.quantizer, group: self.group, rule: GroupRule::SumOfSoftmax }
+    }
+
+    fn lut(&self) -> LutShape {
+        LutShape { quantizer: self.quantizer, group: self.group, element: self.element.into() }
+    }
+
+    fn encode_any(&self) -> EncodeGenericShape {
+        EncodeGenericShape { quantizer: self.quantizer, element: self.element.into() }
+    }
+
+    /// Rejects a quantizer that neither form of the index supports.
+    pub fn check(&self) -> Result<()> {
+        if self.select().check().is_ok() {
+            return Ok(self.encode().program().map(drop)?);
+        }
+        self.search().program((9, 0), usize::MAX)?;
+        self.lut().program()?;
+        Ok(self.encode_any().program().map(drop)?)
+    }
+}
+
 enum Form {
     Tiles(Box<Tiles>),
     Scan(Box<Scan>),
@@ -105,18 +146,15 @@ impl KeyIndex {
             layer.iter().flat_map(CodebookBuf::centroids).collect::<Vec<f32>>().repeat(books)
         };
         let centroids: Vec<f32> = codebooks.iter().flat_map(of_books).collect();
-        let rule = GroupRule::SumOfSoftmax;
-        let select = SelectShape { keys: quantizer, group, element, rule, paged: false, addends: false };
-        let (form, of_head) = match Select::new(&gpu.device, select) {
+        let kernels = Kernels { quantizer, group, element };
+        let (form, of_head) = match Select::new(&gpu.device, kernels.select()) {
             Ok(select) => {
                 let layout = CodeLayout::new(quantizer, Side::Keys)?;
                 let (tiles, per_step) = (stored.div_ceil(TILE), batch / books);
-                let (side, element, paging) = (Side::Keys, element.into(), Paging::Contiguous);
-                let encode = EncodeShape { quantizer, side, element, paging };
                 let tiled = Tiles {
                     workspace: Buffer::zeros(gpu, select.workspace_len(per_step, heads, tiles * TILE))?,
                     select,
-                    encode: Encode::new(&gpu.device, encode)?,
+                    encode: Encode::new(&gpu.device, kernels.encode())?,
                     tabulate: gpu.device.kernel(&programs::retrieval(), "tabulate", 0)?,
                     tables: Buffer::zeros(gpu, n_layers * books * heads * layout.table_len())?,
                     layout,
@@ -125,7 +163,7 @@ impl KeyIndex {
                 (Form::Tiles(Box::new(tiled)), tiles * layout.tile_len())
             }
             Err(kv_gpu::Error::Unsupported { .. }) => {
-                let scan = Scan::new(gpu, element, quantizer, &shape)?;
+                let scan = Scan::new(gpu, &kernels, &shape)?;
                 (Form::Scan(Box::new(scan)), quantizer.codes_len(stored))
             }
             Err(e) => return Err(Error::from(e)),
@@ -335,14 +373,13 @@ impl KeyIndex {
 }
 
 impl Scan {
-    fn new(gpu: &Gpu, element: Element, quantizer: PqShape, shape: &Shape) -> Result<Self> {
-        let &Shape { batch, heads, group, stored, .. } = shape;
-        let (device, element) = (&gpu.device, element.into());
-        let search = SearchShape { quantizer, group, rule: GroupRule::SumOfSoftmax };
-        let search = Search::new(device, search)?;
+    fn new(gpu: &Gpu, kernels: &Kernels, shape: &Shape) -> Result<Self> {
+        let (&Kernels { quantizer, .. }, &Shape { batch, heads, group, stored, .. }) = (kernels, shape);
+        let device = &gpu.device;
+        let search = Search::new(device, kernels.search())?;
         Ok(Self {
-            lut: Lut::new(device, LutShape { quantizer, group, element })?,
-            encode: EncodeGeneric::new(device, EncodeGenericShape { quantizer, element })?,
+            lut: Lut::new(device, kernels.lut())?,
+            encode: EncodeGeneric::new(device, kernels.encode_any())?,
             luts: Buffer::zeros(gpu, batch * heads * group * quantizer.lut_len())?,
             found: Buffer::zeros(gpu, batch)?,
             workspace: Buffer::zeros(gpu, search.workspace_len(batch, heads, stored))?,

@@ -6,10 +6,10 @@ use kv_gpu::{AnyElement, DevicePtr, Element, Grid, Kernel};
 
 use super::StoreShape;
 use super::residency::Residency;
+use crate::Result;
 use crate::device::cache::Rows;
 use crate::device::cache::eviction::Evictions;
 use crate::device::{Gpu, programs};
-use crate::{Error, Result};
 
 /// Threads of a block: `THREADS` of int8_rows.cu.
 const THREADS: u32 = 256;
@@ -71,14 +71,8 @@ const _: () = assert!(size_of::<StoreArguments>() == 72 && size_of::<LoadArgumen
 
 impl Int8Rows {
     /// # Errors
-    /// [`Error::Argument`] for heads whose dimension is not 64 or 128; [`Error::Device`].
+    /// [`Error::Device`](crate::Error::Device).
     pub fn new(gpu: &Gpu, element: Element, shape: StoreShape) -> Result<Self> {
-        if ![64, 128].contains(&shape.head_dim) {
-            let dim = shape.head_dim;
-            return Err(Error::Argument(format!(
-                "offloaded=int8 on the device: {dim} components, not 64 or 128"
-            )));
-        }
         let program = programs::int8_rows(element, shape.head_dim);
         let (load, (threads, blocks)) = match gpu.device.capability().0 {
             9.. => (programs::int8_load_sm90(element, shape.head_dim), BULK),
