@@ -3,7 +3,6 @@
 
 #![allow(clippy::unwrap_used, unsafe_code)] // helpers of tests, and an allocator that counts
 
-#[path = "../support"]
 mod support {
     pub mod hostile;
 }

@@ -11,11 +11,14 @@
 //! on an object store (`store::StoreLink`), and on any other link that implements the trait. The
 //! [`receiver`] fills caches.
 
+#[path = "../../../reference/src/stream/encoded.rs"]
 pub mod encoded;
 pub mod frame;
+#[path = "shaped.rs"]
 pub mod link;
 mod meter;
 mod options;
+#[path = "caches.rs"]
 pub mod receiver;
 pub mod simulated;
 pub mod speeds;

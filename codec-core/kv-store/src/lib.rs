@@ -46,6 +46,7 @@ mod manifest;
 mod open;
 mod outage;
 mod profiles;
+#[path = "../../../reference/src/stream/prompt.rs"]
 mod prompt;
 mod remote;
 
