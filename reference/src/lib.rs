@@ -18,10 +18,6 @@ pub mod report;
 mod rng;
 mod sample;
 mod side;
-#[cfg(feature = "store")]
-#[path = "../../codec-core/kv-store/src/lib.rs"]
-pub mod store;
-#[path = "../../codec-core/kv-stream/src/serve.rs"]
 pub mod stream;
 
 pub use error::{Error, Result};

@@ -14,7 +14,7 @@ const LONGEST_ANSWER: usize = 150;
 
 /// One line about an error of `object_store` at `path`. Its own text has the server's whole answer and the
 /// names of all layers that the error has passed through.
-pub(super) fn line(path: &str, e: &object_store::Error) -> String {
+pub(crate) fn line(path: &str, e: &object_store::Error) -> String {
     let text = e.to_string();
     // The errors of requests have no public type: "Error performing GET URL in 1ms - CAUSE".
     let request = text.split("Error performing ").skip(1).find_map(|rest| {
@@ -34,7 +34,7 @@ pub(super) fn line(path: &str, e: &object_store::Error) -> String {
 }
 
 /// The text of an error without the name of the store.
-pub(super) fn cause(e: &object_store::Error) -> String {
+pub(crate) fn cause(e: &object_store::Error) -> String {
     cut(&e.source().map_or_else(|| e.to_string(), ToString::to_string), LONGEST)
 }
 
@@ -49,13 +49,13 @@ fn without_file(cause: String, path: &str) -> String {
 }
 
 /// Whether a server's answer says that the object, and not its bucket, is missing.
-pub(super) fn is_missing_key(e: &object_store::Error) -> bool {
+pub(crate) fn is_missing_key(e: &object_store::Error) -> bool {
     last(e).contains("<Code>NoSuchKey</Code>")
 }
 
 /// Whether the same request would fail again: an answer that does not depend on the server's load, a folder's
 /// system that has refused, or missing credentials.
-pub(super) fn is_final(e: &object_store::Error) -> bool {
+pub(crate) fn is_final(e: &object_store::Error) -> bool {
     use io::ErrorKind::{Interrupted, ResourceBusy, StaleNetworkFileHandle, TimedOut, WouldBlock};
     if let Some(status) = status(e) {
         return !matches!(status, 408 | 429 | 500 | 502.. if status != 505);
@@ -71,7 +71,7 @@ pub(super) fn is_final(e: &object_store::Error) -> bool {
 }
 
 /// Whether the server, or this client by its settings, does not implement the request.
-pub(super) fn is_not_implemented(e: &object_store::Error) -> bool {
+pub(crate) fn is_not_implemented(e: &object_store::Error) -> bool {
     matches!(e, object_store::Error::NotImplemented { .. })
         || status(e) == Some(501)
         || last(e).contains("<Code>NotImplemented</Code>")

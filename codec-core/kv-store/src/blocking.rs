@@ -14,11 +14,10 @@ use tokio::runtime::{Builder, Handle, Runtime};
 use tokio::sync::{oneshot, watch};
 use tokio::task::AbortHandle;
 
-use super::{
+use crate::{
     Arrival, AsyncStore, Check, ChunkId, ChunkKey, Error, ListedChunk, Listing, LoadProgress, Options,
-    Orphan, ProfileId, Put, Result, Space, StoreLink, StoredChunk,
+    Orphan, ProfileId, Put, Result, Space, StoredChunk,
 };
-use crate::stream::link::RealClock;
 
 /// Caches in an object store. Calls block; they may be made from any thread, including one that runs tokio.
 #[derive(Debug)]
@@ -49,12 +48,12 @@ impl Cancel {
 const THREADS: usize = 2;
 
 impl KvStore {
-    /// Opens the store that a URL names, also a folder that does not exist yet: see [`open`](super::open).
+    /// Opens the store that a URL names, also a folder that does not exist yet: see [`open`](crate::open).
     ///
     /// # Errors
     /// [`Error::Url`]; [`Error::System`] if no threads can be started.
     pub fn open(url: &str, options: Options) -> Result<Self> {
-        let (store, root) = super::open(url, true)?;
+        let (store, root) = crate::open(url, true)?;
         Self::new(AsyncStore::new(store, root, options))
     }
 
@@ -63,7 +62,7 @@ impl KvStore {
     /// # Errors
     /// As there.
     pub fn open_existing(url: &str, options: Options) -> Result<Self> {
-        let (store, root) = super::open(url, false)?;
+        let (store, root) = crate::open(url, false)?;
         Self::new(AsyncStore::new(store, root, options))
     }
 
@@ -288,20 +287,9 @@ impl KvStore {
         })
     }
 
-    /// A prefix as a link on `clock`: see [`StoreLink`].
-    #[must_use]
-    pub fn link<'a>(
-        &'a self,
-        space: &'a Space,
-        chunks: &'a [StoredChunk],
-        clock: RealClock,
-    ) -> StoreLink<'a> {
-        StoreLink::new(self, space, chunks, clock)
-    }
-
     /// Starts a call on the threads of the store. The answer is sent to the channel, as is
     /// [`Error::Cancelled`] when the store is cancelled.
-    pub(super) fn begin<T: Send + 'static>(
+    pub(crate) fn begin<T: Send + 'static>(
         &self,
         call: impl FnOnce(AsyncStore) -> BoxFuture<'static, Result<T>>,
     ) -> (AbortHandle, Receiver<Result<T>>) {
@@ -319,7 +307,7 @@ impl KvStore {
     }
 
     /// Runs a call to its end, or until the store is cancelled.
-    pub(super) fn wait<T: Send>(&self, call: impl Future<Output = Result<T>> + Send) -> Result<T> {
+    pub(crate) fn wait<T: Send>(&self, call: impl Future<Output = Result<T>> + Send) -> Result<T> {
         let call = async {
             match select(pin!(self.cancel.cancelled()), pin!(call)).await {
                 Either::Left(_) => Err(Error::Cancelled),

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::backend_text;
+use crate::backend_text;
 
 /// An error of a store.
 ///
@@ -134,7 +134,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 impl Error {
     /// Whether another attempt may succeed. Damaged bytes count: a read may be stale, or corrupted in
     /// transit.
-    pub(super) fn is_transient(&self) -> bool {
+    pub(crate) fn is_transient(&self) -> bool {
         match self {
             Self::Backend { source, .. } => {
                 matches!(source, object_store::Error::Generic { .. } | object_store::Error::JoinError { .. })
@@ -150,7 +150,7 @@ impl Error {
     }
 
     /// Whether an object's bytes differ from those written.
-    pub(super) const fn is_torn(&self) -> bool {
+    pub(crate) const fn is_torn(&self) -> bool {
         matches!(self, Self::Length { .. } | Self::TooLong { .. } | Self::Digest { .. } | Self::Object { .. })
     }
 
@@ -178,5 +178,16 @@ impl Error {
                 | Self::Limit { .. }
                 | Self::Codec(_)
         )
+    }
+}
+
+/// An error of a store as one of a link.
+impl From<Error> for kv_stream::Error {
+    fn from(e: Error) -> Self {
+        match e {
+            Error::Cancelled => Self::Cancelled,
+            e if e.is_damage() => Self::Damage(e.into()),
+            e => Self::Link(e.into()),
+        }
     }
 }

@@ -19,7 +19,7 @@ use object_store::{
 /// A [`LocalFileSystem`] that refuses pipes and devices in the place of an object: opening a pipe may block
 /// forever, and a device may never end.
 #[derive(Debug)]
-pub(super) struct Folder(LocalFileSystem);
+pub(crate) struct Folder(LocalFileSystem);
 
 impl Folder {
     /// An existing folder, in which acknowledged writes are on the disk.

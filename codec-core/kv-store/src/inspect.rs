@@ -1,26 +1,15 @@
-//! The contents of a store, and their integrity: listing, checking, removing.
+//! The contents of a store: listing, describing, removing.
 
 use std::collections::{BTreeMap, HashSet};
-use std::sync::atomic::AtomicU64;
 use std::time::{Duration, SystemTime};
 
 use futures_util::{StreamExt, stream};
 use object_store::path::Path;
 use object_store::{ObjectMeta, PutMode};
 
-use tracing::warn;
-
-use super::manifest::{MAX_MANIFEST, Manifest, digest};
-use super::{AsyncStore, ChunkId, Error, Result, Space, StoredChunk};
-
-/// How the frames of a chunk are checked.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Check {
-    /// They exist and have their length: one small request per chunk.
-    Length,
-    /// They match their digests: they are read.
-    Digests,
-}
+use crate::manifest::{MAX_MANIFEST, Manifest, digest};
+use crate::verify::check_len;
+use crate::{AsyncStore, Check, ChunkId, Error, Result};
 
 /// The contents of a space.
 #[derive(Debug, Default)]
@@ -73,7 +62,7 @@ pub struct ListedChunk {
 /// An object that no manifest names, or a file of an interrupted write.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Orphan {
-    pub(super) path: Path,
+    pub(crate) path: Path,
     /// Length in bytes.
     pub bytes: u64,
     /// Time of the write, by the store's clock.
@@ -88,7 +77,7 @@ impl Orphan {
     }
 
     /// Whether it was written at least this long ago. A time in the future counts as now.
-    pub(super) fn is_older(&self, age: Duration) -> bool {
+    pub(crate) fn is_older(&self, age: Duration) -> bool {
         SystemTime::now().duration_since(self.written).unwrap_or_default() >= age
     }
 }
@@ -275,53 +264,6 @@ impl AsyncStore {
         self.check(space, &chunk.manifest, Check::Digests).await
     }
 
-    /// The indices of the chunks whose frames differ from those written, in order.
-    ///
-    /// # Errors
-    /// [`Error::Backend`] and [`Error::Timeout`].
-    pub async fn damaged(&self, space: &Space, chunks: &[StoredChunk], check: Check) -> Result<Vec<usize>> {
-        let manifests: Vec<Manifest> = chunks.iter().map(|chunk| chunk.manifest().clone()).collect();
-        let checks = stream::iter(manifests)
-            .map(async |manifest| self.check(space.name(), &manifest, check).await)
-            .buffered(self.remote().options().parallel.max(1));
-        let mut checks = std::pin::pin!(checks.enumerate());
-        let mut damaged = vec![];
-        while let Some((i, checked)) = checks.next().await {
-            match checked {
-                Err(e) if e.is_damage() => {
-                    warn!(error = %e, "the chunk is damaged");
-                    damaged.push(i);
-                }
-                checked => checked?,
-            }
-        }
-        Ok(damaged)
-    }
-
-    async fn check(&self, space: ChunkId, manifest: &Manifest, check: Check) -> Result<()> {
-        let (remote, path) = (self.remote(), self.data_path(space, manifest));
-        if check == Check::Length {
-            return check_len(&path, remote.size(&path).await?, manifest);
-        }
-        let (head, expected) = manifest.head().ok_or_else(|| Error::Object {
-            path: self.manifest_path(space, manifest.id).to_string(),
-            what: "is a manifest of frames that are not those of a chunk",
-        })?;
-        remote.get_range(&path, &head, &AtomicU64::new(0), |bytes: &[u8]| bytes == expected).await?;
-        let pieces: Vec<_> = manifest.levels.iter().flat_map(|level| level.pieces()).collect();
-        let mut checks = stream::iter(pieces)
-            .map(|(range, expected)| {
-                let path = &path;
-                let verified = move |bytes: &[u8]| digest(bytes) == expected;
-                async move { remote.get_range(path, &range, &AtomicU64::new(0), verified).await }
-            })
-            .buffer_unordered(remote.options().parallel.max(1));
-        while let Some(check) = checks.next().await {
-            check?;
-        }
-        Ok(())
-    }
-
     /// Deletes the contents of a space, manifests first.
     ///
     /// # Errors
@@ -362,13 +304,4 @@ impl AsyncStore {
 /// The line of a space, and in a second line the digest of the space's name and the line.
 fn sealed(space: ChunkId, line: &str) -> String {
     format!("{line}\n{}\n", ChunkId(digest(&[&space.0, line.as_bytes()].concat())))
-}
-
-/// Compares the size of the data object, if it exists, with its manifest.
-fn check_len(path: &Path, size: Option<u64>, manifest: &Manifest) -> Result<()> {
-    match size {
-        Some(size) if size == manifest.data_len => Ok(()),
-        Some(actual) => Err(Error::Length { path: path.to_string(), expected: manifest.data_len, actual }),
-        None => Err(Error::Missing { path: path.to_string() }),
-    }
 }

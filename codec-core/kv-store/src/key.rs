@@ -7,20 +7,20 @@ use std::str::FromStr;
 use codec_core::{FrameInfo, ModelInfo, Profile};
 use sha2::{Digest as _, Sha256};
 
-use super::{Error, Result};
+use crate::{Error, Result};
 
 /// A SHA-256 digest.
-pub(super) type Digest = [u8; 32];
+pub(crate) type Digest = [u8; 32];
 
 /// The name of a chunk: the digest of its tokens and of the previous chunk's name. It identifies all tokens
 /// up to the chunk's end, the model, and the profile.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct ChunkId(pub(super) Digest);
+pub struct ChunkId(pub(crate) Digest);
 
 /// The name of a codec profile: the digest of its inputs. The store holds the profile, since calibration on
 /// another machine differs in the last bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct ProfileId(pub(super) Digest);
+pub struct ProfileId(pub(crate) Digest);
 
 impl fmt::Display for ChunkId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -182,8 +182,13 @@ impl Space {
         self.grid
     }
 
+    /// Elements in the keys and values of a token.
+    pub(crate) const fn values_per_token(&self) -> usize {
+        2 * self.info.layers * self.info.channels()
+    }
+
     /// Maximum bytes of a frame of `tokens` tokens.
-    pub(super) const fn max_frame_len(&self, tokens: usize) -> usize {
+    pub(crate) const fn max_frame_len(&self, tokens: usize) -> usize {
         let ModelInfo { layers, heads, head_dim, .. } = self.info;
         FrameInfo::new(layers, heads, head_dim, tokens).max_frame_len()
     }
@@ -197,7 +202,7 @@ impl Space {
     }
 
     /// The whole chunks of `tokens`.
-    pub(super) fn whole_chunks(&self, tokens: &[u32]) -> Vec<ChunkKey> {
+    pub(crate) fn whole_chunks(&self, tokens: &[u32]) -> Vec<ChunkKey> {
         let mut chunks: Vec<ChunkKey> = vec![];
         for _ in tokens.chunks_exact(self.grid.chunk) {
             chunks.push(self.next(chunks.last(), self.grid.chunk, tokens));
@@ -206,7 +211,7 @@ impl Space {
     }
 
     /// The tails of `tokens` after a whole chunk, the longest first.
-    pub(super) fn tails(&self, last: Option<&ChunkKey>, tokens: &[u32]) -> Vec<ChunkKey> {
+    pub(crate) fn tails(&self, last: Option<&ChunkKey>, tokens: &[u32]) -> Vec<ChunkKey> {
         let left = tokens.len().saturating_sub(last.map_or(0, |last| last.tokens.end));
         let longest = left.min(self.grid.chunk - 1) / self.grid.tail;
         (1..=longest).rev().map(|n| self.next(last, n * self.grid.tail, tokens)).collect()
@@ -226,7 +231,7 @@ impl Space {
 }
 
 #[cfg(test)]
-pub(super) mod tests {
+pub(crate) mod tests {
     use codec_core::{FitOptions, PlaneBuf};
 
     use super::*;

@@ -7,12 +7,11 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use futures_util::FutureExt;
+use kv_stream::{ChunkCost, ChunkId, Clock, Link, RealClock, Speeds};
 use tokio::task::AbortHandle;
 use tracing::info;
 
-use super::{Error, KvStore, Result, Space, StoredChunk};
-use crate::stream::link::{Clock, RealClock};
-use crate::stream::{ChunkId, Link};
+use crate::{Error, KvStore, Result, Space, StoredChunk};
 
 /// The chunks of a prefix as a [`Link`] of one request. Ranges of a frame are read in parallel on the threads
 /// of the store.
@@ -39,7 +38,9 @@ impl Drop for Transfer {
 }
 
 impl<'a> StoreLink<'a> {
-    pub(super) const fn new(
+    /// The chunks of a prefix, as [`KvStore::find`] returned them, on `clock`.
+    #[must_use]
+    pub const fn new(
         store: &'a KvStore,
         space: &'a Space,
         chunks: &'a [StoredChunk],
@@ -47,20 +48,26 @@ impl<'a> StoreLink<'a> {
     ) -> Self {
         Self { store, space, chunks, clock, transfer: None }
     }
-}
 
-const NO_TRANSFER: Error = Error::Argument("the link has no transfer");
+    /// The costs of its chunks on a machine of these speeds.
+    #[must_use]
+    pub fn costs(&self, speeds: &Speeds) -> Vec<ChunkCost> {
+        let values = self.space.values_per_token();
+        let cost = |chunk: &StoredChunk| speeds.cost(&chunk.key().tokens, values, chunk.sizes().collect());
+        self.chunks.iter().map(cost).collect()
+    }
+}
 
 impl Link for StoreLink<'_> {
     fn now(&self) -> f64 {
         self.clock.now()
     }
 
-    fn start(&mut self, chunk: ChunkId, level: usize) -> crate::Result<()> {
+    fn start(&mut self, chunk: ChunkId, level: usize) -> kv_stream::Result<()> {
         let stored = self.chunks.get(chunk.index);
         let Some((stored, total)) = stored.and_then(|stored| Some((stored, stored.sizes().nth(level)?)))
         else {
-            return Err(Error::Argument("a chunk or a level that is not stored").into());
+            return Err(kv_stream::Error::NoChunk { chunk: chunk.index, level });
         };
         let received = Arc::<AtomicU64>::default();
         let (space, stored, counter) = (*self.space, stored.clone(), received.clone());
@@ -71,9 +78,9 @@ impl Link for StoreLink<'_> {
         Ok(())
     }
 
-    fn wait(&mut self, until: f64) -> crate::Result<u64> {
+    fn wait(&mut self, until: f64) -> kv_stream::Result<u64> {
         let left = Duration::try_from_secs_f64(until - self.now()).unwrap_or_default();
-        let transfer = self.transfer.as_mut().ok_or(NO_TRANSFER)?;
+        let transfer = self.transfer.as_mut().ok_or(kv_stream::Error::NoTransfer)?;
         if transfer.frame.is_none() {
             match transfer.answer.recv_timeout(left) {
                 // Damage to this chunk alone is an answer, too.
@@ -98,8 +105,8 @@ impl Link for StoreLink<'_> {
         self.transfer = None;
     }
 
-    fn take(&mut self) -> crate::Result<Bytes> {
+    fn take(&mut self) -> kv_stream::Result<Bytes> {
         let frame = self.transfer.take().and_then(|mut transfer| transfer.frame.take());
-        Ok(frame.ok_or(NO_TRANSFER)??)
+        Ok(frame.ok_or(kv_stream::Error::NoTransfer)??)
     }
 }

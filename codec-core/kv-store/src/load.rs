@@ -8,13 +8,13 @@ use std::time::Duration;
 use bytes::Bytes;
 use codec_core::{Encoding, Frame};
 use futures_util::{Stream, StreamExt, stream};
+use kv_stream::check_tokens;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 use tracing::info;
 
-use super::manifest::digest;
-use super::{AsyncStore, Error, Result, Space, StoredChunk};
-use crate::stream::frame::is_of;
+use crate::manifest::digest;
+use crate::{AsyncStore, Error, Result, Space, StoredChunk};
 
 /// The transfer of a chunk.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -106,7 +106,7 @@ impl AsyncStore {
     }
 
     /// The frame of a level, verified piece by piece as the pieces arrive. `received` counts its bytes.
-    pub(super) async fn frame(
+    pub(crate) async fn frame(
         &self,
         space: &Space,
         chunk: &StoredChunk,
@@ -136,9 +136,9 @@ impl AsyncStore {
             Err(pieces) => pieces.concat().into(),
         };
         // The digest proves the bytes, not their writer.
-        match is_of(Frame::parse(&frame, usize::MAX)?.info(), &chunk.key().tokens, level) {
-            true => Ok(frame),
-            false => Err(Error::Digest { path: path.to_string() }),
+        match check_tokens(Frame::parse(&frame, usize::MAX)?.info(), &chunk.key().tokens, level) {
+            Ok(()) => Ok(frame),
+            Err(_) => Err(Error::Digest { path: path.to_string() }),
         }
     }
 }

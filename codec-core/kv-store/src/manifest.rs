@@ -26,8 +26,8 @@ use std::ops::Range;
 use codec_core::{Chunk, ChunkEntry, chunk_head};
 use sha2::{Digest as _, Sha256};
 
-use super::key::Digest;
-use super::{ChunkId, ChunkKey, Space};
+use crate::key::Digest;
+use crate::{ChunkId, ChunkKey, Space};
 
 const MAGIC: [u8; 4] = *b"KVSM";
 const VERSION: u8 = 2;
@@ -35,29 +35,29 @@ const FIXED: usize = 140;
 const LEVEL: usize = 16;
 const DIGEST: usize = 32;
 /// Bytes of a piece.
-pub(super) const PIECE: u64 = 4 << 20;
+pub(crate) const PIECE: u64 = 4 << 20;
 /// Maximum bytes of a manifest: 32 GiB of frames.
-pub(super) const MAX_MANIFEST: usize = 256 << 10;
+pub(crate) const MAX_MANIFEST: usize = 256 << 10;
 
 /// The name of an object with frames. It is drawn at random for every write, so that no two writers ever
 /// write one object, and deleting a chunk deletes exactly the object that its manifest names.
-pub(super) type DataId = [u8; 16];
+pub(crate) type DataId = [u8; 16];
 
 /// The object that holds a chunk's frames, and the range of each level's frame in it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Manifest {
-    pub(super) space: ChunkId,
-    pub(super) id: ChunkId,
-    pub(super) parent: ChunkId,
-    pub(super) tokens: Range<usize>,
-    pub(super) data: DataId,
-    pub(super) data_len: u64,
-    pub(super) levels: Vec<Level>, // at least one, in the order of their bytes
+    pub(crate) space: ChunkId,
+    pub(crate) id: ChunkId,
+    pub(crate) parent: ChunkId,
+    pub(crate) tokens: Range<usize>,
+    pub(crate) data: DataId,
+    pub(crate) data_len: u64,
+    pub(crate) levels: Vec<Level>, // at least one, in the order of their bytes
 }
 
 /// The frame of a level in the object.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Level {
+pub(crate) struct Level {
     pub bytes: Range<u64>,
     pub pieces: Vec<Digest>,
 }
@@ -71,7 +71,7 @@ impl Level {
 }
 
 /// The digest of a piece.
-pub(super) fn digest(bytes: &[u8]) -> Digest {
+pub(crate) fn digest(bytes: &[u8]) -> Digest {
     Sha256::digest(bytes).into()
 }
 
@@ -80,14 +80,14 @@ impl Manifest {
     ///
     /// # Errors
     /// The reason why the object is invalid.
-    pub(super) fn describe(
+    pub(crate) fn describe(
         key: &ChunkKey,
         space: &Space,
         data: DataId,
         object: &[u8],
-    ) -> super::Result<Self> {
+    ) -> crate::Result<Self> {
         let chunk = Chunk::parse(object)?;
-        let wrong = |what| Err(super::Error::Argument(what));
+        let wrong = |what| Err(crate::Error::Argument(what));
         if chunk.len() != space.levels() {
             return wrong("a chunk needs a frame for every level of the space");
         }
@@ -116,7 +116,7 @@ impl Manifest {
 
     /// The bytes of the object before its frames, and their range; none for a manifest of frames that no
     /// chunk holds in this way.
-    pub(super) fn head(&self) -> Option<(Range<u64>, Vec<u8>)> {
+    pub(crate) fn head(&self) -> Option<(Range<u64>, Vec<u8>)> {
         let entry = |(level, Level { bytes, .. }): (usize, &Level)| ChunkEntry {
             first_token: self.tokens.start as u64,
             tokens: self.tokens.len(),
@@ -220,7 +220,7 @@ impl Manifest {
     ///
     /// # Errors
     /// The reason why it is rejected.
-    pub(super) fn check_names(&self, space: ChunkId, id: ChunkId) -> Result<(), &'static str> {
+    pub(crate) fn check_names(&self, space: ChunkId, id: ChunkId) -> Result<(), &'static str> {
         if self.space != space {
             return Err("is the manifest of a chunk of another model, profile or grid");
         }
@@ -231,7 +231,7 @@ impl Manifest {
     ///
     /// # Errors
     /// The reason why it is rejected.
-    pub(super) fn check(&self, key: &ChunkKey, space: &Space) -> Result<(), &'static str> {
+    pub(crate) fn check(&self, key: &ChunkKey, space: &Space) -> Result<(), &'static str> {
         self.check_names(space.name(), key.id)?;
         if (self.parent, &self.tokens) != (key.parent, &key.tokens) {
             return Err("is the manifest of another chunk");
@@ -249,12 +249,12 @@ impl Manifest {
 
 #[cfg(test)]
 mod tests {
-    use codec_core::Profile;
+    use codec_core::{LayerRows, Place, Profile, write_chunk};
+    use kv_stream::encode_frames;
 
-    use super::super::key::tests::profile;
-    use super::super::{Grid, encode_chunk};
     use super::*;
-    use crate::stream::frame::LayerKv;
+    use crate::Grid;
+    use crate::key::tests::profile;
 
     fn space(profile: &Profile) -> Space {
         Space::new("model", profile, Grid { chunk: 10, tail: 5 }).unwrap()
@@ -266,8 +266,11 @@ mod tests {
         let space = space(&profile);
         let key = space.chunks(&(0..20).collect::<Vec<u32>>())[1].clone();
         let rows: Vec<f32> = (0..80).map(|i| (i as f32 * 0.3).cos()).collect();
-        let layers = [LayerKv { keys: rows.clone(), values: rows }];
-        let object = encode_chunk(&profile, &key, 10, &layers).unwrap();
+        let layers = [LayerRows { keys: &rows, values: &rows }];
+        let frames = encode_frames(&profile, &key.tokens, &layers, &Place::nhd(2, 4)).unwrap();
+        let frames: Vec<&[u8]> = frames.iter().map(Vec::as_slice).collect();
+        let mut object = vec![];
+        write_chunk(&frames, &mut object).unwrap();
         let manifest = Manifest::describe(&key, &space, [7; 16], &object).unwrap();
         (space, key, object, manifest)
     }

@@ -10,9 +10,9 @@ use object_store::path::Path;
 use object_store::{ObjectStore, ObjectStoreScheme, parse_url_opts};
 use url::Url;
 
-use super::folder::Folder;
-use super::profiles::PROFILES;
-use super::{ChunkId, Error, Orphan, Result, backend_text};
+use crate::folder::Folder;
+use crate::profiles::PROFILES;
+use crate::{ChunkId, Error, Orphan, Result, backend_text};
 
 /// Opens the object store that a URL names, and the path in it.
 ///
@@ -25,6 +25,15 @@ use super::{ChunkId, Error, Orphan, Result, backend_text};
 /// [`Error::Url`], also for a folder or memory that does not exist if `create` is not set; [`Error::Feature`]
 /// for S3 in a build without the feature `s3`.
 pub fn open(url: &str, create: bool) -> Result<(Arc<dyn ObjectStore>, Path)> {
+    open_with(url, create, &[])
+}
+
+/// As [`open`], with settings of the object store that take precedence over those of the environment, by the
+/// same names, such as `aws_endpoint`.
+///
+/// # Errors
+/// As there; [`Error::Url`] for an unknown setting of S3. A folder has none, and ignores them.
+pub fn open_with(url: &str, create: bool, settings: &[(&str, &str)]) -> Result<(Arc<dyn ObjectStore>, Path)> {
     if let Some(path) = folder_of(url)? {
         return folder(&path, create);
     }
@@ -39,9 +48,10 @@ pub fn open(url: &str, create: bool) -> Result<(Arc<dyn ObjectStore>, Path)> {
         {
             Err(bad("names no bucket: s3://BUCKET/PATH is needed".into()))
         }
-        ObjectStoreScheme::AmazonS3 => Ok((s3(&parsed)?, path)),
+        ObjectStoreScheme::AmazonS3 => Ok((s3(&parsed, settings)?, path)),
         _ => {
-            let opened = parse_url_opts(&parsed, std::env::vars().map(lower));
+            let given = settings.iter().map(|&(key, value)| (key.to_owned(), value.to_owned()));
+            let opened = parse_url_opts(&parsed, std::env::vars().chain(given).map(lower));
             let refused = |e| bad(format!("{}: pass a folder or s3://BUCKET/PATH", backend_text::cause(&e)));
             let (store, path) = opened.map_err(refused)?;
             Ok((store.into(), path))
@@ -50,13 +60,18 @@ pub fn open(url: &str, create: bool) -> Result<(Arc<dyn ObjectStore>, Path)> {
 }
 
 #[cfg(feature = "s3")]
-fn s3(url: &Url) -> Result<Arc<dyn ObjectStore>> {
+fn s3(url: &Url, settings: &[(&str, &str)]) -> Result<Arc<dyn ObjectStore>> {
     use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey};
     use object_store::{ClientConfigKey, RetryConfig};
 
     // The first call decides; an embedder may have chosen before.
     let _ = rustls::crypto::ring::default_provider().install_default();
-    let builder = AmazonS3Builder::from_env().with_url(url.as_str());
+    let bad = |e: &object_store::Error| Error::Url { url: shown(url), what: backend_text::cause(e) };
+    let mut builder = AmazonS3Builder::from_env().with_url(url.as_str());
+    for (key, value) in settings {
+        let key: AmazonS3ConfigKey = key.parse().map_err(|e| bad(&e))?;
+        builder = builder.with_config(key, *value);
+    }
     // A request's limit depends on its bytes, which the client does not know.
     let builder = builder
         .with_retry(RetryConfig { max_retries: 0, ..RetryConfig::default() })
@@ -64,12 +79,12 @@ fn s3(url: &Url) -> Result<Arc<dyn ObjectStore>> {
         .with_config(AmazonS3ConfigKey::Client(ClientConfigKey::ConnectTimeout), "5 seconds");
     match builder.build() {
         Ok(store) => Ok(Arc::new(store)),
-        Err(e) => Err(Error::Url { url: shown(url), what: backend_text::cause(&e) }),
+        Err(e) => Err(bad(&e)),
     }
 }
 
 #[cfg(not(feature = "s3"))]
-fn s3(url: &Url) -> Result<Arc<dyn ObjectStore>> {
+fn s3(url: &Url, _: &[(&str, &str)]) -> Result<Arc<dyn ObjectStore>> {
     Err(Error::Feature { url: shown(url), feature: "s3" })
 }
 

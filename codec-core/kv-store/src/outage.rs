@@ -13,7 +13,7 @@ const QUIET: Duration = Duration::from_secs(2);
 /// Time in which several requests fail counts once. Time that passes without failures is regained, so that a
 /// long command survives several outages, while many objects that cannot be read cost one budget in all.
 #[derive(Debug)]
-pub(super) struct Outage {
+pub(crate) struct Outage {
     budget: Duration,
     state: Mutex<State>,
 }
@@ -27,7 +27,7 @@ struct State {
 
 /// The rest of a budget after a failure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Rest {
+pub(crate) struct Rest {
     pub left: Duration,
     /// Whether the outage has just become long enough to be reported.
     pub is_news: bool,

@@ -18,11 +18,11 @@ use object_store::PutMode;
 use object_store::path::Path;
 use sha2::{Digest as _, Sha256};
 
-use super::manifest::digest;
-use super::{AsyncStore, Error, ProfileId, Result};
+use crate::manifest::digest;
+use crate::{AsyncStore, Error, ProfileId, Result};
 
 /// The folder of the profiles.
-pub(super) const PROFILES: &str = "profiles";
+pub(crate) const PROFILES: &str = "profiles";
 /// Maximum bytes of a stored profile.
 const MAX_PROFILE: u64 = 1 << 30;
 /// The bytes before the name. Version 1 had none, nor the name.

@@ -13,8 +13,8 @@ use tokio::sync::Semaphore;
 use tokio::time::{Instant, sleep, timeout};
 use tracing::{debug, warn};
 
-use super::outage::Outage;
-use super::{Error, Result, backend_text};
+use crate::outage::Outage;
+use crate::{Error, Result, backend_text};
 
 /// Limits on requests.
 #[derive(Clone, Copy, Debug)]
@@ -58,7 +58,7 @@ impl Default for Options {
 const LAST: Duration = Duration::from_secs(1);
 
 #[derive(Clone, Debug)]
-pub(super) struct Remote {
+pub(crate) struct Remote {
     store: Arc<dyn ObjectStore>,
     root: Path,
     options: Options,

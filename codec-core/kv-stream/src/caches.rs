@@ -1,60 +1,26 @@
-//! A receiver that adds chunks to caches on a thread other than the link's.
+//! Caches behind a link: chunks are added to them on a thread other than the link's.
 
 use std::collections::VecDeque;
-use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{self, SyncSender, TrySendError};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::thread::{self, Scope};
+use std::thread;
 
-use codec_core::Profile;
-use rayon::prelude::*;
+use bytes::Bytes;
 
-use super::frame::{ChunkFrame, LayerKv};
-use super::link::{Clock, RealClock};
-use super::{Bytes, ChunkCost, ChunkId, Computed, Link, Options, Payload, Receiver, Trace, serve};
-use crate::cache::KvCache;
-use crate::forward::Decoder;
-use crate::{Error, Result};
+use crate::{
+    ChunkCost, ChunkId, Clock, Computed, Error, Link, Options, Payload, RealClock, Receiver, Result, Trace,
+    serve,
+};
 
 /// Maximum chunks queued for decoding. Beyond that the link waits.
 const QUEUE: usize = 2;
 
-/// A context that is loaded in chunks.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Context {
-    /// Tokens from position 0 on.
-    pub tokens: Vec<u32>,
-    /// Positions of the tokens of every chunk, in order.
-    pub chunks: Vec<Range<usize>>,
-    /// First tokens, which no frame holds. They are recomputed at any level.
-    pub exact: usize,
-}
-
-impl Context {
-    /// Positions of the tokens in the frames of a chunk.
-    pub(crate) fn coded(&self, chunk: usize) -> Range<usize> {
-        let Range { start, end } = self.chunks[chunk];
-        start.max(self.exact).min(end)..end
-    }
-}
-
-/// Caches to be filled, one for each context.
-pub struct Target<'a> {
-    /// The contexts of the requests.
-    pub contexts: Vec<Context>,
-    /// The codec's planes at every level.
-    pub planes: &'a Profile,
-    /// The requests' caches. A cache ends after the first chunk that could not be appended.
-    pub caches: Vec<&'a mut dyn KvCache>,
-    /// The decoder that recomputes chunks.
-    pub decoder: &'a mut Decoder,
-}
-
 /// The destination of chunks, in order of arrival.
 pub trait Caches {
-    /// Maximum chunks that may begin before the oldest one has ended, to overlap their work.
-    const AHEAD: usize;
+    /// Maximum chunks that may begin before the oldest one has ended, to overlap their work; 0 for caches
+    /// that hold a chunk when [`Self::begin`] returns.
+    const AHEAD: usize = 0;
 
     /// Whether [`Self::arriving`] does anything.
     const TAKES_ARRIVING: bool = false;
@@ -68,10 +34,10 @@ pub trait Caches {
         Ok(())
     }
 
-    /// Starts to add a chunk to its request's cache.
+    /// Starts to add a chunk to its request's cache: decodes its bytes, or recomputes it.
     ///
     /// # Errors
-    /// If the caches can accept no more.
+    /// If the caches can accept no more, which ends the stream.
     fn begin(&mut self, chunk: ChunkId, payload: Payload) -> Result<()>;
 
     /// Waits until the oldest chunk that has begun is in its cache. Returns the reason if its bytes could not
@@ -79,11 +45,20 @@ pub trait Caches {
     ///
     /// # Errors
     /// Those of a recomputation.
-    fn end(&mut self) -> Result<Option<String>>;
+    fn end(&mut self) -> Result<Option<String>> {
+        Ok(None)
+    }
+}
+
+/// A function that holds a chunk when it returns.
+impl<F: FnMut(ChunkId, Payload) -> Result<()>> Caches for F {
+    fn begin(&mut self, chunk: ChunkId, payload: Payload) -> Result<()> {
+        self(chunk, payload)
+    }
 }
 
 /// Passes chunks to a [`Worker`].
-pub struct CacheReceiver<'a> {
+struct CacheReceiver<'a> {
     jobs: SyncSender<Job>,
     takes_arriving: bool,
     results: mpsc::Receiver<Result<Computed>>,
@@ -134,31 +109,8 @@ impl Recomputed {
 }
 
 impl<'a> CacheReceiver<'a> {
-    /// A receiver whose worker fills `target` in a thread of `scope` until the receiver is dropped. Times are
-    /// on `clock`; `costs` are those of the requests' chunks.
-    ///
-    /// # Errors
-    /// [`Error::Argument`] unless there are as many caches as contexts.
-    pub fn new<'scope, 'env>(
-        scope: &'scope Scope<'scope, 'env>,
-        target: Target<'env>,
-        clock: RealClock,
-        costs: &'env [Vec<ChunkCost>],
-    ) -> Result<Self>
-    where
-        'env: 'a,
-    {
-        if target.caches.len() != target.contexts.len() {
-            return Err(Error::argument("every context needs a cache"));
-        }
-        let (receiver, worker) = CacheReceiver::<'env>::pair::<Added<'_>>(clock, costs);
-        scope.spawn(move || worker.run(target.into_caches()));
-        Ok(receiver)
-    }
-
-    /// A receiver and its worker for these caches; the worker may run on any thread other than the link's.
-    #[must_use]
-    pub fn pair<C: Caches>(clock: RealClock, costs: &'a [Vec<ChunkCost>]) -> (Self, Worker<'a>) {
+    /// A receiver and its worker for these caches; the worker runs on another thread than the link.
+    fn pair<C: Caches>(clock: RealClock, costs: &'a [Vec<ChunkCost>]) -> (Self, Worker<'a>) {
         let (jobs, queue) = mpsc::sync_channel(QUEUE);
         let (answer, results) = mpsc::channel();
         let done = Arc::new(AtomicUsize::new(0));
@@ -171,7 +123,7 @@ impl<'a> CacheReceiver<'a> {
 }
 
 /// Adds the chunks of a [`CacheReceiver`] to caches.
-pub struct Worker<'a> {
+struct Worker<'a> {
     queue: mpsc::Receiver<Job>,
     answer: mpsc::Sender<Result<Computed>>,
     clock: RealClock,
@@ -185,11 +137,12 @@ struct Begun {
     chunk: ChunkId,
     start: f64,
     is_text: bool,
+    damaged: Option<String>, // in transfer
 }
 
 impl Worker<'_> {
     /// Adds chunks to `caches` until the receiver is dropped, or they can accept no more.
-    pub fn run<C: Caches>(self, mut caches: C) {
+    fn run<C: Caches>(self, mut caches: C) {
         if let Err(e) = self.add_all(&mut caches) {
             // The receiver may be gone; it then has an error of its own.
             let _ = self.answer.send(Err(e));
@@ -207,7 +160,12 @@ impl Worker<'_> {
             };
             match next {
                 Some(Job::Begin(chunk, payload)) => {
-                    begun.push_back(Begun { chunk, start: self.clock.now(), is_text: !payload.is_level() });
+                    let damaged = match &payload {
+                        Payload::Damaged(what) => Some(what.clone()),
+                        Payload::Text | Payload::Level(..) => None,
+                    };
+                    let (start, is_text) = (self.clock.now(), !payload.is_level());
+                    begun.push_back(Begun { chunk, start, is_text, damaged });
                     caches.begin(chunk, payload)?;
                     continue;
                 }
@@ -217,8 +175,8 @@ impl Worker<'_> {
                 }
                 None => {}
             }
-            let Some(Begun { chunk, start, is_text }) = begun.pop_front() else { return Ok(()) };
-            let damaged = caches.end()?;
+            let Some(Begun { chunk, start, is_text, damaged }) = begun.pop_front() else { return Ok(()) };
+            let damaged = caches.end()?.or(damaged);
             let end = self.clock.now();
             if is_text {
                 self.recomputed.add(end - start, self.costs[chunk.request][chunk.index].recompute);
@@ -228,25 +186,6 @@ impl Worker<'_> {
                 return Ok(());
             }
         }
-    }
-}
-
-/// [`Target`], in which chunks have ended once they have begun.
-struct Added<'a> {
-    target: Target<'a>,
-    damaged: Option<String>, // of the last chunk
-}
-
-impl Caches for Added<'_> {
-    const AHEAD: usize = 0;
-
-    fn begin(&mut self, chunk: ChunkId, payload: Payload) -> Result<()> {
-        self.damaged = self.target.add(chunk, payload)?;
-        Ok(())
-    }
-
-    fn end(&mut self) -> Result<Option<String>> {
-        Ok(self.damaged.take())
     }
 }
 
@@ -270,58 +209,6 @@ pub fn serve_into<C: Caches>(
     })
 }
 
-impl<'a> Target<'a> {
-    /// The caches for a [`Worker`].
-    #[must_use]
-    pub const fn into_caches(self) -> impl Caches + 'a {
-        Added { target: self, damaged: None }
-    }
-
-    /// Appends a chunk to its cache. Returns the reason if bytes could not be decoded and it was recomputed.
-    fn add(&mut self, id: ChunkId, payload: Payload) -> Result<Option<String>> {
-        let context = &self.contexts[id.request];
-        let (range, coded) = (context.chunks[id.index].clone(), context.coded(id.index));
-        let cache = &mut *self.caches[id.request];
-        let decoded = match payload {
-            Payload::Text => Err(None),
-            Payload::Damaged(what) => Err(Some(what)),
-            Payload::Level(level, bytes) => {
-                decode(self.planes, &bytes, &coded, level).map_err(|e| Some(e.to_string()))
-            }
-        };
-        let layers = match decoded {
-            Ok(layers) => layers,
-            Err(damaged) => {
-                self.decoder.prefill(&context.tokens[range], cache)?;
-                return Ok(damaged);
-            }
-        };
-        if coded.start > range.start {
-            self.decoder.prefill(&context.tokens[range.start..coded.start], cache)?;
-        }
-        for (l, LayerKv { keys, values }) in layers.iter().enumerate() {
-            cache.prefill(l, coded.start, keys, values)?;
-        }
-        Ok(None)
-    }
-}
-
-/// The rows of all layers from the frame of these tokens at this level.
-pub(super) fn decode(
-    planes: &Profile,
-    bytes: &[u8],
-    tokens: &Range<usize>,
-    level: usize,
-) -> Result<Vec<LayerKv>> {
-    let frame = ChunkFrame::parse(planes, bytes, tokens, level)?;
-    let layers = (0..planes.info().layers).into_par_iter().map(|layer| Ok(frame.layer(layer)?));
-    layers.collect()
-}
-
-fn ended() -> Error {
-    Error::Stream("the thread that decodes has ended".into())
-}
-
 impl Receiver for CacheReceiver<'_> {
     fn submit(&mut self, _: f64, chunk: ChunkId, payload: Payload) -> Result<()> {
         let cost = &self.costs[chunk.request][chunk.index];
@@ -331,7 +218,7 @@ impl Receiver for CacheReceiver<'_> {
         match self.jobs.send(Job::Begin(chunk, payload)) {
             Ok(()) => Ok(()),
             // The thread reports its error before it ends.
-            Err(_) => self.finish().and(Err(ended())),
+            Err(_) => self.finish().and(Err(Error::ReceiverEnded)),
         }
     }
 
@@ -343,7 +230,7 @@ impl Receiver for CacheReceiver<'_> {
         match self.jobs.try_send(Job::Arriving(chunk, level, start)) {
             // More bytes will be offered next time, or the whole chunk.
             Ok(()) | Err(TrySendError::Full(_)) => Ok(()),
-            Err(TrySendError::Disconnected(_)) => self.finish().and(Err(ended())),
+            Err(TrySendError::Disconnected(_)) => self.finish().and(Err(Error::ReceiverEnded)),
         }
     }
 
@@ -357,7 +244,8 @@ impl Receiver for CacheReceiver<'_> {
     }
 
     fn finish(&mut self) -> Result<Vec<Computed>> {
-        let results = (0..self.waiting.len()).map(|_| self.results.recv().map_err(|_| ended())?);
+        let results =
+            (0..self.waiting.len()).map(|_| self.results.recv().map_err(|_| Error::ReceiverEnded)?);
         let computed = results.collect::<Result<_>>()?;
         self.waiting.clear();
         self.done.store(0, Ordering::Release);
@@ -371,9 +259,8 @@ mod tests {
 
     use codec_core::Encoding;
 
-    use super::super::Choice;
-    use super::super::link::{ShapedLink, Source};
     use super::*;
+    use crate::{Choice, Event, Outcome, ShapedLink, Source};
 
     /// Chunks of a thousand bytes.
     struct Chunks;
@@ -403,7 +290,7 @@ mod tests {
         fn begin(&mut self, chunk: ChunkId, _: Payload) -> Result<()> {
             assert_eq!(chunk.index, self.begun);
             if self.begin_fails == Some(chunk.index) {
-                return Err(Error::argument("begin"));
+                return Err(Error::Caches("begin".into()));
             }
             self.begun += 1;
             assert!(self.begun - self.ended <= 3);
@@ -412,7 +299,7 @@ mod tests {
 
         fn end(&mut self) -> Result<Option<String>> {
             if self.end_fails == Some(self.ended) {
-                return Err(Error::argument("end"));
+                return Err(Error::Caches("end".into()));
             }
             self.ended += 1;
             Ok((self.ended == 4).then(|| "damage".into()))
@@ -449,8 +336,7 @@ mod tests {
         let mut caches = Ahead::default();
         let trace = stream(&mut caches).unwrap();
         assert_eq!((caches.begun, caches.ended, trace.events.len()), (12, 12, 12));
-        let damaged =
-            |event: &super::super::Event| matches!(event.outcome, super::super::Outcome::Damaged(_));
+        let damaged = |event: &Event| matches!(event.outcome, Outcome::Damaged(_));
         assert_eq!(trace.events.iter().position(damaged), Some(3));
     }
 

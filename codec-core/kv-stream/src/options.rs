@@ -64,3 +64,12 @@ pub struct Options {
     /// error.
     pub fall_back: bool,
 }
+
+impl Options {
+    /// One request at a time by this policy; a transfer has stalled after five seconds, and what the link
+    /// does not bring is recomputed.
+    #[must_use]
+    pub const fn adaptive(policy: StreamPolicy) -> Self {
+        Self { choice: Choice::Adaptive(policy), batch: 1, timeout: 5.0, fall_back: true }
+    }
+}

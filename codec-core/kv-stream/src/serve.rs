@@ -1,39 +1,13 @@
-//! Streaming a stored context into a cache before a deadline (CacheGen, section 5.3).
-//!
-//! A context is stored in chunks of tokens, each at several levels. [`serve`] asks a [`Link`] for one chunk
-//! after the other and passes the arrived bytes to a [`Receiver`], which decodes a chunk while the next one
-//! is transferred. The encoding of every chunk is chosen by [`StreamPolicy`] at the throughput measured so
-//! far, and is reconsidered while the chunk is in flight. A chunk that is chosen as text is not transferred:
-//! the receiver holds its tokens, by which it found the chunks, and recomputes keys and values on top of
-//! those of earlier chunks.
-//!
-//! The same loop runs on a simulated clock ([`simulated`]), on a link shaped in this process ([`encoded`]),
-//! on an object store (`store::StoreLink`), and on any other link that implements the trait. The
-//! [`receiver`] fills caches.
+//! The loop of a stream: what is asked of the link next, and whether it is still the best.
 
-#[path = "../../../reference/src/stream/encoded.rs"]
-pub mod encoded;
-pub mod frame;
-#[path = "shaped.rs"]
-pub mod link;
-mod meter;
-mod options;
-#[path = "caches.rs"]
-pub mod receiver;
-pub mod simulated;
-pub mod speeds;
-mod trace;
-mod waiting;
-
-pub use bytes::Bytes;
 use codec_core::{Decision, Encoding, Progress, StreamPolicy};
 
-pub use options::{Choice, MOST_SECONDS, Options, RESERVE, first_level};
-pub use trace::{Event, Outcome, Trace};
-
-use crate::{Error, Result};
-use meter::Meter;
-use waiting::{Mean, Waiting};
+use crate::meter::Meter;
+use crate::waiting::{Mean, Waiting};
+use crate::{
+    Choice, ChunkCost, ChunkId, Error, Event, Link, MOST_SECONDS, Options, Outcome, Payload, Receiver,
+    Result, Trace,
+};
 
 /// Seconds between two checks of a transfer in flight: the first comes soon, since the first transfer may
 /// start without a known bandwidth, and recomputing a short context takes 20 ms.
@@ -55,133 +29,6 @@ const UNMEASURED: f64 = 2.0;
 /// Maximum chunks of a context. The work of a decision grows with their square.
 pub const MOST_CHUNKS: usize = 1024;
 
-/// A chunk of a request's context.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ChunkId {
-    /// The request, in the order of the arguments of [`serve`].
-    pub request: usize,
-    /// The chunk's index in the context.
-    pub index: usize,
-}
-
-/// The transport of chunks: one transfer at a time.
-pub trait Link {
-    /// Seconds on the link's clock.
-    fn now(&self) -> f64;
-
-    /// Starts the transfer of a chunk at a level.
-    ///
-    /// # Errors
-    /// Any error of the link.
-    fn start(&mut self, chunk: ChunkId, level: usize) -> Result<()>;
-
-    /// Waits until the transfer has ended or the clock reaches `until`; returns the bytes received so far.
-    ///
-    /// # Errors
-    /// Any error of the link.
-    fn wait(&mut self, until: f64) -> Result<u64>;
-
-    /// The bytes received so far of those that [`Self::take`] will return, in the same memory; none if they
-    /// are available only at the end.
-    ///
-    /// # Errors
-    /// Any error of the link.
-    fn arrived(&self) -> Result<Option<Bytes>> {
-        Ok(None)
-    }
-
-    /// Ends the transfer and drops its bytes.
-    fn cancel(&mut self);
-
-    /// The bytes of a completed transfer.
-    ///
-    /// # Errors
-    /// [Damage](Error::is_damage) to this chunk; any other error of the link.
-    fn take(&mut self) -> Result<Bytes>;
-}
-
-/// Turns arrived chunks into keys and values, in the order in which it gets them, while the link works.
-pub trait Receiver {
-    /// Takes a chunk to decode or to recompute.
-    ///
-    /// # Errors
-    /// If the receiver can accept no more chunks. A chunk that cannot be decoded is recomputed, and
-    /// [`Computed`] says so.
-    fn submit(&mut self, now: f64, chunk: ChunkId, payload: Payload) -> Result<()>;
-
-    /// Whether it decodes chunks while they are in flight.
-    fn takes_arriving(&self) -> bool {
-        false
-    }
-
-    /// Offers the first bytes of a chunk in flight at a level. The whole chunk is submitted later, unless
-    /// another choice or an error comes first.
-    ///
-    /// # Errors
-    /// If the receiver can accept no more chunks.
-    fn arriving(&mut self, _chunk: ChunkId, _level: usize, _start: Bytes) -> Result<()> {
-        Ok(())
-    }
-
-    /// Expected seconds of its remaining work, where those of recomputations are scaled by `pace`.
-    fn backlog(&self, now: f64, pace: f64) -> f64;
-
-    /// Measured over expected seconds of the recomputations so far, by which later expectations are scaled;
-    /// none before the first one has ended.
-    fn pace(&self) -> Option<f64> {
-        Some(1.0)
-    }
-
-    /// Waits for all its work, and returns the chunks done since the last call, in order.
-    ///
-    /// # Errors
-    /// Those of a recomputation and of the receiver.
-    fn finish(&mut self) -> Result<Vec<Computed>>;
-}
-
-/// A chunk as passed to a receiver.
-#[derive(Clone, Debug, PartialEq)]
-pub enum Payload {
-    /// To be recomputed from tokens that the receiver has.
-    Text,
-    /// The bytes of a level.
-    Level(usize, Bytes),
-    /// Bytes that differ from those written, with the reason. The chunk is recomputed.
-    Damaged(String),
-}
-
-impl Payload {
-    pub(crate) const fn is_level(&self) -> bool {
-        matches!(self, Self::Level(..))
-    }
-}
-
-/// The work of a receiver on a chunk, on the link's clock.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Computed {
-    /// The chunk.
-    pub chunk: ChunkId,
-    /// Start of its decoding or recomputation.
-    pub start: f64,
-    /// End of its decoding or recomputation.
-    pub end: f64,
-    /// The reason why bytes were not decoded and the chunk was recomputed.
-    pub damaged: Option<String>,
-}
-
-/// The costs of a chunk's encodings.
-#[derive(Clone, Debug, PartialEq)]
-pub struct ChunkCost {
-    /// Tokens.
-    pub tokens: usize,
-    /// Bytes of each level, the least lossy first.
-    pub levels: Vec<u64>,
-    /// Seconds to decode a level.
-    pub decode: f64,
-    /// Seconds to recompute keys and values on top of earlier chunks.
-    pub recompute: f64,
-}
-
 /// Streams the contexts of requests that all arrive now.
 ///
 /// Text goes to the request of a batch that has the fewest chunks, since early chunks are the cheapest to
@@ -191,8 +38,8 @@ pub struct ChunkCost {
 /// # Errors
 /// [`Error::Argument`] for chunks without levels or with different numbers of them, for given encodings that
 /// do not exist, for a batch of 0, and for a timeout that is not above 0 or is above [`MOST_SECONDS`];
-/// [`Error::Stream`] for a stall, and errors of the link, if [`Options::fall_back`] is off; a cancelled link;
-/// errors of the receiver and of the policy.
+/// [`Error::Stalled`] and errors of the link, if [`Options::fall_back`] is off; [`Error::Cancelled`]; errors
+/// of the receiver and of the policy.
 pub fn serve(
     link: &mut dyn Link,
     receiver: &mut dyn Receiver,
@@ -226,13 +73,13 @@ fn check(requests: &[Vec<ChunkCost>], options: &Options) -> Result<()> {
     let mut chunks = requests.iter().flatten();
     let levels = chunks.next().map_or(0, |chunk| chunk.levels.len());
     if requests.iter().any(Vec::is_empty) || levels == 0 || chunks.any(|chunk| chunk.levels.len() != levels) {
-        return Err(Error::argument("every request needs chunks, all of them at the same levels"));
+        return Err(Error::Argument("every request needs chunks, all of them at the same levels".into()));
     }
     if let Some(chunks) = requests.iter().map(Vec::len).find(|&chunks| chunks > MOST_CHUNKS) {
         return Err(Error::Argument(format!("a context of {chunks} chunks, of at most {MOST_CHUNKS}")));
     }
     if options.batch == 0 {
-        return Err(Error::argument("a batch needs a request"));
+        return Err(Error::Argument("a batch needs a request".into()));
     }
     if !(options.timeout > 0.0 && options.timeout <= MOST_SECONDS) {
         return Err(Error::Argument(format!("the timeout must be above 0 and at most {MOST_SECONDS} s")));
@@ -294,7 +141,7 @@ impl Stream<'_> {
                     event.outcome = Outcome::Abandoned;
                     again = Some((request, *other));
                 }
-                Transfer::Failed(e) if self.options.fall_back && !e.is_cancelled() => {
+                Transfer::Failed(e) if self.options.fall_back && !matches!(e, Error::Cancelled) => {
                     event.outcome = Outcome::Failed(e.to_string());
                     self.link_failed = true;
                 }
@@ -377,16 +224,14 @@ impl Stream<'_> {
             if received == total {
                 return Ok(match self.link.take() {
                     Ok(bytes) => Transfer::Arrived(Payload::Level(level, bytes)),
-                    Err(e) if e.is_damage() && self.options.fall_back => {
+                    Err(e @ Error::Damage(_)) if self.options.fall_back => {
                         Transfer::Arrived(Payload::Damaged(e.to_string()))
                     }
                     Err(e) => self.failed(e),
                 });
             }
             if idle > self.options.timeout {
-                let what =
-                    format!("chunk {} has stalled at {received} of {total} bytes for {idle:.1} s", id.index);
-                return Ok(self.failed(Error::Stream(what)));
+                return Ok(self.failed(Error::Stalled { chunk: id.index, received, total, idle }));
             }
             let better = match self.options.choice {
                 Choice::Adaptive(policy) if received > 0 => {
@@ -431,8 +276,10 @@ impl Stream<'_> {
 
 #[cfg(test)]
 mod tests {
-    use super::link::{ShapedLink, SimulatedClock, Source};
+    use bytes::Bytes;
+
     use super::*;
+    use crate::{Computed, ShapedLink, SimulatedClock, Source};
 
     /// Chunks of one byte.
     struct Ones;

@@ -1,9 +1,11 @@
 //! Streams on a simulated clock: sizes and speeds are given, nothing is encoded.
 
-use super::link::{Bandwidth, Clock, ShapedLink, SimulatedClock, Source};
-use super::speeds::Speeds;
-use super::{Bytes, ChunkCost, ChunkId, Computed, MOST_CHUNKS, Options, Payload, Receiver, Trace, serve};
-use crate::{Error, Result};
+use bytes::Bytes;
+
+use crate::{
+    Bandwidth, ChunkCost, ChunkId, Clock, Computed, Error, MOST_CHUNKS, Options, Payload, Receiver, Result,
+    ShapedLink, SimulatedClock, Source, Speeds, Trace, serve,
+};
 
 /// The sizes of a model and its codec, and the speeds of a machine.
 #[derive(Clone, Debug, PartialEq)]
@@ -25,7 +27,7 @@ impl Machine {
         let positive = |x: f64| x.is_finite() && x > 0.0;
         let sizes = [tokens, chunk_tokens, self.values_per_token, self.bits.len()];
         if sizes.contains(&0) || !self.bits.iter().chain([&self.speeds.decode_rate]).all(|&x| positive(x)) {
-            return Err(Error::argument("tokens, chunks, values, bits and rates must be above 0"));
+            return Err(Error::Argument("tokens, chunks, values, bits and rates must be above 0".into()));
         }
         let chunks = tokens.div_ceil(chunk_tokens);
         if chunks > MOST_CHUNKS {

@@ -2,8 +2,7 @@
 
 use std::ops::Range;
 
-use super::ChunkCost;
-use crate::{Error, Result};
+use crate::{ChunkCost, Error, Result};
 
 /// Elements that an H100 decodes per second with a transform, all layers at once (`benches/results/gpu.md`):
 /// the rate assumed by simulated streams.
@@ -38,7 +37,7 @@ impl PrefillTime {
             chunk.start >= 0.0 && positive(chunk.end) && positive(chunk.end - chunk.start) && positive(*t)
         };
         if chunks.is_empty() || !chunks.iter().all(is_valid) {
-            return Err(Error::argument("times of prefill need tokens and seconds above 0"));
+            return Err(Error::Argument("times of prefill need tokens and seconds above 0".into()));
         }
         // Least squares of rows (tokens / t, pairs / t) times (linear, quadratic) = 1.
         let rows = || {

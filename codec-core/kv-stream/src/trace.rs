@@ -1,12 +1,12 @@
 //! The events of a stream, with the reasons for its decisions.
 
 use codec_core::{Decision, Encoding, Reason, Throughput};
-use serde::Serialize;
 
-use super::{ChunkCost, ChunkId, Computed};
+use crate::{ChunkCost, ChunkId, Computed};
 
 /// A stream from the requests to their full caches. Times are seconds since the requests.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 pub struct Trace {
     /// For each request: when its cache held the whole context.
     pub loaded: Vec<f64>,
@@ -64,8 +64,8 @@ impl Trace {
 }
 
 /// The outcome of a decision.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "lowercase")]
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize), serde(rename_all = "lowercase"))]
 pub enum Outcome {
     /// The level was transferred and decoded.
     Loaded,
@@ -80,7 +80,8 @@ pub enum Outcome {
 }
 
 /// A decision about a chunk of one request, with its inputs and its outcome.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
 pub struct Event {
     /// The request.
     pub request: usize,
@@ -114,9 +115,9 @@ pub struct Event {
     pub computing_from: Option<f64>,
     /// When its keys and values were in the cache.
     pub computed_at: Option<f64>,
-    #[serde(skip)]
+    #[cfg_attr(feature = "serde", serde(skip))]
     pub(super) level: Option<usize>, // none for text
-    #[serde(skip)]
+    #[cfg_attr(feature = "serde", serde(skip))]
     pub(super) level_bytes: u64,
 }
 

@@ -2,7 +2,7 @@
 
 use codec_core::ChunkSizes;
 
-use super::ChunkCost;
+use crate::ChunkCost;
 
 /// The chunks that a batch's requests still need.
 pub(super) struct Waiting<'a> {

@@ -2,21 +2,18 @@
 
 use std::time::Instant;
 
-use codec_core::Profile;
+use codec_core::{ModelInfo, Place, Profile};
+use kv_store::{Check, ChunkKey, Error, KvStore, Put, Space, StoreLink, StoredChunk, encode_chunk};
+use kv_stream::{Caches, LayerKv, MOST_CHUNKS, Outcome, RealClock, Speeds, Trace, serve_into};
 use svd_core::SoftmaxStats;
 
-use super::{Check, ChunkKey, Error, KvStore, Put, Space, StoredChunk, encode_chunk};
+use super::target::{Context, Target};
 use crate::Result;
 use crate::cache::{Footprint, KvCache, PromptRows};
 #[cfg(feature = "cuda")]
 use crate::device::{self, Loader, StreamTarget};
 use crate::forward::{Decoder, prefill};
 use crate::model::{Model, Rope};
-use crate::stream::frame::LayerKv;
-use crate::stream::link::RealClock;
-use crate::stream::receiver::{Caches, Context, Target, serve_into};
-use crate::stream::speeds::Speeds;
-use crate::stream::{self, ChunkCost, MOST_CHUNKS, Outcome, Trace};
 
 /// A store, and the common properties of its caches.
 #[derive(Clone, Copy, Debug)]
@@ -33,7 +30,7 @@ pub struct PromptStore<'a> {
 #[derive(Clone, Debug, PartialEq)]
 pub struct FillOptions {
     /// How the stored prefix is streamed.
-    pub stream: stream::Options,
+    pub stream: kv_stream::Options,
     /// Speeds of recomputing and decoding that an adaptive stream assumes.
     pub speeds: Speeds,
     /// Chunk size in tokens for computing the rest.
@@ -63,9 +60,9 @@ pub struct Filled {
     /// Logits (vocab_size,) after the prompt.
     pub logits: Vec<f32>,
     /// A damaged manifest, which may have shortened the stored prefix.
-    pub damage: Option<super::Error>,
+    pub damage: Option<kv_store::Error>,
     /// The error of a store that did not answer or could not be written. It costs time, not the answer.
-    pub store_error: Option<super::Error>,
+    pub store_error: Option<kv_store::Error>,
 }
 
 impl Filled {
@@ -126,8 +123,11 @@ impl PromptStore<'_> {
         damaged: bool,
         first: usize,
         layers: &[LayerKv],
-    ) -> super::Result<Put> {
-        let object = encode_chunk(self.profile, key, first, layers)?.into();
+    ) -> kv_store::Result<Put> {
+        let &ModelInfo { heads, head_dim, .. } = self.profile.info();
+        let rows: Vec<_> = layers.iter().map(LayerKv::rows).collect();
+        let place = Place { first_token: key.tokens.start - first, ..Place::nhd(heads, head_dim) };
+        let object = encode_chunk(self.profile, key, &rows, &place)?.into();
         match damaged {
             true => self.store.replace_chunk(self.space, key, object).map(|()| Put::Repaired),
             false => self.store.put_chunk(self.space, key, object),
@@ -141,7 +141,7 @@ impl PromptStore<'_> {
     /// loss; [`Self::calculate`] stores exact ones.
     ///
     /// # Errors
-    /// Those of [`stream::serve`], the decoder and the cache; a cancelled store.
+    /// Those of [`kv_stream::serve`], the decoder and the cache; a cancelled store.
     pub fn fill(
         &self,
         decoder: &mut Decoder,
@@ -168,7 +168,7 @@ impl PromptStore<'_> {
                 caches: vec![&mut recorder],
                 decoder,
             };
-            filled.trace = Some(self.stream(target.into_caches(), &found, options)?);
+            filled.trace = Some(self.stream(target.into_caches()?, &found, options)?);
         }
         for tokens in prompt[filled.prefix..].chunks(options.chunk.max(1)) {
             filled.logits = decoder.prefill(tokens, &mut recorder)?.to_vec();
@@ -186,7 +186,7 @@ impl PromptStore<'_> {
     /// of the store's profile. Nothing is stored.
     ///
     /// # Errors
-    /// [`crate::Error::Argument`] for [`FillOptions::keep`] and for a batch; those of [`stream::serve`], the
+    /// [`crate::Error::Argument`] for [`FillOptions::keep`] and for a batch; those of [`kv_stream::serve`], the
     /// loader and the decoder; a cancelled store.
     #[cfg(feature = "cuda")]
     pub fn fill_device(
@@ -238,7 +238,7 @@ impl PromptStore<'_> {
         found: &[StoredChunk],
         filled: &mut Filled,
         layers: &[LayerKv],
-    ) -> super::Result<()> {
+    ) -> kv_store::Result<()> {
         let damaged: Vec<usize> = filled.damaged().collect();
         for key in wanted {
             let index = found.iter().position(|found| found.key() == key);
@@ -253,15 +253,10 @@ impl PromptStore<'_> {
 
     /// Streams chunks into an empty cache.
     fn stream(&self, caches: impl Caches, chunks: &[StoredChunk], options: &FillOptions) -> Result<Trace> {
-        let info = self.profile.info();
-        let values_per_token = 2 * info.layers * info.channels();
-        let cost = |chunk: &StoredChunk| {
-            options.speeds.cost(&chunk.key().tokens, values_per_token, chunk.sizes().collect())
-        };
-        let costs: [Vec<ChunkCost>; 1] = [chunks.iter().map(cost).collect()];
         let clock = RealClock(Instant::now());
-        let mut link = self.store.link(self.space, chunks, clock);
-        serve_into(&mut link, caches, clock, &costs, &options.stream)
+        let mut link = StoreLink::new(self.store, self.space, chunks, clock);
+        let costs = [link.costs(&options.speeds)];
+        Ok(serve_into(&mut link, caches, clock, &costs, &options.stream)?)
     }
 }
 

@@ -4,14 +4,12 @@
 
 #[path = "../support"]
 mod support {
-    #[cfg(feature = "store")]
-    #[path = "../../../codec-core/kv-store/tests/support/faulty.rs"]
-    pub mod faulty;
     pub mod gguf;
     pub mod kv;
     #[cfg(feature = "s3")]
     pub mod s3;
     #[cfg(feature = "s3")]
+    #[allow(dead_code)] // what only the tests of the store need
     #[path = "../../../codec-core/kv-store/tests/support/weed.rs"]
     pub mod weed;
 }
@@ -31,9 +29,6 @@ mod quality;
 mod shapes;
 #[cfg(feature = "store")]
 mod store;
-#[cfg(feature = "store")]
-#[path = "../../../codec-core/kv-store/tests/faults.rs"]
-mod store_faults;
 #[cfg(feature = "s3")]
 mod store_s3;
 mod stream;

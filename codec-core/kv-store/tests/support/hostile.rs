@@ -3,10 +3,10 @@
 use std::collections::HashSet;
 use std::sync::Arc;
 
-use codec_core::{Chunk, Encoding, FitOptions, ModelInfo, PlaneBuf, Profile};
+use codec_core::{Chunk, Encoding, FitOptions, LayerRows, ModelInfo, Place, PlaneBuf, Profile};
 use futures_util::StreamExt;
-use kv_reference::store::{AsyncStore, ChunkId, Error, Grid, Options, ProfileId, Space, encode_chunk};
-use kv_reference::stream::frame::{ChunkFrame, LayerKv};
+use kv_store::{AsyncStore, ChunkId, Error, Grid, Options, ProfileId, Space, encode_chunk};
+use kv_stream::ChunkFrame;
 use object_store::memory::InMemory;
 use object_store::path::Path;
 use object_store::{ObjectStore, ObjectStoreExt};
@@ -68,13 +68,14 @@ impl Written {
         let space = Space::new("model", &profile, Grid { chunk: 10, tail: 5 }).unwrap();
         let id = ProfileId::new("model", "levels", &[]);
         let contexts = [(0..25).collect(), (0..10).chain(20..35).collect()];
-        let layers = [LayerKv { keys: rows.clone(), values: rows }];
+        let layers = [LayerRows { keys: &rows, values: &rows }];
         let memory = Arc::new(InMemory::new());
         let store = store(memory.clone());
         store.put_profile(id, &profile).await.unwrap();
         let mut chunks = vec![];
         for key in contexts.iter().flat_map(|tokens: &Vec<u32>| space.chunks(tokens)) {
-            let object = encode_chunk(&profile, &key, 0, &layers).unwrap();
+            let place = Place { first_token: key.tokens.start, ..Place::nhd(2, 4) };
+            let object = encode_chunk(&profile, &key, &layers, &place).unwrap();
             store.put_chunk(&space, &key, object.clone().into()).await.unwrap();
             chunks.push((key.id, object));
         }
@@ -183,7 +184,7 @@ impl Written {
                     }
                 };
                 let decoded = ChunkFrame::parse(&self.profile, &arrival.frame, &arrival.tokens, level)
-                    .and_then(|frame| Ok(frame.layer(0)?));
+                    .and_then(|frame| frame.layer(0));
                 if forged == Forged::Nothing {
                     decoded.unwrap();
                     assert!(self.frame(chunk.key().id, level) == arrival.frame);

@@ -8,8 +8,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use object_store::aws::AmazonS3Builder;
-use object_store::{ObjectStore, RetryConfig};
+use kv_store::object_store::ObjectStore;
 
 pub const BUCKET: &str = "caches";
 
@@ -96,13 +95,10 @@ impl Server {
     }
 
     pub fn store(&self) -> Arc<dyn ObjectStore> {
-        let _ = rustls::crypto::ring::default_provider().install_default(); // the first test decides
-        let builder = AmazonS3Builder::new().with_endpoint(self.endpoint()).with_allow_http(true);
-        let builder = builder.with_access_key_id("test").with_secret_access_key("test");
-        let builder = builder
-            .with_region("us-east-1")
-            .with_retry(RetryConfig { max_retries: 0, ..RetryConfig::default() });
-        Arc::new(builder.with_bucket_name(BUCKET).build().unwrap())
+        let endpoint = self.endpoint();
+        let keys = [("aws_access_key_id", "test"), ("aws_secret_access_key", "test")];
+        let server = [("aws_endpoint", &*endpoint), ("aws_allow_http", "true"), ("aws_region", "us-east-1")];
+        kv_store::open_with(&format!("s3://{BUCKET}"), true, &[&server[..], &keys].concat()).unwrap().0
     }
 
     /// Kills the process, as in a crash.

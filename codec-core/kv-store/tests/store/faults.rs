@@ -5,13 +5,14 @@ use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use codec_core::{Encoding, FitOptions, ModelInfo, PlaneBuf, Profile, Side};
+use codec_core::{Encoding, FitOptions, ModelInfo, Place, PlaneBuf, Profile, Side};
 use futures_util::future::join_all;
 use futures_util::{StreamExt, pin_mut};
-use kv_reference::store::{
-    AsyncStore, Check, ChunkId, Error, Grid, Options, ProfileId, Put, Space, StoredChunk, encode_chunk,
+use kv_store::{
+    AsyncStore, Check, ChunkId, ChunkKey, Error, Grid, Options, ProfileId, Put, Space, StoredChunk,
+    encode_chunk,
 };
-use kv_reference::stream::frame::LayerKv;
+use kv_stream::LayerKv;
 use object_store::path::Path;
 use tokio::time::{Instant, timeout};
 
@@ -37,6 +38,12 @@ fn profile() -> Profile {
     let plane = PlaneBuf::fit(&rows, 8, None, &FitOptions::default()).unwrap();
     let info = ModelInfo { model_id: 0, layers: 1, heads: 2, head_dim: 4, keys_rotated: false };
     Profile::new(info, vec![plane; 2 * LEVELS]).unwrap()
+}
+
+/// A chunk of a context of one layer.
+fn encode(profile: &Profile, key: &ChunkKey, layer: &LayerKv) -> Vec<u8> {
+    let place = Place { first_token: key.tokens.start, ..Place::nhd(2, 4) };
+    encode_chunk(profile, key, &[layer.rows()], &place).unwrap()
 }
 
 /// The objects offered for each chunk, and which of them were acknowledged.
@@ -67,9 +74,9 @@ impl World {
     async fn write(&self, writer: u64, tokens: &[u32]) {
         let mut random = Random(writer);
         let rows = |random: &mut Random| (0..tokens.len() * 8).map(|_| random.unit() * 4.0 - 2.0).collect();
-        let layers = [LayerKv { keys: rows(&mut random), values: rows(&mut random) }];
+        let layer = LayerKv { keys: rows(&mut random), values: rows(&mut random) };
         for key in self.space.chunks(tokens) {
-            let object = encode_chunk(&self.profile, &key, 0, &layers).unwrap();
+            let object = encode(&self.profile, &key, &layer);
             self.truth.lock().unwrap().objects.entry(key.id).or_default().push(object.clone());
             let put = self.store.put_chunk(&self.space, &key, object.into()).await;
             match put {
@@ -318,9 +325,9 @@ async fn damaged_chunks_can_be_replaced() {
         }
     }
     assert!(world.read(&tokens, 0).await.unwrap_err().is_damage());
-    let layers = [LayerKv { keys: vec![1.0; 160], values: vec![1.0; 160] }];
+    let layer = LayerKv { keys: vec![1.0; 160], values: vec![1.0; 160] };
     for key in world.space.chunks(&tokens) {
-        let object = encode_chunk(&world.profile, &key, 0, &layers).unwrap();
+        let object = encode(&world.profile, &key, &layer);
         world.truth.lock().unwrap().objects.entry(key.id).or_default().push(object.clone());
         world.store.replace_chunk(&world.space, &key, object.into()).await.unwrap();
     }
@@ -411,8 +418,8 @@ async fn writes_are_read_back() {
     for faults in [Faults { forgets: true, ..Faults::default() }, claims] {
         let world = World::new(1, faults);
         let key = world.space.chunks(&tokens).swap_remove(0);
-        let layers = [LayerKv { keys: vec![1.0; 80], values: vec![1.0; 80] }];
-        let object: Vec<u8> = encode_chunk(&world.profile, &key, 0, &layers).unwrap();
+        let layer = LayerKv { keys: vec![1.0; 80], values: vec![1.0; 80] };
+        let object: Vec<u8> = encode(&world.profile, &key, &layer);
         let (space, store) = (&world.space, &world.store);
         let id = ProfileId::new("model", "levels", &[]);
         for error in [
@@ -443,16 +450,16 @@ async fn foreign_objects_are_found() {
     let world = World::new(1, Faults::default());
     let other = Space::new("another model", &world.profile, GRID).unwrap();
     let (tokens, more): (Vec<u32>, Vec<u32>) = ((0..20).collect(), (20..40).collect());
-    let layers = |seed: usize| {
+    let layer = |seed: usize| {
         let rows = |seed: usize| (0..320).map(|i| ((i * 7 + seed) as f32).sin()).collect();
-        [LayerKv { keys: rows(seed), values: rows(seed + 1) }]
+        LayerKv { keys: rows(seed), values: rows(seed + 1) }
     };
     let mut objects_of = vec![];
     for (i, (space, tokens)) in
         [(&world.space, &tokens), (&world.space, &more), (&other, &tokens)].into_iter().enumerate()
     {
         for key in space.chunks(tokens) {
-            let object = encode_chunk(&world.profile, &key, 0, &layers(i)).unwrap();
+            let object = encode(&world.profile, &key, &layer(i));
             world.truth.lock().unwrap().objects.entry(key.id).or_default().push(object.clone());
             world.store.put_chunk(space, &key, object.clone().into()).await.unwrap();
             objects_of.push((*space, key, object));
