@@ -7,7 +7,7 @@ use std::sync::LazyLock;
 use libfuzzer_sys::fuzz_target;
 use tokio::runtime::{Builder, Runtime};
 
-#[path = "../../reference/tests/support/hostile.rs"]
+#[path = "../../codec-core/kv-store/tests/support/hostile.rs"]
 mod hostile;
 
 use hostile::{Change, Forged, Written};

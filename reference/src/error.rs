@@ -65,7 +65,7 @@ pub enum Error {
     },
     /// Streaming a stored context failed.
     #[error("stream: {0}")]
-    Stream(String),
+    Stream(kv_stream::Error),
     /// An error of exact attention, which `pq-core` and `svd-core` share.
     #[error("attention: {0}")]
     Attend(#[from] svd_core::AttendError),
@@ -117,7 +117,7 @@ pub enum Error {
     /// An error of a store of caches.
     #[cfg(feature = "store")]
     #[error("store: {0}")]
-    Store(#[from] crate::store::Error),
+    Store(#[from] kv_store::Error),
     /// An error of the GPU.
     #[cfg(feature = "cuda")]
     #[error("device: {0}")]
@@ -147,29 +147,30 @@ impl Error {
         Self::Io { path: path.to_owned(), source }
     }
 
-    /// Whether a store holds wrong data for a chunk, as opposed to not answering.
-    #[must_use]
-    pub const fn is_damage(&self) -> bool {
-        match self {
-            #[cfg(feature = "store")]
-            Self::Store(e) => e.is_damage(),
-            _ => false,
-        }
-    }
-
-    /// Whether the caller has cancelled the call.
-    #[must_use]
-    pub const fn is_cancelled(&self) -> bool {
-        match self {
-            #[cfg(feature = "store")]
-            Self::Store(e) => matches!(e, crate::store::Error::Cancelled),
-            _ => false,
-        }
-    }
-
     /// A wrong argument.
     pub fn argument(what: impl Into<String>) -> Self {
         Self::Argument(what.into())
+    }
+}
+
+/// An error of caches that a stream fills.
+impl From<Error> for kv_stream::Error {
+    fn from(e: Error) -> Self {
+        Self::Caches(e.into())
+    }
+}
+
+/// Errors of the caches come back as they were; those that both crates have map to each other.
+impl From<kv_stream::Error> for Error {
+    fn from(e: kv_stream::Error) -> Self {
+        match e {
+            kv_stream::Error::Argument(what) => Self::Argument(what),
+            kv_stream::Error::Codec(e) => Self::Codec(e),
+            kv_stream::Error::Caches(e) => {
+                e.downcast().map_or_else(|e| Self::Stream(kv_stream::Error::Caches(e)), |e| *e)
+            }
+            e => Self::Stream(e),
+        }
     }
 }
 

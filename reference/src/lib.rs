@@ -18,8 +18,6 @@ pub mod report;
 mod rng;
 mod sample;
 mod side;
-#[cfg(feature = "store")]
-pub mod store;
 pub mod stream;
 
 pub use error::{Error, Result};

@@ -4,9 +4,9 @@ use std::fmt::Display;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
-#[cfg(feature = "store")]
-use kv_reference::store::folder_of;
 use kv_reference::{Error, Result, files};
+#[cfg(feature = "store")]
+use kv_store::folder_of;
 use serde::Serialize;
 
 /// Standard output, which may be a closed pipe or a full disk: the first error is kept and later text is

@@ -14,9 +14,10 @@ use inspect::{Ls, Rm, Verify};
 use kv_reference::compare::calibrated;
 use kv_reference::method::Method;
 use kv_reference::model::{Model, Rope};
-use kv_reference::store::{self, Calculated, Check, Grid, KvStore, Options, ProfileId, PromptStore, Space};
 use kv_reference::stream::encoded::levels;
+use kv_reference::stream::prompt::{Calculated, PromptStore};
 use kv_reference::{Error, Profile, Result};
+use kv_store::{Check, Grid, KvStore, Options, ProfileId, Space};
 use serde::Serialize;
 
 use super::{
@@ -72,7 +73,7 @@ pub struct RetryArgs {
 
 impl RetryArgs {
     fn options(&self) -> Options {
-        let on_outage = |e: &store::Error, left: Duration| {
+        let on_outage = |e: &kv_store::Error, left: Duration| {
             print_error(format_args!("kv: {e}; trying for {} s more (--kv-retry)\n", left.as_secs()));
         };
         Options { retry: self.kv_retry, on_outage: Some(on_outage), ..Options::default() }
@@ -250,7 +251,7 @@ impl ContextArgs {
     fn open(&self, write: bool) -> Result<(std::sync::Arc<Model>, Vec<u32>, Option<OpenStore>)> {
         let methods = self.levels.methods()?;
         if write {
-            store::check_writable(&self.url)?;
+            kv_store::check_writable(&self.url)?;
         }
         let checkpoint = self.model.open()?;
         let (_, mut tokens) = self.text.tokens(checkpoint.tokenizer()?)?;

@@ -19,11 +19,11 @@ mod target;
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use bytes::Bytes;
 use codec_core::{Frame, Profile, Side};
 use cudarc::driver::{CudaEvent, CudaStream};
 use kv_gpu::codec::{Check, Decode, Planes};
 use kv_gpu::{AnyElement, DevicePtr, Element, VectorElement};
+use kv_stream::{Bytes, ChunkFrame};
 
 use buffers::{DecodeStream, FrameBuffers};
 pub use launch::Stages;
@@ -37,7 +37,6 @@ use super::memory::Buffer;
 use super::rotate::{Rotate, decoder};
 use super::{Gpu, driver};
 use crate::model::Config;
-use crate::stream::frame::ChunkFrame;
 use crate::{Error, Result};
 
 /// Frames that may be on their way at once.

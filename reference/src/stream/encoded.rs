@@ -4,11 +4,10 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::frame::{LayerKv, encode_frames};
-use super::link::Source;
-use super::receiver::{Context, decode};
-use super::speeds::{PrefillTime, Speeds};
-use super::{Bytes, ChunkCost, ChunkId};
+use codec_core::Place;
+use kv_stream::{Bytes, ChunkCost, ChunkId, LayerKv, PrefillTime, Source, Speeds, encode_frames};
+
+use super::target::{Context, decode};
 use crate::cache::KvCache;
 use crate::forward::{Decoder, prefill};
 use crate::method::Method;
@@ -80,8 +79,12 @@ impl EncodedContext {
         let whole = timed(tokens, &mut layers)?;
         let starts = (0..tokens.len()).step_by(chunk_tokens);
         let chunks: Vec<_> = starts.map(|start| start..tokens.len().min(start + chunk_tokens)).collect();
+        let rows: Vec<_> = layers.iter().map(LayerKv::rows).collect();
+        let place = Place::nhd(model.config.n_kv_heads, model.config.head_dim);
         let encode = |chunk: &Range<usize>| {
-            let frames = encode_frames(planes, &(chunk.start.max(SINKS)..chunk.end), 0, &layers)?;
+            let coded = chunk.start.max(SINKS)..chunk.end;
+            let place = Place { first_token: coded.start, ..place };
+            let frames = encode_frames(planes, &coded, &rows, &place)?;
             Ok(frames.into_iter().map(Bytes::from).collect())
         };
         let frames = chunks.iter().map(encode).collect::<Result<Vec<Vec<Bytes>>>>()?;
@@ -167,7 +170,7 @@ impl EncodedContext {
                 copy.prefill(l, pos, keys, values)?;
             }
         }
-        PrefillTime::fit_chunks(&[first, timed(copy.as_mut())?])
+        Ok(PrefillTime::fit_chunks(&[first, timed(copy.as_mut())?])?)
     }
 
     /// The costs of the chunks' encodings on this machine.
@@ -200,10 +203,10 @@ impl EncodedContext {
     /// The encoded bytes of a chunk.
     ///
     /// # Errors
-    /// [`Error::Stream`] for a chunk or a level that does not exist.
-    pub fn frame(&self, index: usize, level: usize) -> Result<&Bytes> {
+    /// [`kv_stream::Error::NoChunk`].
+    pub fn frame(&self, index: usize, level: usize) -> kv_stream::Result<&Bytes> {
         let frame = self.frames.get(index).and_then(|frames| frames.get(level));
-        frame.ok_or_else(|| Error::Stream(format!("chunk {index} is not there at level {level}")))
+        frame.ok_or(kv_stream::Error::NoChunk { chunk: index, level })
     }
 }
 
@@ -211,11 +214,11 @@ impl EncodedContext {
 pub struct Memory(pub Vec<Arc<EncodedContext>>);
 
 impl Source for Memory {
-    fn bytes(&self, chunk: ChunkId, level: usize) -> Result<u64> {
+    fn bytes(&self, chunk: ChunkId, level: usize) -> kv_stream::Result<u64> {
         Ok(self.0[chunk.request].frame(chunk.index, level)?.len() as u64)
     }
 
-    fn read(&self, chunk: ChunkId, level: usize) -> Result<Bytes> {
+    fn read(&self, chunk: ChunkId, level: usize) -> kv_stream::Result<Bytes> {
         Ok(self.0[chunk.request].frame(chunk.index, level)?.clone())
     }
 }

@@ -13,10 +13,11 @@ use kv_reference::eval::score_text;
 use kv_reference::method::{Method, Prepared};
 use kv_reference::model::{Model, Rope};
 use kv_reference::stream::encoded::{EncodedContext, Memory, SINKS, levels};
-use kv_reference::stream::link::{Bandwidth, RealClock, ShapedLink};
-use kv_reference::stream::receiver::{Caches, Target, serve_into};
-use kv_reference::stream::{Bytes, Choice, Options, Outcome, Trace};
+use kv_reference::stream::target::Target;
 use kv_reference::{Error, Profile, forward};
+use kv_stream::{
+    Bandwidth, Bytes, Caches, Choice, Options, Outcome, RealClock, ShapedLink, Trace, serve_into,
+};
 
 use crate::support::{decoder, divergence, gpu, model, teacher_forced};
 
@@ -95,7 +96,7 @@ impl Setup {
             caches: vec![&mut *cache as &mut dyn KvCache],
             decoder: &mut decoder,
         };
-        self.stream(context, given, target.into_caches());
+        self.stream(context, given, target.into_caches().unwrap());
         score_text(&mut decoder, cache.as_mut(), &self.rest, None).unwrap().logits
     }
 
@@ -451,8 +452,9 @@ fn page_locked_bytes_are_the_bytes() {
 #[cfg(feature = "store")]
 #[test]
 fn prompts_over_a_store_have_the_logits_of_the_cpu() {
-    use kv_reference::store::{Check, FillOptions, Grid, KvStore, PromptStore, Space};
-    use kv_reference::stream::speeds::Speeds;
+    use kv_reference::stream::prompt::{FillOptions, PromptStore};
+    use kv_store::{Check, Grid, KvStore, Space};
+    use kv_stream::Speeds;
 
     let Some(gpu) = gpu_in_turn() else { return };
     let Setup { model, rope, planes, prompt, .. } = &*SETUP;

@@ -4,13 +4,13 @@
 
 #[path = "../support"]
 mod support {
-    #[cfg(feature = "store")]
-    pub mod faulty;
     pub mod gguf;
     pub mod kv;
     #[cfg(feature = "s3")]
     pub mod s3;
     #[cfg(feature = "s3")]
+    #[allow(dead_code)] // what only the tests of the store need
+    #[path = "../../../codec-core/kv-store/tests/support/weed.rs"]
     pub mod weed;
 }
 
@@ -29,8 +29,6 @@ mod quality;
 mod shapes;
 #[cfg(feature = "store")]
 mod store;
-#[cfg(feature = "store")]
-mod store_faults;
 #[cfg(feature = "s3")]
 mod store_s3;
 mod stream;

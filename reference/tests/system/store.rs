@@ -11,13 +11,10 @@ use kv_reference::forward::{Decoder, prefill};
 use kv_reference::method::Method;
 use kv_reference::model::{Model, Rope};
 use kv_reference::ops::log_softmax;
-use kv_reference::store::{
-    Calculated, Check, FillOptions, Filled, Grid, KvStore, Options, ProfileId, PromptStore, Space, unfinished,
-};
 use kv_reference::stream::encoded::levels;
-use kv_reference::stream::frame::{ChunkFrame, LayerKv};
-use kv_reference::stream::speeds::Speeds;
-use kv_reference::stream::{self, Choice, Outcome};
+use kv_reference::stream::prompt::{Calculated, FillOptions, Filled, PromptStore};
+use kv_store::{Check, Grid, KvStore, Options, ProfileId, Space, unfinished};
+use kv_stream::{Choice, ChunkFrame, LayerKv, Outcome, Speeds};
 
 use crate::support::kv::{kv, one_line, refused, run};
 
@@ -62,7 +59,7 @@ impl Setup {
         let method: Method = "dense".parse().unwrap();
         let mut cache = method.prepare(&self.model, &self.rope, &Default::default()).unwrap().cache;
         let mut decoder = Decoder::new(self.model.clone(), self.rope.clone());
-        let stream = stream::Options {
+        let stream = kv_stream::Options {
             choice: Choice::Given(encoding.to_vec()),
             batch: 1,
             timeout: 10.0,
@@ -495,7 +492,7 @@ fn chunks_are_loaded_and_decoded_as_rows() {
     .unwrap();
     let found = store.find(&SETUP.space, tokens).unwrap();
     let (mut rates, mut decoded) = (vec![], 0);
-    let choose = |choice: &kv_reference::store::LoadProgress<'_>| {
+    let choose = |choice: &kv_store::LoadProgress<'_>| {
         rates.push(choice.last.and_then(|transfer| transfer.throughput()));
         Encoding::Level(0)
     };

@@ -14,10 +14,9 @@ use kv_reference::forward::Decoder;
 use kv_reference::method::{Method, Prepared};
 use kv_reference::model::{Model, Rope};
 use kv_reference::stream::encoded::{EncodedContext, Memory, SINKS, levels};
-use kv_reference::stream::link::{RealClock, ShapedLink};
-use kv_reference::stream::receiver::{Target, serve_into};
-use kv_reference::stream::{Bytes, Options, Trace};
+use kv_reference::stream::target::Target;
 use kv_reference::{Error, Profile, Result, files};
+use kv_stream::{Bytes, Options, RealClock, ShapedLink, Trace, serve_into};
 use serde::Serialize;
 
 use crate::table::table;
@@ -175,7 +174,7 @@ impl Run<'_> {
             caches: caches.iter_mut().map(|cache| &mut **cache as &mut dyn KvCache).collect(),
             decoder: &mut decoder,
         };
-        let trace = serve_into(&mut link, target.into_caches(), clock, &costs, &self.options)?;
+        let trace = serve_into(&mut link, target.into_caches()?, clock, &costs, &self.options)?;
         let shared = SharedPrompt::run(model, rope, prompt)?;
         let Prepared { mut cache, .. } = shared.fill(&dense, model, rope, &Profile::default())?;
         let reference = score_text(&mut decoder, cache.as_mut(), decoded, None)?.logits;

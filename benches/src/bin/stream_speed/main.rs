@@ -9,9 +9,8 @@ mod time;
 use clap::{Args, Parser};
 use codec_core::{CHUNK_TOKENS, Plans, StreamPolicy};
 use kv_benches::cli::{JsonArgs, check_number};
-use kv_reference::stream::link::{Bandwidth, GBPS};
-use kv_reference::stream::{Choice, MOST_SECONDS, Options, RESERVE, first_level};
-use kv_reference::{Error, Result};
+use kv_reference::{Error, Result, files};
+use kv_stream::{Bandwidth, Choice, GBPS, MOST_SECONDS, Options, RESERVE, first_level};
 
 #[derive(Parser)]
 enum Command {
@@ -33,6 +32,7 @@ fn main() -> Result<()> {
 struct StreamArgs {
     /// Bandwidth: Gbit/s, `random:LOW-HIGH`, or a file with a line `SECONDS GBPS` for every change
     #[arg(long, value_name = "RATE|FILE", default_value = "3", allow_negative_numbers = true)]
+    #[arg(value_parser = bandwidth)]
     link: Bandwidth,
     /// Seconds between a request and its first byte
     #[arg(long, value_name = "SECONDS", default_value_t = 0.0, allow_negative_numbers = true)]
@@ -71,6 +71,15 @@ struct StreamArgs {
     strict: bool,
     #[command(flatten)]
     json: JsonArgs,
+}
+
+/// Parses a bandwidth: what is neither a number nor a range of random rates is the file of a trace.
+fn bandwidth(text: &str) -> Result<Bandwidth> {
+    if text.starts_with("random:") || text.parse::<f64>().is_ok() {
+        return Ok(text.parse()?);
+    }
+    let path = text.as_ref();
+    Bandwidth::parse_trace(&files::read_text(path)?).map_err(|e| Error::file(path, e))
 }
 
 /// Bits a value of the levels unless others are asked for.

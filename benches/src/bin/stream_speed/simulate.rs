@@ -2,10 +2,8 @@
 
 use clap::Args;
 use kv_benches::cli::check_number;
-use kv_reference::stream::simulated::{Machine, simulate};
-use kv_reference::stream::speeds::{GPU_DECODE_RATE, PrefillTime, Speeds};
-use kv_reference::stream::{ChunkCost, MOST_SECONDS, Trace};
 use kv_reference::{Error, Result};
+use kv_stream::{ChunkCost, GPU_DECODE_RATE, MOST_SECONDS, Machine, PrefillTime, Speeds, Trace, simulate};
 use serde::Serialize;
 
 use crate::table::table;

@@ -1,8 +1,7 @@
 //! The decisions of a stream as a table for the terminal.
 
 use kv_benches::cli;
-use kv_reference::stream::link::GBPS;
-use kv_reference::stream::{Event, Outcome, Trace};
+use kv_stream::{Event, GBPS, Outcome, Trace};
 
 const COLUMNS: [&str; 10] = [
     "request",

@@ -18,11 +18,9 @@ use kv_reference::device::{
 use kv_reference::method::Method;
 use kv_reference::model::Config;
 use kv_reference::stream::encoded::{EncodedContext, Memory};
-use kv_reference::stream::link::{Bandwidth, RealClock, ShapedLink};
-use kv_reference::stream::receiver::{Context, serve_into};
-use kv_reference::stream::speeds::Speeds;
-use kv_reference::stream::{Bytes, Choice, Options};
+use kv_reference::stream::target::Context;
 use kv_reference::{Error, Result};
+use kv_stream::{Bandwidth, Bytes, Choice, Options, RealClock, ShapedLink, Speeds, serve_into};
 use rayon::prelude::*;
 use serde::Serialize;
 
@@ -149,8 +147,9 @@ impl Time {
     ) -> Result<Row> {
         let chunks = &context.context().chunks;
         let tokens = chunks.last().map_or(0, |chunk| chunk.end);
-        let frames: Vec<Bytes> =
-            (0..chunks.len()).map(|index| context.frame(index, level).cloned()).collect::<Result<_>>()?;
+        let frames: Vec<Bytes> = (0..chunks.len())
+            .map(|index| context.frame(index, level).cloned())
+            .collect::<kv_stream::Result<_>>()?;
         // The first load makes room on the device.
         load(decoder, loader, chunks, level, &frames)?;
         let rounds = self.rounds.get();

@@ -11,11 +11,10 @@ use kv_reference::device::{self, StreamTarget};
 use kv_reference::forward::Decoder;
 use kv_reference::method::{Method, Place};
 use kv_reference::model::{Model, Rope};
-use kv_reference::store::{self, FillOptions, Filled};
 use kv_reference::stream::encoded::{EncodedContext, SINKS};
-use kv_reference::stream::speeds::Speeds;
-use kv_reference::stream::{self, Choice, Outcome, Trace};
+use kv_reference::stream::prompt::{FillOptions, Filled};
 use kv_reference::{Error, Profile, Result};
+use kv_stream::{Choice, Options, Outcome, RESERVE, Speeds, Trace};
 
 use super::super::store::{LevelArgs, NOTHING, OpenStore, RetryArgs};
 use super::super::{Files, check_seconds, count, print_error};
@@ -73,15 +72,15 @@ impl KvArgs {
                 method.spec()
             )));
         }
-        Ok(store::open(url, self.kv_keep).map(drop)?)
+        Ok(kv_store::open(url, self.kv_keep).map(drop)?)
     }
 
     /// The encoding of each chunk.
     fn choice(&self) -> Result<Choice> {
         check_seconds("--kv-slo", self.kv_slo)?;
         let levels = self.levels.methods()?.len();
-        let first_level = stream::first_level(self.kv_slo, levels);
-        let slo = self.kv_slo * (1.0 - stream::RESERVE);
+        let first_level = kv_stream::first_level(self.kv_slo, levels);
+        let slo = self.kv_slo * (1.0 - RESERVE);
         let policy = StreamPolicy { slo, first_level, prior: None, plans: Plans::TextFirst };
         let choice = Choice::parse(&self.kv_encoding, levels, policy)
             .map_err(|e| Error::Argument(format!("--kv-encoding: {e}")))?;
@@ -180,8 +179,7 @@ impl PromptLoader {
     }
 
     fn options(&self, speeds: Speeds, chunk: usize) -> FillOptions {
-        let stream =
-            stream::Options { choice: self.choice.clone(), batch: 1, timeout: STALL, fall_back: true };
+        let stream = Options { choice: self.choice.clone(), batch: 1, timeout: STALL, fall_back: true };
         FillOptions { stream, speeds, chunk, keep: self.keep }
     }
 

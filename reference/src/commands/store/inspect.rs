@@ -5,10 +5,8 @@ use std::time::Duration;
 use clap::Args;
 use comfy_table::{CellAlignment, Table, presets};
 use indicatif::HumanBytes;
-use kv_reference::store::{
-    self, ChunkId, KvStore, ListedChunk, Listing, Orphan, sweep_unfinished, unfinished,
-};
 use kv_reference::{Error, Result};
+use kv_store::{ChunkId, KvStore, ListedChunk, Listing, Orphan, sweep_unfinished, unfinished};
 use serde::Serialize;
 
 use super::super::output::Output;
@@ -267,7 +265,7 @@ fn verified(store: &KvStore, space: ChunkId) -> Result<Listing> {
 }
 
 /// What is wrong with the profiles.
-fn faulty_profiles(store: &KvStore) -> Result<Vec<store::Error>> {
+fn faulty_profiles(store: &KvStore) -> Result<Vec<kv_store::Error>> {
     match store.faulty_profiles() {
         Ok(faulty) => Ok(faulty.into_iter().map(|(_, e)| e).collect()),
         Err(e) => Ok(vec![store.isolate(e)?]),

@@ -4,13 +4,11 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::time::Instant;
 
-use bytes::Bytes;
+use kv_stream::{Bytes, Caches, ChunkId, Payload, PrefillTime, Speeds};
 
 use super::{FRAMES, Loader};
 use crate::device::{CHUNK, Chunk, Decoder};
-use crate::stream::receiver::{Caches, Context};
-use crate::stream::speeds::{PrefillTime, Speeds};
-use crate::stream::{ChunkId, Payload};
+use crate::stream::target::Context;
 use crate::{Error, Result};
 
 /// The cache of one request on the device, filled by a stream: frames are decoded and chunks of text
@@ -110,7 +108,7 @@ impl Caches for StreamTarget<'_> {
     const AHEAD: usize = FRAMES - 1;
     const TAKES_ARRIVING: bool = true;
 
-    fn arriving(&mut self, chunk: ChunkId, level: usize, start: Bytes) -> Result<()> {
+    fn arriving(&mut self, chunk: ChunkId, level: usize, start: Bytes) -> kv_stream::Result<()> {
         let (tokens, coded) = (self.context.chunks[chunk.index].clone(), self.context.coded(chunk.index));
         // Tokens before those of the frame are recomputed when the chunk begins.
         if coded.is_empty() || coded.start > tokens.start {
@@ -120,11 +118,11 @@ impl Caches for StreamTarget<'_> {
         match self.decoder.begin_load_start(self.loader, chunk, level, start) {
             // What is wrong with a frame is said when it begins.
             Err(e) if is_of_frame(&e) => Ok(()),
-            begun => begun,
+            begun => Ok(begun?),
         }
     }
 
-    fn begin(&mut self, chunk: ChunkId, payload: Payload) -> Result<()> {
+    fn begin(&mut self, chunk: ChunkId, payload: Payload) -> kv_stream::Result<()> {
         let mut tokens = self.context.chunks[chunk.index].clone();
         let damaged = match payload {
             Payload::Text => None,
@@ -146,7 +144,7 @@ impl Caches for StreamTarget<'_> {
         Ok(())
     }
 
-    fn end(&mut self) -> Result<Option<String>> {
+    fn end(&mut self) -> kv_stream::Result<Option<String>> {
         if self.begun.front().is_some_and(|oldest| oldest.loads) {
             self.end_load(0)?;
         }

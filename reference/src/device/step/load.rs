@@ -1,7 +1,7 @@
 //! Continues a sequence from a stored context.
 
-use bytes::Bytes;
 use codec_core::Profile;
+use kv_stream::Bytes;
 
 use super::super::cache::{Chunk, RowTransform, Rows};
 use super::super::load::{Destination, Ended, Loader, Stages, Staging};
