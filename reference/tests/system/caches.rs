@@ -65,7 +65,11 @@ fn setup(methods: &[&str]) -> Setup {
 }
 
 fn setup_with(methods: &[&str], scaling: RopeScaling) -> Setup {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/parity/fixtures/gqa");
+    setup_of("gqa", methods, scaling)
+}
+
+fn setup_of(fixture: &str, methods: &[&str], scaling: RopeScaling) -> Setup {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/parity/fixtures").join(fixture);
     let mut model = Model::load(&folder).unwrap();
     (model.config.max_seq_len, model.config.rope_scaling) = (256, scaling);
     let rope = Rope::new(&model.config, 256);
@@ -186,6 +190,29 @@ fn every_method_stays_near_dense() {
         let error = distance(&expected, &s.decode(&model, cache.as_mut(), 100, 130));
         assert!(error < 0.6, "{method}: {error}");
     }
+}
+
+/// llama.cpp's blocks of 32 need heads of that many components; the other models here have smaller ones.
+#[test]
+fn llama_cpps_types_code_whole_blocks() {
+    let s = setup_of("mqa-wide-heads", &[], RopeScaling::None);
+    let values = s.model.config.kv_values_per_token();
+    let Prepared { model, mut cache } = s.prefilled("dense", 100);
+    let expected = s.decode(&model, cache.as_mut(), 100, 130);
+    for (method, most, block) in [("q8_0:window=4", 1e-2, 34), ("q4_0:window=4", 0.3, 18)] {
+        let Prepared { model, mut cache } = s.prefilled(method, 100);
+        // 92 tokens in blocks of 32 elements, and 8 exact ones in 16 bits.
+        assert_eq!(cache.footprint().kept, 92 * values / 32 * block + 8 * values * 2, "{method}");
+        cache.truncate(60).unwrap();
+        s.decode(&model, cache.as_mut(), 60, 100);
+        let error = distance(&expected, &s.decode(&model, cache.as_mut(), 100, 130));
+        assert!(error < most, "{method}: {error}");
+    }
+    let s = setup(&[]);
+    let refused = "q8_0:v=4".parse::<Method>().unwrap().prepare(&s.model, &s.rope, &s.profile);
+    assert!(
+        matches!(refused, Err(Error::Argument(what)) if what.contains("32 components do not divide heads of 16"))
+    );
 }
 
 /// Methods that drop tokens go back only as far as they hold all that is then attended to.

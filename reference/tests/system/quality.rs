@@ -32,6 +32,7 @@ fn near_lossless_settings_stay_within_one_percent() {
         "dense:dtype=bf16",
         "int8",
         "rotated",
+        "q8_0",
         "lloydmax",
         "streaming:window=1280",
         "oracle:ratio=0.2",
@@ -67,7 +68,7 @@ fn codebooks_of_a_short_prompt_are_trained_anew() {
 #[ignore = "long: a real model under a dozen methods or more; `.ci/run` has it"]
 fn aggressive_settings_degrade_in_the_papers_order() {
     // Better first, at growing compression or at the same number of attended tokens.
-    let orders: [&[&str]; 18] = [
+    let orders: [&[&str]; 19] = [
         // PQCache, 4.2: near the oracle, far above dropping tokens, at a tenth of the tokens.
         &["oracle:ratio=0.1", "pqcache:ratio=0.1:code=2x6", "streaming:window=96"],
         &["pqcache:ratio=0.2", "pqcache:ratio=0.1", "pqcache:ratio=0.1:code=1x4"],
@@ -88,6 +89,7 @@ fn aggressive_settings_degrade_in_the_papers_order() {
         &["hybrid:rows=0.01", "oracle:ratio=0.1", "pqcache:ratio=0.1"],
         &["hybrid:rows=0.02", "int2"],
         &["int8", "int4", "int2"],
+        &["q8_0", "q4_0", "int2"],
         // ZACK, 6.3: the accuracy falls with the part removed.
         &["zack", "zack:k=0.5:v=0.5", "zack:k=0.25:v=0.25"],
         // CacheGen, 5.3: the levels trade quality for size.
