@@ -13,7 +13,7 @@ use serde::Serialize;
 
 use crate::Profile;
 use crate::cache::FetchedPerStep;
-use crate::calibrate::Calibration;
+use crate::calibrate::{Calibration, CalibrationText};
 #[cfg(feature = "cuda")]
 use crate::device::Gpu;
 use crate::eval::retrieval::{NO_WORDS, TaskMaker};
@@ -207,15 +207,28 @@ pub fn compare(
     })
 }
 
-/// A profile from `tokens` with the entries that `methods` need.
+/// A profile from the tokens of one text, with the entries that `methods` need.
+///
+/// # Errors
+/// As [`calibrated_on`].
+pub fn calibrated(model: &Model, rope: &Rope, tokens: &[u32], methods: &[Method]) -> Result<Profile> {
+    calibrated_on(model, rope, &CalibrationText::plain("text", tokens), methods)
+}
+
+/// A profile from a text of one or several kinds, with the entries that `methods` need.
 ///
 /// # Errors
 /// Errors of gathering and calibrating.
-pub fn calibrated(model: &Model, rope: &Rope, tokens: &[u32], methods: &[Method]) -> Result<Profile> {
-    let mut profile = Profile::new(tokens, rope.len());
+pub fn calibrated_on(
+    model: &Model,
+    rope: &Rope,
+    text: &CalibrationText,
+    methods: &[Method],
+) -> Result<Profile> {
+    let mut profile = Profile::new(text, rope.len());
     if methods.iter().any(Method::needs_profile) {
         methods.iter().try_for_each(|method| method.fitted(&model.config).map(drop))?;
-        let samples = Calibration::gather(model, rope, tokens)?;
+        let samples = Calibration::gather(model, rope, &text.tokens)?;
         methods.iter().try_for_each(|method| method.calibrate(model, rope, &samples, &mut profile))?;
     }
     Ok(profile)

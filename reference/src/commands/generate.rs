@@ -10,7 +10,7 @@ use clap::builder::ArgPredicate;
 use kv_reference::cache::KvCache;
 #[cfg(feature = "cuda")]
 use kv_reference::compare::OnGpu;
-use kv_reference::compare::calibrated;
+use kv_reference::compare::calibrated_on;
 #[cfg(feature = "cuda")]
 use kv_reference::device::{self, Gpu, Weights, method_cache};
 use kv_reference::forward::Decoder;
@@ -26,7 +26,7 @@ use super::device::Site;
 use super::prefix::{KvArgs, PromptLoader};
 use super::prefix::{Prefilled, Prefix};
 use super::{
-    DeviceArgs, Files, JsonArgs, MOST_TEXT, ModelArgs, SHIPPED_TEXT, Stdout, at_least_one,
+    DeviceArgs, Files, JsonArgs, MOST_TEXT, ModelArgs, Stdout, at_least_one, built_in_text,
     check_profile_has_effect, few_tokens, load, no_effect, of_option, print_error, progress, read_profile,
 };
 
@@ -67,7 +67,7 @@ pub struct Generate {
     /// Seed of the sampling
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
-    /// Use this profile (`kv calibrate`); without one a method that needs it calibrates on the shipped text
+    /// Use this profile (`kv calibrate`); without one a method that needs it calibrates on the built-in texts
     #[arg(long, value_name = "FILE")]
     profile: Option<PathBuf>,
     #[cfg(feature = "store")]
@@ -90,7 +90,7 @@ const DEVICE_CHUNK: usize = device::CHUNK;
 #[cfg(not(feature = "cuda"))]
 const DEVICE_CHUNK: usize = 0;
 
-/// Calibration tokens, from the shipped text, for a method without a profile.
+/// Calibration tokens, from the built-in texts, for a method without a profile.
 const CALIBRATION: usize = 2048;
 
 #[derive(Serialize)]
@@ -282,12 +282,11 @@ impl Generate {
                 Ok(profile)
             }
             None if self.method.needs_profile() => {
-                let tokens = model.tokenizer()?.encode(SHIPPED_TEXT)?;
-                let calibration = CALIBRATION.min(tokens.len()).min(rope.len());
+                let text = built_in_text(model.tokenizer()?, CALIBRATION.min(rope.len()))?;
                 let bar = progress();
-                bar.set_message(format!("calibrating {} on {calibration} tokens", self.method.spec()));
-                let made =
-                    calibrated(model, rope, &tokens[..calibration], std::slice::from_ref(&self.method));
+                let n = text.tokens.len();
+                bar.set_message(format!("calibrating {} on {n} tokens", self.method.spec()));
+                let made = calibrated_on(model, rope, &text, std::slice::from_ref(&self.method));
                 bar.finish_and_clear();
                 few_tokens(made, "a --profile")
             }
