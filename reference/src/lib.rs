@@ -23,3 +23,4 @@ pub mod stream;
 pub use error::{Error, Result};
 pub use profile::{KindOfText, Profile, ProfileFile};
 pub use sample::{Sampler, Sampling};
+pub use side::Side;

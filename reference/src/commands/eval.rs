@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use clap::Args;
 use comfy_table::{Table, presets};
-use kv_reference::cache::FetchedPerStep;
+use kv_reference::cache::{FetchedPerStep, Fit};
 use kv_reference::compare::{self, Place, QUESTION_ROOM, Runner, calibrated, check_room, run_start};
 use kv_reference::eval::retrieval::{NO_WORDS, TaskMaker};
 use kv_reference::eval::{RetrievalTask, window_perplexity};
@@ -80,10 +80,19 @@ struct Row {
     perplexity: f64,
     kl: f64,
     top1: f64,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    fits: Vec<Fit>,
     #[serde(flatten)]
     fetched: FetchedPerStep,
     needle: Vec<AtDepth>,
     recall: Vec<AtDepth>,
+}
+
+impl Row {
+    fn misfits(&self) -> Option<String> {
+        let method = format!("{} {}, {} tokens", self.name, self.setting.replace(':', " "), self.length);
+        Fit::warning(&method, &self.fits)
+    }
 }
 
 #[derive(Serialize)]
@@ -189,7 +198,8 @@ impl Eval {
             .clone()
             .into_iter()
             .chain(site.placed.notes())
-            .chain(no_words.then(|| NO_WORDS.to_owned()));
+            .chain(no_words.then(|| NO_WORDS.to_owned()))
+            .chain(rows.iter().filter_map(Row::misfits));
         notes.for_each(|note| print_error(format_args!("kv: {note}\n")));
         for Exact { length, windows, perplexity } in &exact {
             out.print(format_args!(
@@ -247,6 +257,7 @@ impl Eval {
             perplexity: row.perplexity,
             kl: row.kl,
             top1: row.top1,
+            fits: row.fits,
             fetched: row.fetched,
             needle: vec![],
             recall: vec![],

@@ -3,13 +3,13 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use kv_reference::cache::KvCache;
+use kv_reference::cache::{Fit, KvCache};
 use kv_reference::compare::calibrated;
 use kv_reference::eval::Prompt;
 use kv_reference::forward::{Decoder, logits, prefill};
 use kv_reference::method::{Method, Prepared};
 use kv_reference::model::{Model, Rope, RopeScaling};
-use kv_reference::{Error, Profile};
+use kv_reference::{Error, Profile, Side};
 
 /// One setting of each method; small windows, so that short sequences reach the compressed part. Nine tenths of
 /// the ranks: no direction of a random model's keys is small.
@@ -387,6 +387,39 @@ fn bytes_are_counted_exactly() {
     let coded = kept("cachegen:window=4:batch=10");
     assert_eq!(coded.working, 90 * values * 2);
     assert!(coded.kept < 90 * values + 10 * values * 2);
+}
+
+/// Codebooks of some tokens do not fit others; the codebook of Gaussians fits all.
+#[test]
+fn codes_that_do_not_fit_a_text_are_noticed() {
+    let methods = [
+        "million:k=8x5:v=8x5:window=4",
+        "pqklt:k=8x5:v=8x5:values=trained:window=4",
+        "pqklt:k=8x5:v=8x5:window=4",
+        "hybrid:k=4x5:v=4x5:rows=0.1:window=4",
+    ];
+    let s = setup(&methods);
+    let others: Vec<u32> = (0..96).filter(|token| !s.tokens.contains(token)).cycle().take(100).collect();
+    for method in methods {
+        let filled = |tokens: &[u32]| {
+            let Prepared { model, mut cache } = s.prepare(method);
+            Prompt::run(&model, &s.rope, tokens).unwrap().fill(cache.as_mut()).unwrap();
+            cache
+        };
+        let fits = filled(&s.tokens[..100]).fits();
+        assert_eq!(fits.len(), 2 * 2 * 2, "layers, heads and sides of {method}");
+        assert_eq!(Fit::warning(method, &fits), None, "{fits:?}");
+        let mut cache = filled(&others);
+        let fits = cache.fits();
+        assert!(fits.iter().all(|fit| fit.tokens == 92), "all but sinks and window");
+        assert!(fits.iter().any(|fit| fit.side == Side::Keys && fit.is_misfit()), "{method}: {fits:?}");
+        let misfit = fits.iter().any(|fit| fit.side == Side::Values && fit.is_misfit());
+        assert_eq!(misfit, method != "pqklt:k=8x5:v=8x5:window=4", "{method}: {fits:?}");
+        assert!(Fit::warning(method, &fits).is_some());
+        cache.truncate(0).unwrap();
+        assert!(cache.fits().iter().all(|fit| fit.tokens == 0 && !fit.is_misfit()));
+    }
+    assert!(s.prefilled("int4:window=4:group=8", 100).cache.fits().is_empty(), "nothing of it is fitted");
 }
 
 #[test]

@@ -166,3 +166,33 @@ fn codebooks_of_another_text_hold_at_length() {
         assert!(long.max(longest) < 1.5 * short, "{spec}: KL {short}, {long} at 8,192, {longest} at 16,000");
     }
 }
+
+/// The values' codebooks of one kind of text do not fit another: this is noticed, and refining them on the
+/// prompt mends it.
+#[test]
+#[ignore = "long: calibrates and runs a real model"]
+fn codebooks_that_do_not_fit_are_noticed_and_refined() {
+    let assets = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets");
+    let model = Arc::new(Model::load(&assets.join("tiny-llama-12m")).unwrap());
+    let tokens = |text: &str| model.tokenizer().unwrap().encode(text).unwrap();
+    let speech = tokens(&std::fs::read_to_string(assets.join("sotu-heldout.txt")).unwrap());
+    let specs = ["hybrid", "hybrid:refine=misfits", "hybrid:refine=3"];
+    let methods = Method::parse_list(&specs.join(",")).unwrap();
+    let rope = Rope::new(&model.config, 4096);
+    let profile = calibrated(&model, &rope, &speech[..2048], &methods).unwrap();
+    let sizes = Sizes { context: 1024, decode: 64, calibration: 0 };
+    let run = |text: &[u32]| {
+        let placed = Placed::new(&model.config, &methods, None).unwrap();
+        compare(&model, ("text", text), &placed, sizes, Some(profile.clone()), 1, None, &()).unwrap()
+    };
+    let other = run(&tokens(&log()));
+    let [plain, misfits, all] = specs.map(|spec| row(&other, spec));
+    assert!(plain.misfits().is_some_and(|line| line.contains("do not fit this text; the values of layer")));
+    assert!(misfits.misfits().is_none(), "{:?}", misfits.fits);
+    assert!(misfits.kl < 0.5 * plain.kl, "KL {} of {}", misfits.kl, plain.kl);
+    let bits = [plain, misfits, all].map(|row| row.bits_per_value);
+    assert!(bits[0] < bits[1] && bits[1] <= bits[2], "{bits:?}");
+    let same = run(&speech[2048..]);
+    assert!(row(&same, "hybrid").misfits().is_none(), "{:?}", row(&same, "hybrid").fits);
+    assert_eq!(row(&same, "hybrid").kl, row(&same, "hybrid:refine=misfits").kl);
+}
