@@ -1,5 +1,7 @@
 """How each file of results is printed: the lines of a page from its data. `tables.py` writes them."""
 
+import math
+
 
 def table(columns, rows):
     line = lambda cells: "| " + " | ".join(map(str, cells)) + " |"
@@ -480,11 +482,58 @@ def streaming(data):
     return lines + (loads(data["gpu"]) if data.get("gpu") else [])
 
 
+def any_text(data):
+    lines = [
+        "# Texts that the profile has not seen",
+        "",
+        "    python benches/peers/any_text.py target/release/kv benches/results --wikitext WIKITEXT [--text NAME=FILE]... \\",
+        "        [--model NAME=PATH:LENGTHS:DECODE:TRIALS]...",
+        "",
+        f"Profiles are of the first {data['calibration']:,} tokens of WikiText-2. KL by text; `over own` is the KL over that with a "
+        "profile of the text itself, geometric mean and largest of the texts. Bits, top-1 and perplexity over that of the dense "
+        "cache are means of the texts, facts found are sums.",
+        "",
+    ]
+    for name, model in data["models"].items():
+        for length in sorted({run["length"] for run in model["runs"]}):
+            runs = [run for run in model["runs"] if run["length"] == length]
+            title = f"{name}, {length:,} tokens, {model['decode']} decoded"
+            lines += [f"## {title}", "", f"{time_of(model)}.", "", *texts_of(runs)]
+    return lines
+
+
+def texts_of(runs):
+    """The table of one model at one length."""
+    geometric = lambda ratios: math.exp(sum(map(math.log, ratios)) / len(ratios))
+    share = lambda facts: f"{sum(hits for hits, _ in facts)}/{sum(n for _, n in facts)}" if any(n for _, n in facts) else ""
+    rows = []
+    for group in zip(*(run["rows"] for run in runs)):
+        mean = lambda key: sum(row[key] for row in group) / len(group)
+        over = [row["kl"] / row["own_kl"] for row in group if row["own_kl"]]
+        perplexities = [row["perplexity"] / run["rows"][0]["perplexity"] for run, row in zip(runs, group)]
+        rows.append(
+            [
+                f"`{group[0]['method']}`",
+                f"{mean('bits'):.2f}",
+                f"{mean('bytes_per_token'):.0f}",
+                *(f"{row['kl']:.4f}" for row in group),
+                f"{geometric(over):.2f}, {max(over):.2f}" if over else "",
+                f"{100 * mean('top1'):.1f} %",
+                f"{geometric(perplexities):.3f}",
+                share([row["needle"] for row in group]),
+                share([row["recall"] for row in group]),
+            ]
+        )
+    columns = ["method", "bits", "bytes/token", *(run["text"] for run in runs), "over own", "top-1", "perplexity", "pass keys", "lines"]
+    return table(columns, rows)
+
+
 PAGES = {
     "gpu": gpu,
     "decode": decode,
     "prefill": prefill,
     "offload": offload,
     "pqcache": pqcache,
+    "any-text": any_text,
     "streaming": streaming,
 }

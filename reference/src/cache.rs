@@ -6,6 +6,7 @@
 
 mod exact;
 mod fetched;
+mod fit;
 mod offloaded;
 mod store;
 
@@ -19,6 +20,8 @@ pub use exact::ElementType;
 pub(crate) use exact::{DenseStore, Elements, ExactRows, attend_rows, saturating_f16};
 pub(crate) use fetched::FetchCounter;
 pub use fetched::{Fetched, FetchedPerStep};
+pub use fit::Fit;
+pub(crate) use fit::{CodingError, unseen_error};
 pub(crate) use offloaded::{BlockRule, Offload, OffloadedRows, RowFormat};
 pub use store::Footprint;
 pub(crate) use store::{Geometry, RotatedStore, Store, merge_part};
@@ -105,6 +108,12 @@ pub trait KvCache: Send + Sync {
     /// Counts of the rows that attention has fetched, for methods that offload rows or score them cheaply.
     fn fetched(&self) -> Fetched {
         Fetched::default()
+    }
+
+    /// How well codes that were fitted to a calibration text fit the tokens of this cache, for every layer, head
+    /// and side of a method that has such codes. An engine may then take another profile or method.
+    fn fits(&self) -> Vec<Fit> {
+        vec![]
     }
 
     /// An independent copy.
@@ -312,6 +321,10 @@ impl KvCache for WindowedCache {
         let mut total = Fetched::default();
         self.layers.iter().for_each(|layer| total += layer.store.fetched());
         total
+    }
+
+    fn fits(&self) -> Vec<Fit> {
+        self.layers.iter().enumerate().flat_map(|(l, layer)| layer.store.fits(l)).collect()
     }
 
     fn clone_box(&self) -> Box<dyn KvCache> {

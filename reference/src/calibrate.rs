@@ -1,5 +1,7 @@
 //! Calibration samples: keys and values of a model over a text, and second moments of its queries and keys.
 
+mod text;
+
 use rayon::prelude::*;
 use svd_core::{Gram, NoRope, PostRope, PreRope, RopeSide, Rows};
 
@@ -7,6 +9,7 @@ use crate::cache::Geometry;
 use crate::forward::{Activations, prefill};
 use crate::model::{Model, Rope};
 use crate::{Error, Result};
+pub use text::CalibrationText;
 
 /// Leading tokens to skip: every method keeps the sinks exact, and their norms are outliers.
 const SINKS: usize = 4;

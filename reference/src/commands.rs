@@ -12,6 +12,7 @@ mod output;
 mod prefix;
 #[cfg(feature = "store")]
 mod store;
+mod text;
 
 use std::fmt::Display;
 use std::num::NonZeroUsize;
@@ -25,10 +26,11 @@ use indicatif::{ProgressBar, ProgressStyle};
 use kv_reference::calibrate::Calibration;
 use kv_reference::compare::Progress;
 use kv_reference::method::Method;
-use kv_reference::model::{Checkpoint, Config, Model, Tokenizer};
-use kv_reference::{Error, ProfileFile, Result, files};
+use kv_reference::model::{Checkpoint, Config, Model};
+use kv_reference::{Error, ProfileFile, Result};
 use output::Files;
 pub use output::{Stdout, print_error};
+use text::{CalibrationTextArgs, MOST_TEXT, TextArgs, built_in_text};
 
 /// A trained model over every kind of KV cache: what each saves, and what it costs
 #[derive(Parser)]
@@ -201,44 +203,6 @@ fn check_seconds(option: &str, value: f64) -> Result<()> {
 /// Parses a count of at least one.
 fn at_least_one(text: &str) -> std::result::Result<NonZeroUsize, &'static str> {
     text.parse().map_err(|_| "must be a whole number from 1 on")
-}
-
-/// Maximum bytes of a text to use: about two million tokens, for which the tokenizer takes about a gigabyte.
-const MOST_TEXT: usize = 8 << 20;
-
-/// The State of the Union addresses, part of the binary: methods without a profile are calibrated on them.
-const SHIPPED_TEXT: &str = include_str!("../assets/sotu-heldout.txt");
-/// Its file name.
-const SHIPPED_TEXT_NAME: &str = "sotu-heldout.txt";
-
-/// The option that selects the text.
-#[derive(Args)]
-struct TextArgs {
-    /// Text to run over [default: the shipped State of the Union addresses]
-    #[arg(long, value_name = "FILE")]
-    text: Option<PathBuf>,
-}
-
-impl TextArgs {
-    /// Adds the text to the files of a command.
-    fn add_to(&self, files: &mut Files) {
-        self.text.iter().for_each(|path| files.reads("--text", path));
-    }
-
-    /// The text's name and its tokens.
-    fn tokens(&self, tokenizer: &Tokenizer) -> Result<(String, Vec<u32>)> {
-        let Some(path) = &self.text else {
-            return Ok((SHIPPED_TEXT_NAME.to_owned(), tokenizer.encode(SHIPPED_TEXT)?));
-        };
-        let text = of_option("--text", files::read_text(path))?;
-        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        let end = (0..=MOST_TEXT.min(text.len())).rev().find(|&end| text.is_char_boundary(end));
-        let used = &text[..end.unwrap_or(0)];
-        if used.len() < text.len() {
-            print_error(format_args!("kv: of {name} the first {} MiB are used\n", MOST_TEXT >> 20));
-        }
-        Ok((name, tokenizer.encode(used)?))
-    }
 }
 
 /// The option that writes the result as JSON.

@@ -12,8 +12,8 @@ use std::sync::Arc;
 use serde::Serialize;
 
 use crate::Profile;
-use crate::cache::FetchedPerStep;
-use crate::calibrate::Calibration;
+use crate::cache::{FetchedPerStep, Fit};
+use crate::calibrate::{Calibration, CalibrationText};
 #[cfg(feature = "cuda")]
 use crate::device::Gpu;
 use crate::eval::retrieval::{NO_WORDS, TaskMaker};
@@ -114,6 +114,17 @@ pub struct Row {
     pub shared_bytes: usize,
     /// Divergence at every decoded position, in nats.
     pub kl_by_position: Vec<f64>,
+    /// How well codes that were fitted to a calibration text fit this one; on the CPU.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub fits: Vec<Fit>,
+}
+
+impl Row {
+    /// A warning if codes do not fit the text.
+    #[must_use]
+    pub fn misfits(&self) -> Option<String> {
+        Fit::warning(&format!("{} {}", self.name, self.setting.replace(':', " ")), &self.fits)
+    }
 }
 
 /// A finished comparison.
@@ -132,7 +143,7 @@ pub struct Comparison {
     /// Seed of the questions.
     pub seed: u64,
     /// Notes for the reader: that the profile has seen the text, why there are no pass keys, that nothing was
-    /// compressed, or which methods the GPU does not support.
+    /// compressed, which methods the GPU does not support, or that codes do not fit the text.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub notes: Vec<String>,
     /// One row per method, in the order asked for.
@@ -185,7 +196,7 @@ pub fn compare(
     let no_words = needles.is_none().then(|| NO_WORDS.to_owned());
     let nothing = (!exact.is_empty()).then_some(nothing);
     let mut runner = Runner::new(model, rope, profile, placed, gpu);
-    let notes = [overlap, beyond, no_words, nothing].into_iter().flatten().chain(placed.notes()).collect();
+    let notes = [overlap, beyond, no_words, nothing].into_iter().flatten().chain(placed.notes());
     progress.advance();
 
     let mut rows = runner.score(prompt, decoded, progress)?;
@@ -195,6 +206,7 @@ pub fn compare(
             (row.needle, row.needle_trials) = (Some(hits as f64 / trials as f64), trials);
         }
     }
+    let notes = notes.chain(rows.iter().filter_map(Row::misfits)).collect();
     Ok(Comparison {
         model: model.name.clone(),
         text: text_name.to_owned(),
@@ -207,15 +219,28 @@ pub fn compare(
     })
 }
 
-/// A profile from `tokens` with the entries that `methods` need.
+/// A profile from the tokens of one text, with the entries that `methods` need.
+///
+/// # Errors
+/// As [`calibrated_on`].
+pub fn calibrated(model: &Model, rope: &Rope, tokens: &[u32], methods: &[Method]) -> Result<Profile> {
+    calibrated_on(model, rope, &CalibrationText::plain("text", tokens), methods)
+}
+
+/// A profile from a text of one or several kinds, with the entries that `methods` need.
 ///
 /// # Errors
 /// Errors of gathering and calibrating.
-pub fn calibrated(model: &Model, rope: &Rope, tokens: &[u32], methods: &[Method]) -> Result<Profile> {
-    let mut profile = Profile::new(tokens, rope.len());
+pub fn calibrated_on(
+    model: &Model,
+    rope: &Rope,
+    text: &CalibrationText,
+    methods: &[Method],
+) -> Result<Profile> {
+    let mut profile = Profile::new(text, rope.len());
     if methods.iter().any(Method::needs_profile) {
         methods.iter().try_for_each(|method| method.fitted(&model.config).map(drop))?;
-        let samples = Calibration::gather(model, rope, tokens)?;
+        let samples = Calibration::gather(model, rope, &text.tokens)?;
         methods.iter().try_for_each(|method| method.calibrate(model, rope, &samples, &mut profile))?;
     }
     Ok(profile)

@@ -21,5 +21,6 @@ mod side;
 pub mod stream;
 
 pub use error::{Error, Result};
-pub use profile::{Profile, ProfileFile};
+pub use profile::{KindOfText, Profile, ProfileFile};
 pub use sample::{Sampler, Sampling};
+pub use side::Side;

@@ -24,6 +24,7 @@ pub use tokenizer::{TextStream, Tokenizer};
 
 use crate::ops::{add, matmul};
 use crate::{Error, Result};
+pub(crate) use gguf::{unpack_q4_0, unpack_q8_0};
 use tensors::{Tensors, Tracked};
 
 /// A matrix that multiplies a vector from the left, with an optional bias.

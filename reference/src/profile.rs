@@ -5,44 +5,52 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use safetensors::{Dtype, SafeTensors};
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, json};
 use sha2::{Digest, Sha256};
 
+use crate::calibrate::CalibrationText;
 use crate::files::write_atomically;
 use crate::model::Model;
 use crate::{Error, Result, files};
 
 /// The format's name in the file. It changes with the meaning of the entries.
-const FORMAT: &str = "kv-profile-2";
+const FORMAT: &str = "kv-profile-3";
 
 /// The results of calibration for one model: codebooks, rotations, probability models.
 ///
 /// It is stored as a safetensors file. Entries are named `method/setting/k or v/layer/head/part`, for a
-/// bitstream `method/setting/planes`; the metadata hold the model's name and hash, a checksum, and, unless
-/// the file is older, the number of tokens that it was calibrated on and their digest, and the number of
-/// positions that its keys were rotated to. Equal entries from the same tokens for the same model give equal
-/// bytes.
+/// bitstream `method/setting/planes`; the metadata hold the model's name and hash, a checksum, the texts that
+/// it was calibrated on, and the number of positions that its keys were rotated to. Equal entries from the same
+/// tokens for the same model give equal bytes.
 #[derive(Clone, Debug, Default)]
 pub struct Profile {
     floats: BTreeMap<String, Vec<f32>>,
     bytes: BTreeMap<String, Vec<u8>>,
-    tokens: Option<Tokens>,   // calibrated on
+    kinds: Vec<KindOfText>,   // calibrated on
     positions: Option<usize>, // calibrated for
 }
 
-/// The first tokens of a text.
-#[derive(Clone, Debug, PartialEq, Eq)]
-struct Tokens {
-    n: usize,
+/// The first tokens of a text, of one kind, that a profile was calibrated on.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct KindOfText {
+    /// The text's name.
+    pub name: String,
+    /// Number of tokens.
+    pub tokens: usize,
     sha256: String, // of their little-endian bytes, in hexadecimal
 }
 
-impl Tokens {
-    fn new(tokens: &[u32]) -> Self {
-        let mut hasher = Sha256::new();
-        tokens.iter().for_each(|token| hasher.update(token.to_le_bytes()));
-        Self { n: tokens.len(), sha256: hex(hasher) }
+impl KindOfText {
+    fn new(name: &str, tokens: &[u32]) -> Self {
+        Self { name: name.into(), tokens: tokens.len(), sha256: digest(tokens) }
     }
+}
+
+fn digest(tokens: &[u32]) -> String {
+    let mut hasher = Sha256::new();
+    tokens.iter().for_each(|token| hasher.update(token.to_le_bytes()));
+    hex(hasher)
 }
 
 fn hex(hasher: Sha256) -> String {
@@ -50,14 +58,20 @@ fn hex(hasher: Sha256) -> String {
 }
 
 impl Profile {
-    /// A profile without entries, to be calibrated on these first tokens of a text for positions up to
-    /// `positions`.
-    pub(crate) fn new(tokens: &[u32], positions: usize) -> Self {
-        Self { tokens: Some(Tokens::new(tokens)), positions: Some(positions), ..Self::default() }
+    /// A profile without entries, to be calibrated on `text` for positions up to `positions`.
+    pub(crate) fn new(text: &CalibrationText, positions: usize) -> Self {
+        let kinds = text.kinds.iter().map(|kind| KindOfText::new(&kind.name, &kind.tokens)).collect();
+        Self { kinds, positions: Some(positions), ..Self::default() }
+    }
+
+    /// The texts that it was calibrated on, one of each kind; none for [`Self::default`].
+    #[must_use]
+    pub fn kinds(&self) -> &[KindOfText] {
+        &self.kinds
     }
 
     /// The number of positions that it was calibrated for, from the first one on: its codes of keys after
-    /// RoPE know no later ones. `None` for a file that is older than this information.
+    /// RoPE know no later ones. `None` for [`Self::default`].
     #[must_use]
     pub fn positions(&self) -> Option<usize> {
         self.positions
@@ -77,14 +91,15 @@ impl Profile {
     /// profile that was calibrated on more tokens than the text has gives none.
     #[must_use]
     pub fn overlap(&self, text: &[u32], start: usize) -> Option<String> {
-        let tokens = self.tokens.as_ref()?;
-        let beginning = text.get(..tokens.n)?;
-        let overlaps = start < tokens.n && Tokens::new(beginning) == *tokens;
-        overlaps.then(|| {
+        let is_seen = |kind: &&KindOfText| {
+            start < kind.tokens
+                && text.get(..kind.tokens).is_some_and(|beginning| digest(beginning) == kind.sha256)
+        };
+        self.kinds.iter().find(is_seen).map(|kind| {
             format!(
                 "the profile was calibrated on the first {} tokens of this text, and the run begins at token \
                  {start}: the methods have seen what they are measured on",
-                tokens.n
+                kind.tokens
             )
         })
     }
@@ -129,10 +144,8 @@ impl Profile {
         let mut metadata = json!({
             "format": FORMAT, "model_name": model.name, "model_hash": model.hash, "sha256": self.checksum(),
         });
-        if let Some(Tokens { n, sha256 }) = &self.tokens {
-            metadata["tokens"] = n.to_string().into();
-            metadata["tokens_sha256"] = sha256.as_str().into();
-        }
+        // Metadata are strings.
+        metadata["texts"] = self.texts().into();
         if let Some(positions) = self.positions {
             metadata["positions"] = positions.to_string().into();
         }
@@ -148,6 +161,11 @@ impl Profile {
         write_atomically(path, &[&(header.len() as u64).to_le_bytes(), &header[..], &data].concat())
     }
 
+    /// The texts that it was calibrated on, as JSON.
+    fn texts(&self) -> String {
+        serde_json::json!(self.kinds).to_string()
+    }
+
     /// Name, type, length and bytes of every entry, in the order of the file: floats come first, so that they
     /// are aligned.
     fn entries(&self) -> impl Iterator<Item = (&str, Dtype, usize, Cow<'_, [u8]>)> {
@@ -158,17 +176,15 @@ impl Profile {
         floats.chain(self.bytes.iter().map(|(key, x)| (key.as_str(), Dtype::U8, x.len(), Cow::from(x))))
     }
 
-    /// SHA-256 over names, types, lengths and bytes of all entries, and over the number and digest of the
-    /// calibration tokens and the number of positions, if known, in hexadecimal.
+    /// SHA-256 over names, types, lengths and bytes of all entries, and over the texts and the number of
+    /// positions, in hexadecimal.
     fn checksum(&self) -> String {
         let mut hasher = Sha256::new();
         for (key, dtype, len, bytes) in self.entries() {
             hasher.update(format!("{} {key} {dtype:?} {len} ", key.len()));
             hasher.update(bytes);
         }
-        if let Some(Tokens { n, sha256 }) = &self.tokens {
-            hasher.update(format!("{n} {sha256}"));
-        }
+        hasher.update(self.texts());
         if let Some(positions) = self.positions {
             hasher.update(format!(" {positions}"));
         }
@@ -207,10 +223,9 @@ impl ProfileFile {
             return Err(Error::file(path, format!("is not a profile of format {FORMAT}")));
         }
         let tensors = SafeTensors::deserialize(&file).map_err(|e| Error::file(path, e))?;
-        let n = field("tokens").parse().ok();
-        let tokens = n.map(|n| Tokens { n, sha256: field("tokens_sha256").to_owned() });
-        let mut profile =
-            Profile { tokens, positions: field("positions").parse().ok(), ..Profile::default() };
+        let kinds = serde_json::from_str(field("texts"));
+        let kinds = kinds.map_err(|e| Error::file(path, format!("names its texts wrongly: {e}")))?;
+        let mut profile = Profile { kinds, positions: field("positions").parse().ok(), ..Profile::default() };
         for (key, view) in tensors.tensors() {
             match view.dtype() {
                 Dtype::F32 => {
@@ -285,15 +300,20 @@ mod tests {
             profile.save(&path, &model).unwrap();
             Profile::load(&path, &model).unwrap()
         };
-        let profile = saved(Profile::new(&text[..40], 100));
+        let other: Vec<u32> = (100..150).collect();
+        let mixed = CalibrationText::mixed(&[("other", &other), ("text", &text)], 80);
+        let profile = saved(Profile::new(&mixed, 100));
+        let kinds: Vec<_> = profile.kinds().iter().map(|kind| (kind.name.as_str(), kind.tokens)).collect();
+        assert_eq!(kinds, [("other", 40), ("text", 40)]);
         let warning = profile.overlap(&text, 39).unwrap();
         assert!(warning.contains("the first 40 tokens") && warning.contains("at token 39"), "{warning}");
         assert_eq!((profile.overlap(&text, 40), profile.overlap(&text[..39], 0)), (None, None));
         assert_eq!(profile.overlap(&text[1..], 0), None, "another text");
-        assert_eq!(saved(Profile::default()).overlap(&text, 0), None, "a file without tokens");
+        assert!(profile.overlap(&other, 0).is_some());
+        assert_eq!(saved(Profile::default()).overlap(&text, 0), None, "no text");
         let warning = profile.beyond(101).unwrap();
         assert!(warning.contains("for 100 positions") && warning.contains("has 101"), "{warning}");
         assert_eq!((profile.positions(), profile.beyond(100)), (Some(100), None));
-        assert_eq!(saved(Profile::default()).beyond(usize::MAX), None, "a file without positions");
+        assert_eq!(saved(Profile::default()).beyond(usize::MAX), None, "no positions");
     }
 }

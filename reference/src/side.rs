@@ -3,18 +3,29 @@
 use std::ops::{Index, IndexMut};
 
 /// A side of a KV cache.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Side {
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Side {
+    /// Keys.
     Keys,
+    /// Values.
     Values,
 }
 
 impl Side {
     /// Keys first: the order of profile entries and of planes.
-    pub const ALL: [Self; 2] = [Self::Keys, Self::Values];
+    pub(crate) const ALL: [Self; 2] = [Self::Keys, Self::Values];
+
+    /// Its name in a sentence.
+    pub(crate) const fn name(self) -> &'static str {
+        match self {
+            Self::Keys => "keys",
+            Self::Values => "values",
+        }
+    }
 
     /// Its letter in the names of a profile's entries.
-    pub const fn letter(self) -> char {
+    pub(crate) const fn letter(self) -> char {
         match self {
             Self::Keys => 'k',
             Self::Values => 'v',

@@ -6,7 +6,7 @@ use std::ops::AddAssign;
 use svd_core::SoftmaxStats;
 
 use crate::Result;
-use crate::cache::{Fetched, PromptRows};
+use crate::cache::{Fetched, Fit, PromptRows};
 use crate::model::Config;
 
 /// Bytes of a cache by purpose.
@@ -71,6 +71,10 @@ pub(crate) trait Store: Send + Sync {
     /// Counts of the rows that attention has fetched.
     fn fetched(&self) -> Fetched {
         Fetched::default()
+    }
+    /// See [`KvCache::fits`](super::KvCache::fits); this is the store of layer `layer`.
+    fn fits(&self, _layer: usize) -> Vec<Fit> {
+        vec![]
     }
     /// An independent copy.
     fn clone_box(&self) -> Box<dyn Store>;

@@ -3,19 +3,20 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use kv_reference::compare::calibrated;
+use kv_reference::compare::calibrated_on;
 use kv_reference::method::{DEFAULT_METHODS, Method};
 use kv_reference::model::Rope;
-use kv_reference::{Error, Result};
+use kv_reference::{Error, KindOfText, Result};
 use serde::Serialize;
 
 use super::{
-    Files, JsonArgs, ModelArgs, Stdout, TextArgs, check_calibration, few_tokens, load, print_error, progress,
+    CalibrationTextArgs, Files, JsonArgs, ModelArgs, Stdout, check_calibration, few_tokens, load,
+    print_error, progress,
 };
 
 #[derive(Args)]
 #[command(
-    after_help = "Example:\n  kv calibrate million.profile --text training.txt --methods million --tokens 8192\n  kv compare --text other.txt --methods million --profile million.profile\n\nOn the same text kv compare and kv eval begin at token 4096 (--calibration) and may see calibration tokens.\n\nMethods and their settings: kv methods"
+    after_help = "Example:\n  kv calibrate million.profile --text prose.txt --text code.txt --methods million --tokens 8192\n  kv compare --text other.txt --methods million --profile million.profile\n\nOn the same text kv compare and kv eval begin at token 4096 (--calibration) and may see calibration tokens.\n\nMethods and their settings: kv methods"
 )]
 pub struct Calibrate {
     /// Profile to write; an existing file is kept unless --replace is given
@@ -27,8 +28,8 @@ pub struct Calibrate {
     #[command(flatten)]
     model: ModelArgs,
     #[command(flatten)]
-    text: TextArgs,
-    /// Tokens to use, from the start of the text
+    text: CalibrationTextArgs,
+    /// Tokens to use, from the start of the text or of each of several
     #[arg(long, value_name = "N", default_value_t = 4096)]
     tokens: usize,
     /// Methods to prepare for [default: those of `kv compare`]
@@ -45,7 +46,7 @@ const MOST_POSITIONS: usize = 1 << 17;
 struct Summary<'a> {
     model: &'a str,
     model_hash: &'a str,
-    text: String,
+    texts: &'a [KindOfText],
     tokens: usize,
     entries: usize,
 }
@@ -71,34 +72,34 @@ impl Calibrate {
         if !methods.iter().any(Method::needs_profile) {
             return Err(Error::argument("none of these methods needs a profile"));
         }
-        let (text, tokens) = self.text.tokens(checkpoint.tokenizer()?)?;
-        let (wanted, most) = (self.tokens.min(tokens.len()), checkpoint.config.max_seq_len);
-        if wanted > most {
-            print_error(format_args!(
-                "kv: of {wanted} tokens of the text the model takes the first {most}\n"
-            ));
+        let most = checkpoint.config.max_seq_len;
+        let text = self.text.read(checkpoint.tokenizer()?, self.tokens.min(most))?;
+        let n = text.tokens.len();
+        if n == most && self.tokens > most {
+            print_error(format_args!("kv: the model takes {most} tokens, not {}\n", self.tokens));
         }
-        let n = wanted.min(most);
         few_tokens(check_calibration(n, &methods, None), MORE_TOKENS)?;
         let model = load(checkpoint)?;
         // The profile must hold for every position, not only those of the calibration tokens.
         let rope = Rope::new(&model.config, model.config.max_seq_len.min(MOST_POSITIONS).max(n));
         let bar = progress();
         bar.set_message(format!("calibrating {} methods on {n} tokens", methods.len()));
-        let profile = calibrated(&model, &rope, &tokens[..n], &methods);
+        let profile = calibrated_on(&model, &rope, &text, &methods);
         let profile = few_tokens(profile, MORE_TOKENS)?;
         bar.finish_and_clear();
         profile.save(&self.out, &model)?;
+        let names: Vec<&str> = profile.kinds().iter().map(|kind| kind.name.as_str()).collect();
         out.print(format_args!(
-            "{}: {} entries for {} from {n} tokens of {text}\n",
+            "{}: {} entries for {} from {n} tokens of {}\n",
             self.out.display(),
             profile.len(),
-            model.name
+            model.name,
+            names.join(", ")
         ));
         json.write_json(&Summary {
             model: &model.name,
             model_hash: &model.hash,
-            text,
+            texts: profile.kinds(),
             tokens: n,
             entries: profile.len(),
         })

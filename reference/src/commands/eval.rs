@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use clap::Args;
 use comfy_table::{Table, presets};
-use kv_reference::cache::FetchedPerStep;
+use kv_reference::cache::{FetchedPerStep, Fit};
 use kv_reference::compare::{self, Place, QUESTION_ROOM, Runner, calibrated, check_room, run_start};
 use kv_reference::eval::retrieval::{NO_WORDS, TaskMaker};
 use kv_reference::eval::{RetrievalTask, window_perplexity};
@@ -76,13 +76,23 @@ struct Row {
     device: Place,
     length: usize,
     bits_per_value: f64,
+    kv_bytes_per_token: f64,
     perplexity: f64,
     kl: f64,
     top1: f64,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    fits: Vec<Fit>,
     #[serde(flatten)]
     fetched: FetchedPerStep,
     needle: Vec<AtDepth>,
     recall: Vec<AtDepth>,
+}
+
+impl Row {
+    fn misfits(&self) -> Option<String> {
+        let method = format!("{} {}, {} tokens", self.name, self.setting.replace(':', " "), self.length);
+        Fit::warning(&method, &self.fits)
+    }
 }
 
 #[derive(Serialize)]
@@ -188,7 +198,8 @@ impl Eval {
             .clone()
             .into_iter()
             .chain(site.placed.notes())
-            .chain(no_words.then(|| NO_WORDS.to_owned()));
+            .chain(no_words.then(|| NO_WORDS.to_owned()))
+            .chain(rows.iter().filter_map(Row::misfits));
         notes.for_each(|note| print_error(format_args!("kv: {note}\n")));
         for Exact { length, windows, perplexity } in &exact {
             out.print(format_args!(
@@ -242,9 +253,11 @@ impl Eval {
             device: row.device,
             length,
             bits_per_value: row.bits_per_value,
+            kv_bytes_per_token: row.kv_bytes_per_token,
             perplexity: row.perplexity,
             kl: row.kl,
             top1: row.top1,
+            fits: row.fits,
             fetched: row.fetched,
             needle: vec![],
             recall: vec![],

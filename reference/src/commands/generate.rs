@@ -7,10 +7,10 @@ use std::time::Instant;
 
 use clap::Args;
 use clap::builder::ArgPredicate;
-use kv_reference::cache::KvCache;
+use kv_reference::cache::{Fit, KvCache};
 #[cfg(feature = "cuda")]
 use kv_reference::compare::OnGpu;
-use kv_reference::compare::calibrated;
+use kv_reference::compare::calibrated_on;
 #[cfg(feature = "cuda")]
 use kv_reference::device::{self, Gpu, Weights, method_cache};
 use kv_reference::forward::Decoder;
@@ -26,7 +26,7 @@ use super::device::Site;
 use super::prefix::{KvArgs, PromptLoader};
 use super::prefix::{Prefilled, Prefix};
 use super::{
-    DeviceArgs, Files, JsonArgs, MOST_TEXT, ModelArgs, SHIPPED_TEXT, Stdout, at_least_one,
+    DeviceArgs, Files, JsonArgs, MOST_TEXT, ModelArgs, Stdout, at_least_one, built_in_text,
     check_profile_has_effect, few_tokens, load, no_effect, of_option, print_error, progress, read_profile,
 };
 
@@ -67,7 +67,7 @@ pub struct Generate {
     /// Seed of the sampling
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
-    /// Use this profile (`kv calibrate`); without one a method that needs it calibrates on the shipped text
+    /// Use this profile (`kv calibrate`); without one a method that needs it calibrates on the built-in texts
     #[arg(long, value_name = "FILE")]
     profile: Option<PathBuf>,
     #[cfg(feature = "store")]
@@ -90,7 +90,7 @@ const DEVICE_CHUNK: usize = device::CHUNK;
 #[cfg(not(feature = "cuda"))]
 const DEVICE_CHUNK: usize = 0;
 
-/// Calibration tokens, from the shipped text, for a method without a profile.
+/// Calibration tokens, from the built-in texts, for a method without a profile.
 const CALIBRATION: usize = 2048;
 
 #[derive(Serialize)]
@@ -138,9 +138,9 @@ impl Generate {
         let rope = Arc::new(Rope::new(&model.config, length.max(CALIBRATION.min(model.config.max_seq_len))));
         let profile = self.calibrated(profile, &model, &rope)?;
         let notes: Vec<String> = site.note.clone().into_iter().chain(site.placed.notes()).collect();
-        let Started { model, prefilled, mut next } =
+        let Started { model, prefilled, mut next, misfits } =
             self.start(site, model, rope, &profile, (&prompt, sampling))?;
-        notes.iter().for_each(|note| print_error(format_args!("kv: {note}\n")));
+        notes.iter().chain(&misfits).for_each(|note| print_error(format_args!("kv: {note}\n")));
         let (mut tokens, mut shown) = (vec![], String::new());
         let mut stream = TextStream::new(model.tokenizer()?);
         while tokens.len() < self.tokens {
@@ -229,7 +229,7 @@ impl Generate {
             };
             let capacity = prompt.len() + self.tokens;
             let (prefilled, next) = on_device(gpu, &model, &self.method, profile, (capacity, sampling), run)?;
-            return Ok(Started { model, prefilled, next });
+            return Ok(Started { model, prefilled, next, misfits: None });
         }
         #[cfg(feature = "store")]
         if let Some(kv) = &kv {
@@ -243,7 +243,8 @@ impl Generate {
             logits = decoder.prefill(chunk, cache.as_mut())?.to_vec();
         }
         let prefilled = Prefilled { seconds: begin.elapsed().as_secs_f64(), prefix: None };
-        Ok(Started { model, prefilled, next: sampled(decoder, cache, logits, sampling) })
+        let misfits = self.misfits(cache.as_ref());
+        Ok(Started { model, prefilled, next: sampled(decoder, cache, logits, sampling), misfits })
     }
 
     /// As [`Self::start`], with the prompt over a store of caches.
@@ -260,7 +261,13 @@ impl Generate {
         let mut decoder = Decoder::new(model.clone(), rope.clone());
         let chunk = self.chunk.map_or(prompt.len(), NonZeroUsize::get);
         let (logits, prefilled) = kv.fill(&model, &rope, &mut decoder, cache.as_mut(), (prompt, chunk))?;
-        Ok(Started { model, prefilled, next: sampled(decoder, cache, logits, sampling) })
+        let misfits = self.misfits(cache.as_ref());
+        Ok(Started { model, prefilled, next: sampled(decoder, cache, logits, sampling), misfits })
+    }
+
+    /// A warning if the method's codes do not fit the prompt.
+    fn misfits(&self, cache: &dyn KvCache) -> Option<String> {
+        Fit::warning(&self.method.spec(), &cache.fits())
     }
 
     /// All methods that take entries of the profile: that of the cache, and the levels of the store.
@@ -282,12 +289,11 @@ impl Generate {
                 Ok(profile)
             }
             None if self.method.needs_profile() => {
-                let tokens = model.tokenizer()?.encode(SHIPPED_TEXT)?;
-                let calibration = CALIBRATION.min(tokens.len()).min(rope.len());
+                let text = built_in_text(model.tokenizer()?, CALIBRATION.min(rope.len()))?;
                 let bar = progress();
-                bar.set_message(format!("calibrating {} on {calibration} tokens", self.method.spec()));
-                let made =
-                    calibrated(model, rope, &tokens[..calibration], std::slice::from_ref(&self.method));
+                let n = text.tokens.len();
+                bar.set_message(format!("calibrating {} on {n} tokens", self.method.spec()));
+                let made = calibrated_on(model, rope, &text, std::slice::from_ref(&self.method));
                 bar.finish_and_clear();
                 few_tokens(made, "a --profile")
             }
@@ -301,6 +307,7 @@ struct Started {
     model: Arc<Model>, // for decoding
     prefilled: Prefilled,
     next: Next,
+    misfits: Option<String>,
 }
 
 /// The next token: at first the one after the prompt.

@@ -11,7 +11,7 @@ use clap::{Args, Subcommand};
 use codec_core::Encoding;
 use indicatif::{HumanBytes, ProgressBar};
 use inspect::{Ls, Rm, Verify};
-use kv_reference::compare::calibrated;
+use kv_reference::compare::calibrated_on;
 use kv_reference::method::Method;
 use kv_reference::model::{Model, Rope};
 use kv_reference::stream::encoded::levels;
@@ -21,13 +21,13 @@ use kv_store::{Check, Grid, KvStore, Options, ProfileId, Space};
 use serde::Serialize;
 
 use super::{
-    Files, JsonArgs, ModelArgs, SHIPPED_TEXT, Stdout, TextArgs, count, load, print_error, progress,
+    Files, JsonArgs, ModelArgs, Stdout, TextArgs, built_in_text, count, load, print_error, progress,
     read_profile,
 };
 
 /// Default levels of every chunk.
 const LEVELS: &str = "cachegen:bits=4,cachegen:bits=3,cachegen:bits=2";
-/// Tokens of the shipped text that the levels are calibrated on, as `kv calibrate` does.
+/// Tokens of the built-in texts that the levels are calibrated on, as `kv calibrate` does.
 const CALIBRATION: usize = 4096;
 /// Positions that the levels are calibrated for: a configuration may claim any length.
 const MOST_POSITIONS: usize = 1 << 17;
@@ -198,18 +198,17 @@ impl OpenStore {
 }
 
 /// The levels that the store holds for this model; if it holds none and is to be written, they are calibrated
-/// on the shipped text.
+/// on the built-in texts.
 fn shared_levels(
     store: &KvStore,
     model: &Model,
     methods: &[Method],
     write: bool,
 ) -> Result<Option<codec_core::Profile>> {
-    let tokens = model.tokenizer()?.encode(SHIPPED_TEXT)?;
-    let n = CALIBRATION.min(tokens.len()).min(model.config.max_seq_len);
-    let tokens = &tokens[..n];
+    let text = built_in_text(model.tokenizer()?, CALIBRATION.min(model.config.max_seq_len))?;
+    let n = text.tokens.len();
     let recipe: Vec<String> = methods.iter().map(Method::spec).collect();
-    let id = ProfileId::new(&model.hash, &recipe.join(","), tokens);
+    let id = ProfileId::new(&model.hash, &recipe.join(","), &text.tokens);
     if !write {
         return Ok(store.stored_profile(id)?);
     }
@@ -217,7 +216,8 @@ fn shared_levels(
         let rope = Rope::new(&model.config, model.config.max_seq_len.min(MOST_POSITIONS).max(n));
         let bar = progress();
         bar.set_message(format!("calibrating {} on {}", count(methods.len(), "level"), count(n, "token")));
-        let profile = calibrated(model, &rope, tokens, methods).and_then(|p| levels(methods, model, &p));
+        let profile = calibrated_on(model, &rope, &text, methods);
+        let profile = profile.and_then(|profile| levels(methods, model, &profile));
         bar.finish_and_clear();
         profile
     })?;

@@ -37,6 +37,7 @@ pub(super) fn score(
             tokens: cache.seq_len(),
             footprint: cache.footprint(),
             fetched: cache.fetched().per_step(config.n_layers * config.n_kv_heads),
+            fits: cache.fits(),
         };
         Ok((index, measured))
     });

@@ -116,7 +116,7 @@ pub(super) fn score(
             ..FetchedPerStep::default()
         };
         let footprint = decoder.cache().footprint(tokens);
-        measured.push((index, Measured { scores, tokens, footprint, fetched }));
+        measured.push((index, Measured { scores, tokens, footprint, fetched, fits: vec![] }));
     }
     Ok(measured)
 }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::Profile;
-use crate::cache::{FetchedPerStep, Footprint};
+use crate::cache::{FetchedPerStep, Fit, Footprint};
 use crate::eval::TextScores;
 use crate::method::Method;
 use crate::model::{Model, Rope};
@@ -37,4 +37,5 @@ pub(super) struct Measured {
     pub tokens: usize, // in the cache at the end
     pub footprint: Footprint,
     pub fetched: FetchedPerStep,
+    pub fits: Vec<Fit>,
 }

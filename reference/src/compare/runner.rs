@@ -78,7 +78,7 @@ impl<'a> Runner<'a> {
 
     fn row(&self, index: usize, measured: Measured) -> Row {
         let method = &self.run.methods[index];
-        let Measured { scores, tokens, footprint, fetched } = measured;
+        let Measured { scores, tokens, footprint, fetched, fits } = measured;
         let Footprint { kept, offloaded, working, shared } = footprint;
         let TextScores { divergence, ms_per_token, .. } = scores;
         let tokens = tokens as f64;
@@ -101,6 +101,7 @@ impl<'a> Runner<'a> {
             working_bytes_per_token: working as f64 / tokens,
             shared_bytes: shared,
             kl_by_position: divergence.kl_by_position().to_vec(),
+            fits,
         }
     }
 }

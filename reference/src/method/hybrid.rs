@@ -27,7 +27,7 @@ use super::pqklt::{CodedStep, PqKlt, TransformedStore};
 use super::settings::Switch;
 use crate::Profile;
 use crate::Result;
-use crate::cache::{Fetched, Footprint, Geometry, OffloadedRows, Store};
+use crate::cache::{Fetched, Fit, Footprint, Geometry, OffloadedRows, Store};
 use crate::calibrate::Calibration;
 use crate::model::{Config, Model, Rope};
 use crate::side::Pair;
@@ -37,8 +37,8 @@ pub(super) const HYBRID: Entry = Entry {
     help: concat!(
         "\
   hybrid            attention on coarse PQ codes, with the exact rows of  k=16x8 v=8x8 keys=mean|rope|rotated
-                      the few tokens that hold most of the weight:        norms=off|on iterations=8 refine=0
-                      a fraction of the tokens, or as many as keep the    rows=0.01|auto
+                      the few tokens that hold most of the weight:        norms=off|on iterations=8
+                      a fraction of the tokens, or as many as keep the    refine=0|N|misfits rows=0.01|auto
                       error of about 95 % of the outputs below `bound`    bound=0.05
                       standard deviations of the values, up to `most`     most=1
                       of the tokens
@@ -269,6 +269,10 @@ impl Store for HybridStore {
 
     fn fetched(&self) -> Fetched {
         self.exact.fetched()
+    }
+
+    fn fits(&self, layer: usize) -> Vec<Fit> {
+        self.coded.fits(layer)
     }
 
     fn clone_box(&self) -> Box<dyn Store> {

@@ -16,7 +16,7 @@ use super::paged::PagedMemory;
 #[cfg(feature = "cuda")]
 use super::plan::{CodedRows, Plan};
 use super::pq_code::{CODE_TILE, PqCode, attend_to_codes};
-use crate::cache::{Footprint, Geometry, Store, attend_rows};
+use crate::cache::{CodingError, Fit, Footprint, Geometry, Store, attend_rows, unseen_error};
 use crate::calibrate::{Calibration, rotated_keys};
 use crate::model::{Config, Model, Rope};
 use crate::ops::mean_row;
@@ -46,19 +46,28 @@ struct Million {
 }
 
 impl Million {
-    fn key(&self, side: Side, l: usize, head: usize) -> String {
+    fn key(&self, side: Side, l: usize, head: usize, part: &str) -> String {
         let (code, letter) = (self.codes[side], side.letter());
-        format!("million/{code}/{}/{letter}/{l}/{head}/centroids", self.outliers)
+        format!("million/{code}/{}/{letter}/{l}/{head}/{part}", self.outliers)
     }
 
     /// The codebooks of layer `l`, one pair per KV head.
     fn trained(&self, profile: &Profile, geometry: Geometry, l: usize) -> Result<Vec<Pair<CodebookBuf>>> {
         let codebook = |side: Side, head: usize| -> Result<_> {
             let shape = self.codes[side].shape(geometry.head_dim)?;
-            let centroids = profile.floats(&self.key(side, l, head))?;
+            let centroids = profile.floats(&self.key(side, l, head, "centroids"))?;
             CodebookBuf::new(shape, centroids).map_err(|e| Error::Profile(e.to_string()))
         };
         (0..geometry.n_kv_heads).map(|head| Pair::try_of(|side| codebook(side, head))).collect()
+    }
+
+    /// The relative errors of layer `l`'s codes on the calibration text.
+    fn errors(&self, profile: &Profile, geometry: Geometry, l: usize) -> Result<Vec<Pair<f64>>> {
+        let error = |side: Side, head: usize| match profile.floats(&self.key(side, l, head, "error"))? {
+            &[error] => Ok(error.into()),
+            _ => Err(Error::Profile("more or less than one coding error of a head".into())),
+        };
+        (0..geometry.n_kv_heads).map(|head| Pair::try_of(|side| error(side, head))).collect()
     }
 }
 
@@ -84,7 +93,8 @@ impl Kind for Million {
         profile: &mut Profile,
     ) -> Result<()> {
         let geometry = Geometry::of(&model.config);
-        let options = TrainOptions { iterations: self.iterations, seed: SEED, ..Default::default() };
+        let options =
+            TrainOptions { iterations: self.iterations, seed: SEED, encode: true, ..Default::default() };
         for (l, layer) in samples.layers.iter().enumerate() {
             for side in Side::ALL {
                 let rows = |head| -> Result<Vec<f32>> {
@@ -101,8 +111,13 @@ impl Kind for Million {
                 let sets = (0..geometry.n_kv_heads).map(rows).collect::<Result<Vec<_>>>()?;
                 let sets: Vec<&[f32]> = sets.iter().map(Vec::as_slice).collect();
                 let trained = train_batch(self.codes[side].shape(geometry.head_dim)?, &sets, &options)?;
-                for (head, trained) in trained.into_iter().enumerate() {
-                    profile.put_floats(self.key(side, l, head), trained.centroids);
+                for (head, (trained, rows)) in trained.into_iter().zip(sets).enumerate() {
+                    let squares: f64 = rows.iter().map(|&x| f64::from(x) * f64::from(x)).sum();
+                    let error = if squares > 0.0 { trained.error / squares } else { 0.0 };
+                    let n = layer.values.len() / geometry.kv_dim();
+                    let error = unseen_error(error, n, self.codes[side].shape(geometry.head_dim)?.ksub());
+                    profile.put_floats(self.key(side, l, head, "centroids"), trained.centroids);
+                    profile.put_floats(self.key(side, l, head, "error"), vec![error as f32]);
                 }
             }
         }
@@ -117,7 +132,8 @@ impl Kind for Million {
     fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {
         site.layers(|l| {
             let codebooks = Arc::new(self.trained(site.profile, site.geometry, l)?);
-            Ok(MillionStore::new(site.geometry, site.rope(l), codebooks, self.outliers))
+            let errors = Arc::new(self.errors(site.profile, site.geometry, l)?);
+            Ok(MillionStore::new(site.geometry, site.rope(l), codebooks, errors, self.outliers))
         })
     }
 }
@@ -145,25 +161,30 @@ struct Coded {
     codes: CodesBuf,
     centre: Vec<f32>,       // (head_dim,) mean of the first rows; empty without outliers
     outliers: Vec<Outlier>, // of all rows
+    error: CodingError,     // of all tokens coded since the first one
 }
 
 impl Coded {
     fn new(codebook: &CodebookBuf) -> Self {
-        Self { codes: CodesBuf::new(codebook.view().shape()), centre: vec![], outliers: vec![] }
+        let codes = CodesBuf::new(codebook.view().shape());
+        Self { codes, centre: vec![], outliers: vec![], error: CodingError::default() }
     }
 
     /// Appends rows (n, head_dim), with `percent` of the elements kept exact next to the codes.
     fn append(&mut self, codebook: &CodebookBuf, mut rows: Vec<f32>, percent: usize) -> Result<()> {
+        let (dim, start) = (codebook.view().shape().dim(), self.codes.view().n());
         if percent > 0 {
-            let dim = codebook.view().shape().dim();
             if self.centre.is_empty() {
                 self.centre = mean_row(&rows, dim);
             }
-            let first = (self.codes.view().n() * dim) as u32;
+            let first = (start * dim) as u32;
             let found = take_outliers(&mut rows, &self.centre, percent)?;
             self.outliers.extend(found.iter().map(|x| Outlier { index: first + x.index, ..*x }));
         }
         self.codes.append(&codebook.view(), &rows)?;
+        let mut decoded = vec![0.0; rows.len()];
+        decode_into(&codebook.view(), &self.codes.view(), start, &mut decoded)?;
+        self.error.add(rows.len() / dim, rows.iter().zip(&decoded).map(|(&x, decoded)| (x, x - decoded)));
         Ok(())
     }
 
@@ -173,6 +194,7 @@ impl Coded {
         self.outliers.retain(|x| (x.index as usize) < end);
         if len == 0 {
             self.centre.clear();
+            self.error = CodingError::default();
         }
     }
 
@@ -207,6 +229,7 @@ struct MillionStore {
     geometry: Geometry,
     rope: Arc<Rope>,
     codebooks: Arc<Vec<Pair<CodebookBuf>>>, // (n_kv_heads,), offline, shared by all sequences
+    errors: Arc<Vec<Pair<f64>>>,            // (n_kv_heads,), of the calibration
     outliers: usize,                        // percent of the elements kept exact
     heads: Vec<Pair<Coded>>,
     len: usize,
@@ -217,10 +240,11 @@ impl MillionStore {
         geometry: Geometry,
         rope: Arc<Rope>,
         codebooks: Arc<Vec<Pair<CodebookBuf>>>,
+        errors: Arc<Vec<Pair<f64>>>,
         outliers: usize,
     ) -> Self {
         let heads = codebooks.iter().map(|books| Pair::of(|side| Coded::new(&books[side]))).collect();
-        Self { geometry, rope, codebooks, outliers, heads, len: 0 }
+        Self { geometry, rope, codebooks, errors, outliers, heads, len: 0 }
     }
 }
 
@@ -278,6 +302,13 @@ impl Store for MillionStore {
             shared: codebooks.map(|codebook| 4 * codebook.view().shape().codebook_len()).sum(),
             ..Footprint::default()
         }
+    }
+
+    fn fits(&self, layer: usize) -> Vec<Fit> {
+        let fit = |head: usize, side: Side| {
+            self.heads[head][side].error.fit(layer, head, side, self.errors[head][side])
+        };
+        (0..self.heads.len()).flat_map(|head| Side::ALL.map(|side| fit(head, side))).collect()
     }
 
     fn clone_box(&self) -> Box<dyn Store> {

@@ -6,6 +6,8 @@
 mod device;
 mod store;
 
+use std::fmt::Display;
+use std::str::FromStr;
 use std::sync::Arc;
 
 use pq_core::{CodebookBuf, TrainOptions, gaussian_centroids, train};
@@ -18,20 +20,21 @@ use super::on_device::DeviceKind;
 use super::paged::PagedMemory;
 use super::pq_code::{CODE_TILE, PqCode};
 use super::settings::{Settings, Switch, words};
-use crate::cache::{Geometry, Store};
+use crate::cache::{CodingError, Geometry, Store, unseen_error};
 use crate::calibrate::{Calibration, output_gram, rotated_keys, single};
 use crate::model::{Config, Model, Rope};
 use crate::ops::mean_row;
 use crate::side::{Pair, Side};
 use crate::{Error, Profile, Result};
 pub(super) use store::{CodedStep, TransformedStore};
-use store::{HeadCode, KeySpace, TransformedPlan, halved};
+use store::{HeadCode, KeySpace, Refine, TransformedPlan, halved};
 
 pub(super) const PQ_KLT: Entry = Entry {
     names: &["pqklt"],
     help: "\
   pqklt             attention on PQ codes of transformed rows             k=32x6 v=32x6 keys=mean|rope|rotated
-                                                                          norms=on|off iterations=8 refine=0
+                                                                          norms=on|off iterations=8
+                                                                          refine=0|N|misfits
                       values in a Hadamard basis with the codebook of     values=gaussian|trained
                       Gaussians, or in one with codebooks of their own
                       on a device: pages of N tokens, of a pool of M      pages=N pool=M
@@ -46,6 +49,30 @@ words!(
     KeySpace,
     "mean" => KeySpace::RotatedMean, "rope" => KeySpace::BeforeRope, "rotated" => KeySpace::AfterRope
 );
+
+/// Most iterations of a refinement.
+const MOST_ITERATIONS: usize = 4096;
+
+impl FromStr for Refine {
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        match text.parse() {
+            _ if text == "misfits" => Ok(Self::Misfits),
+            Ok(n) if n <= MOST_ITERATIONS => Ok(Self::All(n)),
+            _ => Err(format!("must be `misfits` or a whole number from 0 to {MOST_ITERATIONS}")),
+        }
+    }
+}
+
+impl Display for Refine {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::All(n) => n.fmt(f),
+            Self::Misfits => f.write_str("misfits"),
+        }
+    }
+}
 
 /// The codebooks of the values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -63,7 +90,7 @@ struct Fitted {
     rotation: Rotation,
     centroids: Vec<f32>,
     residuals: Vec<f32>, // (n, head_dim): transformed rows minus their decoded codes
-    spread: f64,         // sum of the squares of the transformed rows
+    error: f64,          // relative, expected of other rows
 }
 
 impl Fitted {
@@ -91,10 +118,12 @@ impl Fitted {
     }
 }
 
-/// The squares of residuals relative to those of the rows.
-fn relative_error(residuals: &[f32], spread: f64) -> f32 {
-    let lost: f64 = residuals.iter().map(|&x| f64::from(x) * f64::from(x)).sum();
-    if spread > 0.0 { (lost / spread) as f32 } else { 0.0 }
+/// What calibration leaves of one head's keys or values.
+struct HeadEntries {
+    mean: Vec<f32>,
+    fitted: Option<Fitted>, // none where the codebook of Gaussians serves
+    errors: Vec<f32>,       // of key components
+    error: f64,             // relative, expected of other rows
 }
 
 /// How rows are transformed and coded.
@@ -105,7 +134,7 @@ pub(super) struct PqKlt {
     norms: bool,
     values: ValueBooks,
     iterations: usize,
-    refine: usize,
+    refine: Refine,
     pages: Option<PagedMemory>,
 }
 
@@ -122,7 +151,7 @@ impl PqKlt {
             norms,
             values: s.common("values", default)?,
             iterations: s.positive("iterations", 8)?,
-            refine: s.count("refine", 0)?,
+            refine: s.common("refine", Refine::All(0))?,
             pages: None,
         })
     }
@@ -159,14 +188,15 @@ impl PqKlt {
         format!("pqklt/{space}/{norms}/{iterations}/{code}/{letter}/{l}/{head}/{part}")
     }
 
-    /// Fits the rotation to `covariance` and the metric, and centroids to the rotated rows; also returns the
-    /// centroids' error.
+    /// Fits the rotation to `covariance` and the metric, and centroids to the rotated rows, which are of `tokens`
+    /// tokens; also returns the centroids' error.
     fn fit<S: svd_core::RopeSide>(
         &self,
         code: PqCode,
         metric: &Gram<S>,
         covariance: &Gram<S>,
         mut rows: Vec<f32>,
+        tokens: usize,
     ) -> Result<Fitted> {
         let dim = metric.dim();
         let rotation = Rotation::query_metric(covariance, metric)?;
@@ -176,17 +206,18 @@ impl PqKlt {
         let shape = code.shape(dim)?;
         let centroids = halved(&train(shape, &rows, &options)?.centroids);
         let residuals = HeadCode::residuals(&CodebookBuf::new(shape, &centroids)?, &mut rows, &norms)?;
-        let spread = rows.iter().map(|&x| f64::from(x) * f64::from(x)).sum();
-        Ok(Fitted { rotation, centroids, residuals, spread })
+        let error = CodingError::of(dim, &rows, &residuals).relative();
+        let error = unseen_error(error, tokens, shape.ksub());
+        Ok(Fitted { rotation, centroids, residuals, error })
     }
 
-    /// The relative error of values in their Hadamard basis.
-    fn gaussian_error(&self, dim: usize, mut rows: Vec<f32>) -> Result<f32> {
+    /// The error of values in their Hadamard basis.
+    fn gaussian_error(&self, dim: usize, mut rows: Vec<f32>) -> Result<f64> {
         let basis = Hadamard::new(dim)?.rotation()?.basis_map(dim)?;
         let norms = HeadCode::transform(&basis, self.norms, &mut rows)?;
         let book = CodebookBuf::gaussian(self.codes.values.shape(dim)?)?;
         let residuals = HeadCode::residuals(&book, &mut rows, &norms)?;
-        Ok(relative_error(&residuals, rows.iter().map(|&x| f64::from(x) * f64::from(x)).sum()))
+        Ok(CodingError::of(dim, &rows, &residuals).relative())
     }
 
     /// The empty store of layer `l`.
@@ -208,7 +239,7 @@ impl PqKlt {
         };
         let read = |side: Side, head: usize| -> Result<HeadCode> {
             let part = |part| profile.floats(&self.key(side, l, head, part)).map(<[f32]>::to_vec);
-            let wrong = |e: &dyn std::fmt::Display| Error::Profile(e.to_string());
+            let wrong = |e: &dyn Display| Error::Profile(e.to_string());
             let map = |name| -> Result<MapBuf> {
                 MapBuf::new(part(name)?, config.head_dim, config.head_dim).map_err(|e| wrong(&e))
             };
@@ -216,10 +247,13 @@ impl PqKlt {
             if mean.len() != config.head_dim {
                 return Err(Error::Profile(format!("a mean of {} dimensions", mean.len())));
             }
-            let errors = part("errors")?;
-            if errors.len() != if side == Side::Keys { config.head_dim } else { 1 } {
+            let errors = if side == Side::Keys { part("errors")? } else { vec![] };
+            if side == Side::Keys && errors.len() != config.head_dim {
                 return Err(Error::Profile(format!("coding errors of {} components", errors.len())));
             }
+            let [error] = part("error")?[..] else {
+                return Err(Error::Profile("more or less than one coding error of a head".into()));
+            };
             let shared = gaussian.clone().filter(|_| side == Side::Values);
             let is_gaussian = shared.is_some();
             let (basis, dual, codebook) = match shared {
@@ -230,7 +264,7 @@ impl PqKlt {
                 }
             };
             let norms = self.norms;
-            Ok(HeadCode { mean, basis, dual, codebook, is_gaussian, norms, errors })
+            Ok(HeadCode { mean, basis, dual, codebook, is_gaussian, norms, errors, error })
         };
         let heads = (0..config.n_kv_heads).map(|head| Pair::try_of(|side| read(side, head)));
         Ok(TransformedPlan { heads: heads.collect::<Result<_>>()?, space: self.space, refine: self.refine })
@@ -265,16 +299,17 @@ impl Kind for PqKlt {
         let made = heads.par_iter().map(|&(l, head)| -> Result<_> {
             let layer = &samples.layers[l];
             let mut keys = geometry.head_rows(head, &layer.keys);
+            let tokens = keys.len() / geometry.head_dim;
             let mut mean = take_mean(&mut keys, geometry.head_dim);
             let fitted = match self.space {
                 KeySpace::BeforeRope => {
                     let covariance = gram_of(&keys, geometry.head_dim)?;
-                    self.fit(self.codes.keys, &layer.plain_query_grams[head], &covariance, keys)?
+                    self.fit(self.codes.keys, &layer.plain_query_grams[head], &covariance, keys, tokens)?
                 }
                 KeySpace::RotatedMean => {
                     keys = rotated_keys(rope.layer(l), &keys); // less their rotated mean
                     let covariance = gram_of(&keys, geometry.head_dim)?;
-                    self.fit(self.codes.keys, &layer.query_grams[head], &covariance, keys)?
+                    self.fit(self.codes.keys, &layer.query_grams[head], &covariance, keys, tokens)?
                 }
                 KeySpace::AfterRope => {
                     let rows = rotated_keys(rope.layer(l), &geometry.head_rows(head, &layer.keys));
@@ -282,30 +317,31 @@ impl Kind for PqKlt {
                     take_mean(&mut keys, geometry.head_dim);
                     mean.fill(0.0);
                     let covariance = gram_of(&keys, geometry.head_dim)?;
-                    self.fit(self.codes.keys, &layer.query_grams[head], &covariance, rows)?
+                    self.fit(self.codes.keys, &layer.query_grams[head], &covariance, rows, tokens)?
                 }
             };
             let errors = fitted.key_errors(self.space, geometry.head_dim)?;
-            let keys = (mean, Some(fitted), errors);
+            let error = fitted.error;
+            let keys = HeadEntries { mean, fitted: Some(fitted), errors, error };
             let mut values = geometry.head_rows(head, &layer.values);
             let mean = take_mean(&mut values, geometry.head_dim);
             if self.values == ValueBooks::Gaussian {
-                let errors = vec![self.gaussian_error(geometry.head_dim, values)?];
-                return Ok((keys, (mean, None, errors)));
+                let error = self.gaussian_error(geometry.head_dim, values)?;
+                return Ok([keys, HeadEntries { mean, fitted: None, errors: vec![], error }]);
             }
             let metric: Gram<NoRope> = output_gram(model, l, head)?;
-            let fitted =
-                self.fit(self.codes.values, &metric, &gram_of(&values, geometry.head_dim)?, values)?;
-            let errors = vec![relative_error(&fitted.residuals, fitted.spread)];
-            Ok((keys, (mean, Some(fitted), errors)))
+            let covariance = gram_of(&values, geometry.head_dim)?;
+            let fitted = self.fit(self.codes.values, &metric, &covariance, values, tokens)?;
+            let error = fitted.error;
+            Ok([keys, HeadEntries { mean, fitted: Some(fitted), errors: vec![], error }])
         });
         for ((l, head), made) in heads.iter().zip(made.collect::<Result<Vec<_>>>()?) {
-            for (side, (mean, fitted, errors)) in Side::ALL.into_iter().zip(<[_; 2]>::from(made)) {
+            for (side, HeadEntries { mean, fitted, errors, error }) in Side::ALL.into_iter().zip(made) {
                 let fitted = fitted.map(|fitted| {
                     let (basis, dual) = (single(fitted.rotation.basis()), single(fitted.rotation.dual()));
                     [("store", basis), ("probe", dual), ("centroids", fitted.centroids)]
                 });
-                let parts = [("mean", mean), ("errors", errors)];
+                let parts = [("mean", mean), ("error", vec![error as f32]), ("errors", errors)];
                 for (part, values) in parts.into_iter().chain(fitted.into_iter().flatten()) {
                     profile.put_floats(self.key(side, *l, *head, part), values);
                 }

@@ -1,7 +1,9 @@
 //! Scalar-quantization baselines: uniform codes as in KIVI (`int8`, `int4`, `int2`) or after a Hadamard
-//! rotation (`rotated`), and optimal levels after a random rotation (`lloydmax`).
+//! rotation (`rotated`), those of llama.cpp's caches (`q8_0`, `q4_0`), and optimal levels after a random
+//! rotation (`lloydmax`).
 
 mod codecs;
+mod ggml;
 mod store;
 
 use std::sync::Arc;
@@ -14,13 +16,15 @@ use super::kind::{Entry, Kind, SEED, Site};
 use super::on_device::{DeviceKind, Limit};
 #[cfg(feature = "cuda")]
 use super::plan::Plan;
-use super::settings::Settings;
-use crate::Result;
-use crate::cache::Store;
-use crate::side::Pair;
+use super::settings::{Settings, Switch};
 #[cfg(feature = "cuda")]
-use crate::{Profile, model::Config};
-use codecs::{LloydMax, Rotated};
+use crate::Profile;
+use crate::cache::Store;
+use crate::model::Config;
+use crate::side::{Pair, Side};
+use crate::{Error, Result};
+use codecs::{LloydMax, Rotated, largest_block};
+use ggml::Ggml;
 
 /// Tokens per decoded block of per-token codes.
 pub(super) const BLOCK: usize = 64;
@@ -56,6 +60,23 @@ pub(super) const ROTATED: Entry = Entry {
     },
 };
 
+pub(super) const LLAMA_CPP: Entry = Entry {
+    names: &["q8_0", "q4_0"],
+    help: "\
+  q8_0, q4_0        llama.cpp's cache types, rotated as it does           k=4|8 v=4|8 rotate=on|off
+",
+    parse: |s| {
+        let bits = both(s, if s.name == "q8_0" { 8 } else { 4 })?;
+        let name = s.name;
+        let kind = |side: Side| {
+            let what = || format!("method {name}: {}={}: must be 4 or 8", side.letter(), bits[side]);
+            Ggml::of_bits(bits[side]).ok_or_else(|| Error::Argument(what()))
+        };
+        let (kinds, rotate) = (Pair::try_of(kind)?, s.common("rotate", Switch::On)? == Switch::On);
+        Ok(Arc::new(Scalar { bits, codes: Codes::LlamaCpp { kinds, rotate } }))
+    },
+};
+
 pub(super) const LLOYD_MAX: Entry = Entry {
     names: &["lloydmax"],
     help: "\
@@ -78,13 +99,32 @@ struct Scalar {
 enum Codes {
     Uniform { group: usize },
     Rotated { group: usize },
+    LlamaCpp { kinds: Pair<Ggml>, rotate: bool },
     LloydMax,
+}
+
+/// The Hadamard matrices of llama.cpp, where heads are multiples of 64 components: the largest that fits for
+/// keys, of 64 for values.
+fn llama_cpp_rotation(head_dim: usize) -> Option<Pair<usize>> {
+    const VALUES: usize = 64;
+    head_dim.is_multiple_of(VALUES).then(|| Pair::new(largest_block(head_dim), VALUES))
 }
 
 impl Kind for Scalar {
     /// Keys are coded per channel, in whole groups of tokens.
     fn batch(&self) -> usize {
         if let Codes::Uniform { group } = self.codes { group } else { 1 }
+    }
+
+    fn check(&self, config: &Config) -> Result<()> {
+        let head_dim = config.head_dim;
+        if matches!(self.codes, Codes::LlamaCpp { .. }) && !head_dim.is_multiple_of(ggml::BLOCK) {
+            return Err(Error::Argument(format!(
+                "methods q8_0 and q4_0: blocks of {} components do not divide heads of {head_dim}",
+                ggml::BLOCK
+            )));
+        }
+        Ok(())
     }
 
     #[cfg(feature = "cuda")]
@@ -101,7 +141,19 @@ impl Kind for Scalar {
                 (Pair::new(Arc::new(keys), Arc::new(values)), group)
             }
             Codes::Rotated { group } => {
-                (Pair::of(|side| Arc::new(Rotated(PerToken { bits: self.bits[side], group })) as _), BLOCK)
+                let rotated =
+                    |bits| Rotated { size: largest_block(head_dim), codec: PerToken { bits, group } };
+                (Pair::of(|side| Arc::new(rotated(self.bits[side])) as _), BLOCK)
+            }
+            Codes::LlamaCpp { kinds, rotate } => {
+                let rotation = llama_cpp_rotation(head_dim).filter(|_| rotate);
+                let codec = |side: Side| -> Arc<dyn BlockCodec> {
+                    match rotation {
+                        Some(sizes) => Arc::new(Rotated { size: sizes[side], codec: kinds[side] }),
+                        None => Arc::new(kinds[side]),
+                    }
+                };
+                (Pair::of(codec), BLOCK)
             }
             Codes::LloydMax => {
                 (Pair::of(|side| Arc::new(LloydMax::new(self.bits[side], head_dim, SEED)) as _), BLOCK)

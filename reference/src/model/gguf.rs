@@ -20,6 +20,7 @@ use crate::model::tensors::{Tensors, check_finite};
 use crate::model::{Config, RopeScaling, Yarn};
 use crate::{Error, Result};
 use blocks::Layout;
+pub(crate) use blocks::{unpack_q4_0, unpack_q8_0};
 use header::{Header, List, TEXT, Value};
 
 /// Maximum entries of a vocabulary and of its parallel lists.

@@ -226,16 +226,44 @@ fn a_device_that_is_not_the_first_choice_is_explained() {
     }
 }
 
-/// The text on which methods without a profile are calibrated is in the binary, which may be moved away from
+/// The texts on which methods without a profile are calibrated are in the binary, which may be moved away from
 /// where it was built.
 #[test]
-fn the_calibration_text_is_part_of_the_binary() {
+fn the_calibration_texts_are_part_of_the_binary() {
     let binary = std::fs::read(env!("CARGO_BIN_EXE_kv")).unwrap();
     let assets = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("assets");
-    let text = std::fs::read(assets.join("sotu-heldout.txt")).unwrap();
-    let start = &text[..64];
-    let mut places = binary.windows(start.len()).enumerate().filter(|(_, window)| *window == start);
-    assert!(places.any(|(at, _)| binary[at..].starts_with(&text)));
+    let folder = std::fs::read_dir(assets.join("calibration")).unwrap().map(|entry| entry.unwrap().path());
+    let texts = folder.filter(|path| path.extension().is_some_and(|extension| extension == "txt"));
+    for path in texts.chain([assets.join("sotu-heldout.txt")]) {
+        let text = std::fs::read(&path).unwrap();
+        let start = &text[..64];
+        let mut places = binary.windows(start.len()).enumerate().filter(|(_, window)| *window == start);
+        assert!(places.any(|(at, _)| binary[at..].starts_with(&text)), "{}", path.display());
+    }
+}
+
+#[test]
+fn a_profile_takes_several_kinds_of_text_and_names_them() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| text(&folder.path().join(name)).to_owned();
+    let (prose, code) = (path("prose.txt"), path("code.txt"));
+    std::fs::write(&prose, "The river was low that summer. ".repeat(100)).unwrap();
+    std::fs::write(&code, "fn main() { println!(\"{}\", 6 * 7); }\n".repeat(100)).unwrap();
+    let calibrate = |profile: &str, texts: &[&str]| -> (String, serde_json::Value) {
+        let json = path("json");
+        let args = ["calibrate", profile, "--tokens", "192", "--methods", "cachegen", "--json", &json];
+        let output = run("calibrate", kv(&[&args[..], texts].concat()));
+        assert!(output.status.success(), "{output:?}");
+        let summary = serde_json::from_slice(&std::fs::read(json).unwrap()).unwrap();
+        (String::from_utf8(output.stdout).unwrap(), summary)
+    };
+    let (line, summary) = calibrate(&path("a"), &["--text", &prose, "--text", &code]);
+    assert!(line.ends_with("from 192 tokens of prose.txt, code.txt\n"), "{line}");
+    let texts = summary["texts"].as_array().unwrap();
+    assert!(texts.len() == 2 && texts.iter().all(|text| text["tokens"] == 96), "{summary}");
+    let (line, summary) = calibrate(&path("b"), &[]);
+    assert!(line.contains("sotu-heldout.txt, lines.txt, code.txt, json.txt"), "{line}");
+    assert_eq!(summary["texts"].as_array().unwrap().len(), 7);
 }
 
 #[test]

@@ -3,13 +3,13 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use kv_reference::cache::KvCache;
+use kv_reference::cache::{Fit, KvCache};
 use kv_reference::compare::calibrated;
 use kv_reference::eval::Prompt;
 use kv_reference::forward::{Decoder, logits, prefill};
 use kv_reference::method::{Method, Prepared};
 use kv_reference::model::{Model, Rope, RopeScaling};
-use kv_reference::{Error, Profile};
+use kv_reference::{Error, Profile, Side};
 
 /// One setting of each method; small windows, so that short sequences reach the compressed part. Nine tenths of
 /// the ranks: no direction of a random model's keys is small.
@@ -65,7 +65,11 @@ fn setup(methods: &[&str]) -> Setup {
 }
 
 fn setup_with(methods: &[&str], scaling: RopeScaling) -> Setup {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/parity/fixtures/gqa");
+    setup_of("gqa", methods, scaling)
+}
+
+fn setup_of(fixture: &str, methods: &[&str], scaling: RopeScaling) -> Setup {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/parity/fixtures").join(fixture);
     let mut model = Model::load(&folder).unwrap();
     (model.config.max_seq_len, model.config.rope_scaling) = (256, scaling);
     let rope = Rope::new(&model.config, 256);
@@ -186,6 +190,29 @@ fn every_method_stays_near_dense() {
         let error = distance(&expected, &s.decode(&model, cache.as_mut(), 100, 130));
         assert!(error < 0.6, "{method}: {error}");
     }
+}
+
+/// llama.cpp's blocks of 32 need heads of that many components; the other models here have smaller ones.
+#[test]
+fn llama_cpps_types_code_whole_blocks() {
+    let s = setup_of("mqa-wide-heads", &[], RopeScaling::None);
+    let values = s.model.config.kv_values_per_token();
+    let Prepared { model, mut cache } = s.prefilled("dense", 100);
+    let expected = s.decode(&model, cache.as_mut(), 100, 130);
+    for (method, most, block) in [("q8_0:window=4", 1e-2, 34), ("q4_0:window=4", 0.3, 18)] {
+        let Prepared { model, mut cache } = s.prefilled(method, 100);
+        // 92 tokens in blocks of 32 elements, and 8 exact ones in 16 bits.
+        assert_eq!(cache.footprint().kept, 92 * values / 32 * block + 8 * values * 2, "{method}");
+        cache.truncate(60).unwrap();
+        s.decode(&model, cache.as_mut(), 60, 100);
+        let error = distance(&expected, &s.decode(&model, cache.as_mut(), 100, 130));
+        assert!(error < most, "{method}: {error}");
+    }
+    let s = setup(&[]);
+    let refused = "q8_0:v=4".parse::<Method>().unwrap().prepare(&s.model, &s.rope, &s.profile);
+    assert!(
+        matches!(refused, Err(Error::Argument(what)) if what.contains("32 components do not divide heads of 16"))
+    );
 }
 
 /// Methods that drop tokens go back only as far as they hold all that is then attended to.
@@ -360,6 +387,39 @@ fn bytes_are_counted_exactly() {
     let coded = kept("cachegen:window=4:batch=10");
     assert_eq!(coded.working, 90 * values * 2);
     assert!(coded.kept < 90 * values + 10 * values * 2);
+}
+
+/// Codebooks of some tokens do not fit others; the codebook of Gaussians fits all.
+#[test]
+fn codes_that_do_not_fit_a_text_are_noticed() {
+    let methods = [
+        "million:k=8x5:v=8x5:window=4",
+        "pqklt:k=8x5:v=8x5:values=trained:window=4",
+        "pqklt:k=8x5:v=8x5:window=4",
+        "hybrid:k=4x5:v=4x5:rows=0.1:window=4",
+    ];
+    let s = setup(&methods);
+    let others: Vec<u32> = (0..96).filter(|token| !s.tokens.contains(token)).cycle().take(100).collect();
+    for method in methods {
+        let filled = |tokens: &[u32]| {
+            let Prepared { model, mut cache } = s.prepare(method);
+            Prompt::run(&model, &s.rope, tokens).unwrap().fill(cache.as_mut()).unwrap();
+            cache
+        };
+        let fits = filled(&s.tokens[..100]).fits();
+        assert_eq!(fits.len(), 2 * 2 * 2, "layers, heads and sides of {method}");
+        assert_eq!(Fit::warning(method, &fits), None, "{fits:?}");
+        let mut cache = filled(&others);
+        let fits = cache.fits();
+        assert!(fits.iter().all(|fit| fit.tokens == 92), "all but sinks and window");
+        assert!(fits.iter().any(|fit| fit.side == Side::Keys && fit.is_misfit()), "{method}: {fits:?}");
+        let misfit = fits.iter().any(|fit| fit.side == Side::Values && fit.is_misfit());
+        assert_eq!(misfit, method != "pqklt:k=8x5:v=8x5:window=4", "{method}: {fits:?}");
+        assert!(Fit::warning(method, &fits).is_some());
+        cache.truncate(0).unwrap();
+        assert!(cache.fits().iter().all(|fit| fit.tokens == 0 && !fit.is_misfit()));
+    }
+    assert!(s.prefilled("int4:window=4:group=8", 100).cache.fits().is_empty(), "nothing of it is fitted");
 }
 
 #[test]

@@ -32,6 +32,7 @@ fn near_lossless_settings_stay_within_one_percent() {
         "dense:dtype=bf16",
         "int8",
         "rotated",
+        "q8_0",
         "lloydmax",
         "streaming:window=1280",
         "oracle:ratio=0.2",
@@ -67,7 +68,7 @@ fn codebooks_of_a_short_prompt_are_trained_anew() {
 #[ignore = "long: a real model under a dozen methods or more; `.ci/run` has it"]
 fn aggressive_settings_degrade_in_the_papers_order() {
     // Better first, at growing compression or at the same number of attended tokens.
-    let orders: [&[&str]; 18] = [
+    let orders: [&[&str]; 19] = [
         // PQCache, 4.2: near the oracle, far above dropping tokens, at a tenth of the tokens.
         &["oracle:ratio=0.1", "pqcache:ratio=0.1:code=2x6", "streaming:window=96"],
         &["pqcache:ratio=0.2", "pqcache:ratio=0.1", "pqcache:ratio=0.1:code=1x4"],
@@ -88,6 +89,7 @@ fn aggressive_settings_degrade_in_the_papers_order() {
         &["hybrid:rows=0.01", "oracle:ratio=0.1", "pqcache:ratio=0.1"],
         &["hybrid:rows=0.02", "int2"],
         &["int8", "int4", "int2"],
+        &["q8_0", "q4_0", "int2"],
         // ZACK, 6.3: the accuracy falls with the part removed.
         &["zack", "zack:k=0.5:v=0.5", "zack:k=0.25:v=0.25"],
         // CacheGen, 5.3: the levels trade quality for size.
@@ -163,4 +165,34 @@ fn codebooks_of_another_text_hold_at_length() {
         let [short, long, longest] = [0, 1, 2].map(|i| losses[i][method]);
         assert!(long.max(longest) < 1.5 * short, "{spec}: KL {short}, {long} at 8,192, {longest} at 16,000");
     }
+}
+
+/// The values' codebooks of one kind of text do not fit another: this is noticed, and refining them on the
+/// prompt mends it.
+#[test]
+#[ignore = "long: calibrates and runs a real model"]
+fn codebooks_that_do_not_fit_are_noticed_and_refined() {
+    let assets = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets");
+    let model = Arc::new(Model::load(&assets.join("tiny-llama-12m")).unwrap());
+    let tokens = |text: &str| model.tokenizer().unwrap().encode(text).unwrap();
+    let speech = tokens(&std::fs::read_to_string(assets.join("sotu-heldout.txt")).unwrap());
+    let specs = ["hybrid", "hybrid:refine=misfits", "hybrid:refine=3"];
+    let methods = Method::parse_list(&specs.join(",")).unwrap();
+    let rope = Rope::new(&model.config, 4096);
+    let profile = calibrated(&model, &rope, &speech[..2048], &methods).unwrap();
+    let sizes = Sizes { context: 1024, decode: 64, calibration: 0 };
+    let run = |text: &[u32]| {
+        let placed = Placed::new(&model.config, &methods, None).unwrap();
+        compare(&model, ("text", text), &placed, sizes, Some(profile.clone()), 1, None, &()).unwrap()
+    };
+    let other = run(&tokens(&log()));
+    let [plain, misfits, all] = specs.map(|spec| row(&other, spec));
+    assert!(plain.misfits().is_some_and(|line| line.contains("do not fit this text; the values of layer")));
+    assert!(misfits.misfits().is_none(), "{:?}", misfits.fits);
+    assert!(misfits.kl < 0.5 * plain.kl, "KL {} of {}", misfits.kl, plain.kl);
+    let bits = [plain, misfits, all].map(|row| row.bits_per_value);
+    assert!(bits[0] < bits[1] && bits[1] <= bits[2], "{bits:?}");
+    let same = run(&speech[2048..]);
+    assert!(row(&same, "hybrid").misfits().is_none(), "{:?}", row(&same, "hybrid").fits);
+    assert_eq!(row(&same, "hybrid").kl, row(&same, "hybrid:refine=misfits").kl);
 }

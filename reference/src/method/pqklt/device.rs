@@ -11,7 +11,7 @@ use pq_core::{PqShape, Window};
 use svd_core::{Map, MapBuf, Rows, RowsMut};
 
 use super::PqKlt;
-use super::store::{HeadCode, KeySpace, TransformedPlan};
+use super::store::{HeadCode, KeySpace, Refine, TransformedPlan};
 use crate::method::on_device::{DeviceKind, Limit};
 use crate::method::plan::{CodedRows, HeadMaps, Heads, Plan, RowForm, TransformedHead};
 use crate::model::{AttentionWeights, Config, Layer, Model};
@@ -29,7 +29,12 @@ impl PqKlt {
                 "a device codes keys after RoPE",
                 "keys=mean or keys=rotated",
             ),
-            Limit::new(self.refine > 0, "refine=1", "a device has the codebooks of the profile", "refine=0"),
+            Limit::new(
+                self.refine != Refine::All(0),
+                "refine=1",
+                "a device has the codebooks of the profile",
+                "refine=0",
+            ),
         ]
     }
 
@@ -93,7 +98,7 @@ impl TransformedHead {
             value_mean: projected(values.basis.view(), &values.mean)?,
             codebooks: Pair::new(Arc::unwrap_or_clone(keys.codebook), Arc::unwrap_or_clone(values.codebook)),
             key_errors: keys.errors,
-            value_error: values.errors[0],
+            value_error: values.error,
         })
     }
 }

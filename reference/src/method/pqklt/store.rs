@@ -11,7 +11,7 @@ use pq_core::{
 use svd_core::{MapBuf, Rows, RowsMut, SoftmaxStats};
 
 use crate::Result;
-use crate::cache::{Footprint, Geometry, Store, merge_part};
+use crate::cache::{CodingError, Fit, Footprint, Geometry, Store, merge_part};
 use crate::method::pq_code::attend_to_codes;
 use crate::model::Rope;
 use crate::ops::dot;
@@ -37,9 +37,10 @@ pub(crate) struct HeadCode {
     pub codebook: Arc<CodebookBuf>,
     pub is_gaussian: bool, // the codebook, basis and dual are those of all heads
     pub norms: bool,       // divide rows by their norms, stored in a byte each
-    /// Coding error on the calibration rows. Keys: mean squared error of each component as the query sees it,
-    /// (head_dim,). Values: squared error relative to the squared rows, (1,).
+    /// Mean squared error of each component of a key, as the query sees it, on the calibration rows: (head_dim,).
+    /// Empty for values.
     pub errors: Vec<f32>,
+    pub error: f32, // squared error relative to the squared rows, on the calibration rows
 }
 
 impl HeadCode {
@@ -66,12 +67,17 @@ impl HeadCode {
         let mut residuals = vec![0.0; rows.len()];
         decode_into(&codebook, &codes.view(), 0, &mut residuals)?;
         residuals.iter_mut().zip(rows.iter()).for_each(|(decoded, x)| *decoded = x - *decoded);
-        for rows in [rows, &mut residuals] {
-            for (row, &norm) in rows.chunks_exact_mut(shape.dim()).zip(norms) {
-                row.iter_mut().for_each(|x| *x *= decode_norm(norm));
-            }
-        }
+        Self::multiply_by_norms(rows, norms);
+        Self::multiply_by_norms(&mut residuals, norms);
         Ok(residuals)
+    }
+
+    /// Undoes the division by the norms, if there are any.
+    fn multiply_by_norms(rows: &mut [f32], norms: &[u8]) {
+        let dim = rows.len() / norms.len().max(1);
+        for (row, &norm) in rows.chunks_exact_mut(dim.max(1)).zip(norms) {
+            row.iter_mut().for_each(|x| *x *= decode_norm(norm));
+        }
     }
 
     /// Subtracts the mean from unrotated rows.
@@ -86,7 +92,33 @@ impl HeadCode {
 pub(crate) struct TransformedPlan {
     pub heads: Vec<Pair<HeadCode>>, // (n_kv_heads,)
     pub space: KeySpace,
-    pub refine: usize, // iterations on the prompt
+    pub refine: Refine,
+}
+
+/// Which codebooks are trained further on the prompt. They are then the sequence's own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Refine {
+    /// All, for a number of iterations.
+    All(usize),
+    /// Those that do not fit the prompt.
+    Misfits,
+}
+
+impl Refine {
+    /// Iterations on a prompt's transformed rows, which were divided by `norms`.
+    fn iterations(self, code: &HeadCode, rows: &[f32], norms: &[u8]) -> Result<usize> {
+        /// More hardly lower the divergence.
+        const OF_MISFITS: usize = 3;
+        match self {
+            Self::All(n) => Ok(n),
+            Self::Misfits => {
+                let mut rows = rows.to_vec();
+                let residuals = HeadCode::residuals(&code.codebook, &mut rows, norms)?;
+                let error = CodingError::of(code.mean.len(), &rows, &residuals);
+                Ok(if error.is_misfit(code.error.into()) { OF_MISFITS } else { 0 })
+            }
+        }
+    }
 }
 
 /// One head's keys or values.
@@ -95,6 +127,7 @@ struct Coded {
     codes: CodesBuf,
     norms: Vec<u8>,                    // (len,) or empty
     refined: Option<Arc<CodebookBuf>>, // refined on this sequence's prompt
+    error: CodingError,                // of all tokens coded since the first one
 }
 
 /// See the module documentation.
@@ -119,6 +152,7 @@ impl TransformedStore {
             codes: CodesBuf::new(code.codebook.view().shape()),
             norms: vec![],
             refined: None,
+            error: CodingError::default(),
         };
         let heads = plan.heads.iter().map(|codes| Pair::of(|side| coded(&codes[side]))).collect();
         let decoded = vec![vec![]; geometry.n_kv_heads];
@@ -133,13 +167,11 @@ impl TransformedStore {
         let (code, coded) = (&self.plan.heads[head][side], &mut self.heads[head][side]);
         let shape = code.codebook.view().shape();
         let norms = HeadCode::transform(&code.basis, code.norms, &mut rows)?;
-        if coded.codes.view().n() == 0 && self.plan.refine > 0 && rows.len() / shape.dim() >= ENOUGH {
+        let is_prompt = coded.codes.view().n() == 0 && rows.len() / shape.dim() >= ENOUGH;
+        let iterations = if is_prompt { self.plan.refine.iterations(code, &rows, &norms)? } else { 0 };
+        if iterations > 0 {
             let start = code.codebook.centroids();
-            let options = TrainOptions {
-                iterations: self.plan.refine,
-                start: Start::From(&start),
-                ..Default::default()
-            };
+            let options = TrainOptions { iterations, start: Start::From(&start), ..Default::default() };
             let centroids = halved(&train(shape, &rows, &options)?.centroids);
             coded.refined = Some(Arc::new(CodebookBuf::new(shape, &centroids)?));
         }
@@ -147,17 +179,13 @@ impl TransformedStore {
         let start = coded.codes.view().n();
         coded.codes.append(&codebook.view(), &rows)?;
         coded.norms.extend(&norms);
-        if side == Side::Values || self.plan.space != KeySpace::BeforeRope {
-            return Ok(vec![]);
-        }
-        let (codes, codebook) = (coded.codes.view(), codebook.view());
-        let mut fresh: Vec<f32> = (start..codes.n())
-            .flat_map(|i| codes.iter_vector(i).enumerate().flat_map(|(j, c)| codebook.centroid(j, c)))
-            .collect();
-        for (row, &norm) in fresh.chunks_exact_mut(shape.dim()).zip(&norms) {
-            row.iter_mut().for_each(|x| *x *= decode_norm(norm));
-        }
-        Ok(fresh)
+        let mut decoded = vec![0.0; rows.len()];
+        decode_into(&codebook.view(), &coded.codes.view(), start, &mut decoded)?;
+        HeadCode::multiply_by_norms(&mut rows, &norms);
+        HeadCode::multiply_by_norms(&mut decoded, &norms);
+        let elements = rows.iter().zip(&decoded).map(|(&x, decoded)| (x, x - decoded));
+        coded.error.add(rows.len() / shape.dim(), elements);
+        Ok(decoded)
     }
 
     /// Scores of the decoded keys: (group, len).
@@ -224,7 +252,7 @@ impl TransformedStore {
             luts: Luts::new(keys.codes.view().shape(), &luts)?,
             tokens,
             score_variances: probes.chunks_exact(self.geometry.head_dim).map(variance).collect(),
-            value_error: value_code.errors[0],
+            value_error: value_code.error,
         };
         // Attention on the transformed values, mapped back once per query.
         let mut transformed = vec![0.0; out.len()];
@@ -270,7 +298,7 @@ impl Store for TransformedStore {
                 KeySpace::AfterRope => self.rope.rotate_rows(&mut rows, dim, pos),
             }
             let decoded = self.encode(head, Side::Keys, rows)?;
-            if !decoded.is_empty() {
+            if plan.space == KeySpace::BeforeRope {
                 let mut rotated = vec![0.0; decoded.len()];
                 keys.dual.view().reconstruct_into(&decoded, &mut rotated)?;
                 for row in rotated.chunks_exact_mut(dim) {
@@ -296,7 +324,7 @@ impl Store for TransformedStore {
             coded.codes.truncate(len);
             coded.norms.truncate(len);
             if len == 0 {
-                coded.refined = None;
+                (coded.refined, coded.error) = (None, CodingError::default());
             }
         }
         self.decoded.iter_mut().for_each(|rows| rows.truncate(len * self.geometry.head_dim));
@@ -331,6 +359,14 @@ impl Store for TransformedStore {
         }
         footprint.working = self.decoded.iter().map(|rows| 4 * rows.len()).sum();
         footprint
+    }
+
+    fn fits(&self, layer: usize) -> Vec<Fit> {
+        let fit = |head: usize, side: Side| {
+            let expected = self.plan.heads[head][side].error.into();
+            self.heads[head][side].error.fit(layer, head, side, expected)
+        };
+        (0..self.heads.len()).flat_map(|head| Side::ALL.map(|side| fit(head, side))).collect()
     }
 
     fn clone_box(&self) -> Box<dyn Store> {

@@ -57,7 +57,7 @@ fn packed_len(n: usize, bits: u32) -> usize {
 /// Appends codes of `bits` bits. If the width divides a byte, byte `i` of `len` bytes holds codes `i`,
 /// `i + len`, `i + 2 len`, ... (as in ggml), so that unpacking vectorizes; other widths are packed bit by
 /// bit.
-fn pack(codes: &[u8], bits: u32, bytes: &mut Vec<u8>) {
+pub(super) fn pack(codes: &[u8], bits: u32, bytes: &mut Vec<u8>) {
     let start = bytes.len();
     let len = packed_len(codes.len(), bits);
     bytes.resize(start + len, 0);
@@ -120,8 +120,7 @@ impl BlockCodec for PerChannel {
     }
 }
 
-/// One scale per group of neighbouring channels within a token (KIVI's values; llama.cpp's q8_0 and q4_1 with
-/// their groups of 32).
+/// One scale per group of neighbouring channels within a token (KIVI's values).
 pub(crate) struct PerToken {
     pub bits: u32,
     pub group: usize,
@@ -149,35 +148,42 @@ impl BlockCodec for PerToken {
     }
 }
 
-/// A Hadamard rotation of each row before another codec: it spreads outliers over all channels.
-pub(crate) struct Rotated<C>(pub C);
+/// A Hadamard rotation of each row, in blocks of `size` components, before another codec: it spreads outliers
+/// over all channels.
+pub(crate) struct Rotated<C> {
+    pub size: usize, // a power of two that divides the row
+    pub codec: C,
+}
 
 impl<C: BlockCodec> BlockCodec for Rotated<C> {
     fn encode(&self, rows: &[f32], head_dim: usize, bytes: &mut Vec<u8>) {
         let mut rotated = rows.to_vec();
-        rotated.chunks_exact_mut(head_dim).for_each(hadamard);
-        self.0.encode(&rotated, head_dim, bytes);
+        hadamard(&mut rotated, self.size);
+        self.codec.encode(&rotated, head_dim, bytes);
     }
 
     fn decode(&self, bytes: &[u8], head_dim: usize, rows: &mut [f32]) {
-        self.0.decode(bytes, head_dim, rows);
+        self.codec.decode(bytes, head_dim, rows);
     }
 
     fn rotate(&self, row: &mut [f32]) {
-        hadamard(row);
+        hadamard(row, self.size);
     }
 
     fn rotate_back(&self, row: &mut [f32]) {
-        hadamard(row);
+        hadamard(row, self.size);
     }
 }
 
-/// The orthonormal Walsh-Hadamard transform, its own inverse. A length that is not a power of two is split
-/// into blocks of its largest power-of-two divisor.
-fn hadamard(row: &mut [f32]) {
-    let size = 1 << row.len().trailing_zeros();
+/// The largest power of two that divides `dim`.
+pub(super) const fn largest_block(dim: usize) -> usize {
+    1 << dim.trailing_zeros()
+}
+
+/// The orthonormal Walsh-Hadamard transform of each `size` components, a power of two; its own inverse.
+fn hadamard(rows: &mut [f32], size: usize) {
     let scale = 1.0 / (size as f32).sqrt();
-    for block in row.chunks_exact_mut(size) {
+    for block in rows.chunks_exact_mut(size) {
         let mut half = 1;
         while half < size {
             for pair in block.chunks_exact_mut(2 * half) {
@@ -238,11 +244,11 @@ impl BlockCodec for LloydMax {
 
     fn rotate(&self, row: &mut [f32]) {
         row.iter_mut().zip(&self.signs).for_each(|(x, sign)| *x *= sign);
-        hadamard(row);
+        hadamard(row, largest_block(row.len()));
     }
 
     fn rotate_back(&self, row: &mut [f32]) {
-        hadamard(row);
+        hadamard(row, largest_block(row.len()));
         row.iter_mut().zip(&self.signs).for_each(|(x, sign)| *x *= sign);
     }
 }
@@ -295,7 +301,7 @@ mod tests {
             let codecs: [Box<dyn BlockCodec>; 4] = [
                 Box::new(PerChannel { bits }),
                 Box::new(PerToken { bits, group: 32 }),
-                Box::new(Rotated(PerToken { bits, group: 32 })),
+                Box::new(Rotated { size: 32, codec: PerToken { bits, group: 32 } }),
                 Box::new(LloydMax::new(bits, head_dim, 1)),
             ];
             let scales = [96 * 4, 32 * 3 * 4, 32 * 3 * 4, 32 * 2];
@@ -305,6 +311,23 @@ mod tests {
                 assert_eq!(bytes, rows.len() * bits as usize / 8 + scales);
                 *last = error;
             }
+        }
+    }
+
+    #[test]
+    fn rotation_is_by_sylvesters_matrix() {
+        let row: Vec<f32> = (0..16_u8).map(|i| f32::from(i * i % 11) - 4.0).collect();
+        for size in [1, 2, 8, 16] {
+            let mut rotated = row.clone();
+            hadamard(&mut rotated, size);
+            for (i, &x) in rotated.iter().enumerate() {
+                let sign = |j: usize| [1.0, -1.0][((i % size) & j).count_ones() as usize % 2];
+                let block = &row[i / size * size..][..size];
+                let sum: f64 = block.iter().enumerate().map(|(j, &x)| sign(j) * f64::from(x)).sum();
+                assert!((f64::from(x) - sum / (size as f64).sqrt()).abs() < 1e-5, "{size}: {i}");
+            }
+            hadamard(&mut rotated, size);
+            assert!(rotated.iter().zip(&row).all(|(a, b)| (a - b).abs() < 1e-5), "{size}");
         }
     }
 

@@ -27,7 +27,7 @@ impl Layout {
         let (block, size, unpack): (_, _, Unpack) = match kind {
             0 => (1, 4, |b, out| out.push(f32::from_le_bytes([b[0], b[1], b[2], b[3]]))),
             1 => (1, 2, |b, out| out.push(half(b))),
-            2 => (32, 18, |b, out| nibbles(&b[2..], out, scaled(half(b), -8.0))),
+            2 => (32, 18, unpack_q4_0),
             3 => (32, 20, |b, out| {
                 let (d, m) = (half(b), half(&b[2..]));
                 nibbles(&b[4..], out, |q| f32::from(q) * d + m);
@@ -37,10 +37,7 @@ impl Layout {
                 let (d, m) = (half(b), half(&b[2..]));
                 five_bits(&b[4..], out, |q| f32::from(q) * d + m);
             }),
-            8 => (32, 34, |b, out| {
-                let d = half(b);
-                out.extend(b[2..].iter().map(|&q| f32::from(q as i8) * d));
-            }),
+            8 => (32, 34, unpack_q8_0),
             10 => (256, 84, k_quants::q2),
             11 => (256, 110, k_quants::q3),
             12 => (256, 144, k_quants::q4),
@@ -83,6 +80,17 @@ impl Layout {
         bytes.chunks_exact(self.size).for_each(|block| (self.unpack)(block, &mut out));
         Ok(out)
     }
+}
+
+/// Appends the 32 elements of a Q4_0 block (18 bytes).
+pub(crate) fn unpack_q4_0(block: &[u8], out: &mut Vec<f32>) {
+    nibbles(&block[2..], out, scaled(half(block), -8.0));
+}
+
+/// Appends the 32 elements of a Q8_0 block (34 bytes).
+pub(crate) fn unpack_q8_0(block: &[u8], out: &mut Vec<f32>) {
+    let d = half(block);
+    out.extend(block[2..].iter().map(|&q| f32::from(q as i8) * d));
 }
 
 /// The levels of IQ4_NL.

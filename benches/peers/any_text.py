@@ -1,0 +1,168 @@
+#!/usr/bin/env python3
+"""Methods on texts that their profile has not seen, by `kv eval`: any-text.{json,md}.
+
+    cargo build --release -p kv-reference
+    python benches/peers/any_text.py target/release/kv benches/results --wikitext WIKITEXT [--text NAME=FILE]... \\
+        [--model NAME=PATH:LENGTHS:DECODE:TRIALS]... [--only NAME] [--texts N]
+
+Every method has a profile of WIKITEXT alone, of its first 4,096 tokens, and runs over texts of other kinds; methods of which
+something is fitted run again with a profile of the text itself, from the 4,096 tokens before the prompt, over the same tokens.
+Texts of the repository: speeches in lines of 72 characters, code (its Rust sources), JSON and tables (its results). `--text`
+adds others, such as plays or another script. A model is `--model NAME=PATH:2048+8192:128:8`: prompts of 2,048 and 8,192 tokens, 128
+tokens decoded, 8 facts to find at half the depth of a prompt, pass keys and lines; without any it is the shipped model. `--only`
+runs one model and keeps the stored results of the others; `--texts N` takes the first N texts.
+
+Before a text is run the script asserts, on 512 tokens of it, that the exact cache has no divergence, that bytes are those of each
+format, and that of one family more bits have less divergence.
+"""
+
+import argparse, glob, json, math, os, subprocess, tempfile, textwrap
+
+import tables
+
+ROOT = os.path.join(os.path.dirname(__file__), "..", "..")
+CALIBRATION = 4096
+
+# Method, and whether something of it is fitted to the calibration text. Codes by rate fit heads of any size.
+METHODS = {
+    "dense:dtype=f16": False,
+    "q8_0": False,
+    "q4_0": False,
+    "int4": False,
+    "int4:k=3:v=3": False,
+    "int2:group=32": False,
+    "sq:k=4:v=4": True,
+    "sq:k=3:v=3": True,
+    "sq:k=2:v=2": True,
+    "pqklt:k=8/2:v=8/2": True,
+    "million:k=8/2:v=8/2": True,
+    "hybrid": True,
+}
+# Bits of an element in the store: codes, and scales of a block of 32.
+FORMATS = {"q8_0": 8 * 34 / 32, "q4_0": 8 * 18 / 32}
+# More bits, less divergence.
+ORDERS = [("q8_0", "q4_0"), ("int4", "int4:k=3:v=3", "int2:group=32"), ("sq:k=4:v=4", "sq:k=3:v=3", "sq:k=2:v=2")]
+EXACT = 68  # sinks and window, in 16 bits
+
+
+def own_texts():
+    """Texts of the repository by name: what the shipped model and WikiText-2 have little of."""
+    read = lambda path: open(os.path.join(ROOT, path), encoding="utf-8").read()
+    speeches = read("reference/assets/sotu-heldout.txt").split("\n")
+    code = sorted(glob.glob(os.path.join(ROOT, "svd-core/src/**/*.rs"), recursive=True))
+    results = lambda kind: "\n".join(read(f"benches/results/{name}.{kind}") for name in ("gpu", "streaming", "hybrid"))
+    return {
+        "prose in lines": "\n".join(textwrap.fill(paragraph, 72) for paragraph in speeches),
+        "code": "\n".join(map(read, code)),
+        "JSON": results("json"),
+        "tables": results("md"),
+    }
+
+
+class Bench:
+    """Runs of `kv` on one model."""
+
+    def __init__(self, kv, path, folder):
+        self.kv, self.folder = kv, folder
+        self.model = ["--model", path] if path else []
+        self.profile = os.path.join(folder, "profile")
+
+    def run(self, command, *arguments):
+        path = os.path.join(self.folder, "json")
+        line = [self.kv, command, *map(str, arguments), *self.model, "--json", path]
+        subprocess.run(line, check=True, stdout=subprocess.DEVNULL)
+        return json.load(open(path))
+
+    def calibrate(self, text):
+        fitted = ",".join(method for method, is_fitted in METHODS.items() if is_fitted)
+        self.run("calibrate", self.profile, "--replace", "--text", text, "--tokens", CALIBRATION, "--methods", fitted)
+
+    def eval(self, text, methods, length, decode, trials, profile=True, calibration=CALIBRATION):
+        """A row for every method; the last tokens of the calibration are those before the prompt."""
+        arguments = ["--text", text, "--methods", ",".join(methods), "--lengths", length, "--decode", decode]
+        arguments += ["--trials", trials, "--depths", 0.5, "--windows", 0, "--calibration", calibration, "--device", "cpu"]
+        arguments += ["--profile", self.profile] if profile else []
+        return dict(zip(methods, self.run("eval", *arguments)["rows"]))
+
+    def check(self, text):
+        """What must hold of any text."""
+        length, decode = 512, 32
+        rows = self.eval(text, ["dense", *METHODS], length, decode, 0)
+        assert rows["dense"]["kl"] < 1e-9 and rows["dense"]["top1"] == 1.0
+        tokens = length + decode
+        for method, bits in FORMATS.items():
+            expected = (bits * (tokens - EXACT) + 16 * EXACT) / tokens
+            assert abs(rows[method]["bits_per_value"] - expected) < 1e-6, (method, expected, rows[method])
+        for order in ORDERS:
+            kls = [rows[method]["kl"] for method in order]
+            assert kls == sorted(kls), (order, kls)
+
+
+def found(at):
+    return [sum(part["hits"] for part in at), sum(part["trials"] for part in at)]
+
+
+def measure(bench, text, length, decode, trials):
+    """The rows of one text at one length."""
+    rows = bench.eval(text, list(METHODS), length, decode, trials)
+    own = bench.eval(text, [method for method in METHODS if METHODS[method]], length, decode, 0, profile=False)
+    return [
+        {
+            "method": method,
+            "bits": row["bits_per_value"],
+            "bytes_per_token": row["kv_bytes_per_token"],
+            "kl": row["kl"],
+            "own_kl": own[method]["kl"] if method in own else None,
+            "top1": row["top1"],
+            "perplexity": row["perplexity"],
+            "needle": found(row["needle"]),
+            "recall": found(row["recall"]),
+        }
+        for method, row in rows.items()
+    ]
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("kv")
+    parser.add_argument("results", help="a folder")
+    parser.add_argument("--wikitext", required=True)
+    parser.add_argument("--text", action="append", default=[], metavar="NAME=FILE")
+    parser.add_argument("--model", action="append", default=[], metavar="NAME=PATH:LENGTHS:DECODE:TRIALS")
+    parser.add_argument("--only")
+    parser.add_argument("--texts", type=int)
+    args = parser.parse_args()
+
+    texts = own_texts()
+    for name, path in (given.split("=", 1) for given in args.text):
+        texts[name] = open(path, encoding="utf-8").read()
+    texts = dict(list(texts.items())[: args.texts])
+    models = {"tiny-llama-12m": ("", "2048+8192", 128, 8)}
+    for name, setting in (given.split("=", 1) for given in args.model):
+        path, lengths, decode, trials = setting.rsplit(":", 3)
+        models[name] = (path, lengths, int(decode), int(trials))
+
+    path = os.path.join(args.results, "any-text.json")
+    stored = json.load(open(path))["models"] if os.path.exists(path) and args.only else {}
+    done = {name: stored[name] for name in models if name in stored and name != args.only}
+    for name, (model, lengths, decode, trials) in models.items():
+        if args.only not in (None, name):
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            bench = Bench(args.kv, model, folder)
+            bench.calibrate(args.wikitext)
+            made = {"date": tables.today(), "commit": tables.commit(), "decode": decode, "runs": []}
+            for text, content in texts.items():
+                file = os.path.join(folder, "text")
+                with open(file, "w", encoding="utf-8") as out:
+                    out.write(content)
+                bench.check(file)
+                for length in map(int, lengths.split("+")):
+                    rows = measure(bench, file, length, decode, trials)
+                    made["runs"].append({"text": text, "length": length, "rows": rows})
+                    done[name] = made
+                    tables.write(path, {"calibration": CALIBRATION, "models": done})
+
+
+if __name__ == "__main__":
+    main()
