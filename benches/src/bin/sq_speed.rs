@@ -1,10 +1,10 @@
-//! Times attention on scalar codes beside attention on PQ codes, one thread; `benches/peers/sq.py` runs it and
-//! writes the table.
+//! Times attention on scalar codes beside attention on PQ codes, one thread; `benches/peers/sq.py` runs it
+//! and writes the table.
 //!
-//! Prints a JSON line per measurement. All start from queries after RoPE. PQ codes need their tables, and with
-//! `mean` the scores of the keys' mean and a norm a token, as `pqklt` has it; scalar codes need those scores and
-//! the products of the queries with the dual basis in every block. Every case is compared with attention over
-//! decoded rows in `f64` before it is timed.
+//! Prints a JSON line per measurement. All start from queries after RoPE. PQ codes need their tables, and
+//! with `mean` the scores of the keys' mean and a norm a token, as `pqklt` has it; scalar codes need those
+//! scores and the products of the queries with the dual basis in every block. Every case is compared with
+//! attention over decoded rows in `f64` before it is timed.
 
 #![allow(clippy::unwrap_used)] // a measurement that cannot run should say so by panicking
 
