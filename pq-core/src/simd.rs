@@ -76,8 +76,8 @@ pub(crate) const fn row_len(ksub: usize) -> usize {
     if ksub < 16 { 16 } else { ksub }
 }
 
-/// Quads of integers as two words each: the first and the third in the halves of one, the second and the fourth
-/// in those of the other. So the halves of a word are as far apart as every other byte of one.
+/// Quads of integers as two words each: the first and the third in the halves of one, the second and the
+/// fourth in those of the other. So the halves of a word are as far apart as every other byte of one.
 #[inline(always)]
 pub(crate) fn pairs(integers: [i32; 16]) -> [u32; 8] {
     let pair = |low: i32, high: i32| (low as u32 & 0xffff) | (high as u32) << 16;
@@ -200,13 +200,15 @@ pub(crate) trait Simd: Copy {
     fn lanes(self) -> Self::U32;
     fn add_u32(self, a: Self::U32, b: Self::U32) -> Self::U32;
 
-    /// Integers of -16256 to 32512 as [`add_products`](Self::add_products) takes them: two words for every four.
+    /// Integers of -16256 to 32512 as [`add_products`](Self::add_products) takes them: two words for every
+    /// four.
     #[inline(always)]
     fn factors(self, integers: [i32; 16]) -> [u32; 8] {
         pairs(integers)
     }
-    /// Codes in the four bytes of every lane: the bytes shifted right by `shift` bits, or left by `-shift`, up to
-    /// 7, and masked. `mask` is the same in all bytes, and has no bits that a shift brings from another byte.
+    /// Codes in the four bytes of every lane: the bytes shifted right by `shift` bits, or left by `-shift`,
+    /// up to 7, and masked. `mask` is the same in all bytes, and has no bits that a shift brings from another
+    /// byte.
     fn codes(self, words: Self::U32, shift: i32, mask: u32) -> Self::Codes;
     fn no_products(self) -> Self::Products;
     /// Adds to each lane the products of its four codes with four integers.

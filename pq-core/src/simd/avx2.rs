@@ -265,8 +265,7 @@ impl Simd for Avx2 {
             true => _mm256_sllv_epi32(words, _mm256_set1_epi32(-shift)),
             false => _mm256_srlv_epi32(words, _mm256_set1_epi32(shift)),
         });
-        // The bits of byte 0 that a shift to the left brings to byte 1 are none of the mask's, as they were not
-        // before.
+        // A shift to the left drops bits of byte 3 that the mask would drop.
         op!([_mm256_and_si256(shifted, mask), _mm256_and_si256(_mm256_srli_epi32::<8>(shifted), mask)])
     }
     #[inline(always)]

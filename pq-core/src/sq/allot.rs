@@ -8,8 +8,8 @@ use crate::error::check_len;
 /// "Quantizing for Minimum Distortion", IRE Trans. 1960, table 2).
 const DISTORTIONS: [f64; 9] = [1.0, 0.3634, 0.1188, 0.03744, 0.01154, 0.00349, 0.00104, 0.0003, 0.00009];
 
-/// Divides `slots` slots, `16 slots` bits a row, among components by their variance, and orders the components
-/// so that the columns of the layout have the same bits.
+/// Divides `slots` slots, `16 slots` bits a row, among components by their variance, and orders the
+/// components so that the columns of the layout have the same bits.
 ///
 /// Components are sorted by deviation, and four neighbours share a width. Bits go one at a time to the four
 /// components whose distortion falls most; padding has none to fall. Component `order[i]` of the transform
@@ -57,8 +57,8 @@ pub fn allot(sigma: &[f32], slots: usize, order: &mut [usize]) -> Result<Shape, 
     }
     add_bits(quad, COLUMNS * slots);
 
-    // Columns of the same number of quads: the widest quad goes to the column with the fewest bits, first to those
-    // with fewer components. Quads with padding stay last, as the shape has them.
+    // Columns of the same number of quads: the widest quad goes to the column with the fewest bits, first to
+    // those with fewer components. Quads with padding stay last, as the shape has them.
     let depth = quads / COLUMNS;
     let (full, partial) = quad.split_at_mut(dim / QUAD);
     full.sort_unstable_by(|a, b| b.width.cmp(&a.width).then(a.first.cmp(&b.first)));

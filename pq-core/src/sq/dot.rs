@@ -1,9 +1,9 @@
 //! The integer dot products of codes with queries and weights. Sums are exact.
 //!
-//! A word holds four codes in its bytes, which one shift and one mask take out. They are multiplied as they are:
-//! by bytes of the integers where the machine multiplies bytes (AVX-512 VNNI: a product with the upper and one
-//! with the lower bytes), else as pairs of 16-bit halves, bytes 0 and 2 and bytes 1 and 3. Queries and weights
-//! come in that form ([`Dots::factors`]).
+//! A word holds four codes in its bytes, which one shift and one mask take out. They are multiplied as they
+//! are: by bytes of the integers where the machine multiplies bytes (AVX-512 VNNI: a product with the upper
+//! and one with the lower bytes), else as pairs of 16-bit halves, bytes 0 and 2 and bytes 1 and 3. Queries
+//! and weights come in that form ([`Dots::factors`]).
 //!
 //! N.B. AVX2 multiplies bytes, too, but adds their products to 16 bits: with 15 bits of the integers as two
 //! bytes that is as many multiplications as pairs of halves take, and the sums must be widened.
@@ -13,8 +13,8 @@ use super::key_plan::{KeyPlan, Place};
 use super::shape::{COLUMNS, LANES, MAX_QUADS, Shape, TILE, chunks};
 use crate::simd::{Simd, pairs};
 
-/// The largest magnitude of an integer of a query. With 256 terms and codes of 8 bits sums stay below 2^31; the
-/// nearest multiple of 256 and the rest are signed bytes.
+/// The largest magnitude of an integer of a query. With 256 terms and codes of 8 bits sums stay below 2^31;
+/// the nearest multiple of 256 and the rest are signed bytes.
 pub(super) const QUERY_LIMIT: f32 = 16_256.0;
 /// The largest integer of a weight: 127 * 256.
 pub(super) const WEIGHT_LIMIT: f32 = 32_512.0;
@@ -227,7 +227,8 @@ fn add_tokens<S: Simd, const G: usize, const R: usize>(
     }
 }
 
-/// Adds the weighted sums of `G` queries of the fields in one row of the tiles, at most `F` of them at a time.
+/// Adds the weighted sums of `G` queries of the fields in one row of the tiles, at most `F` of them at a
+/// time.
 #[inline(always)]
 fn add_row<S: Simd, const G: usize, const F: usize>(
     s: S,

@@ -1,5 +1,5 @@
-//! Powers of two with a fraction of a byte: one table, since `exp2` of a whole block would take as long as its
-//! dot products.
+//! Powers of two with a fraction of a byte: one table, since `exp2` of a whole block would take as long as
+//! its dot products.
 
 /// `2^(i / 16)`.
 const SIXTEENTHS: [f32; 16] = [

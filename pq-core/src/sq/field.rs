@@ -47,8 +47,8 @@ impl Field {
     }
 }
 
-/// Fills the slots of a tile of `slots` slots from `slot` on with codes: (part, bits of it up to here, bits of
-/// these that come later). Calls `f` with the fields.
+/// Fills the slots of a tile of `slots` slots from `slot` on with codes: (part, bits of it up to here, bits
+/// of these that come later). Calls `f` with the fields.
 pub(super) fn fill(
     slots: usize,
     mut slot: usize,

@@ -65,7 +65,8 @@ impl TransformParts<'_> {
 
 /// The transform of a head's keys, and the shapes of its codes: shared by the caches of all sequences.
 ///
-/// Values come and go in their Hadamard basis, which an engine folds into its weights, and without their mean.
+/// Values come and go in their Hadamard basis, which an engine folds into its weights, and without their
+/// mean.
 #[derive(Clone, Debug)]
 pub struct HeadTransform {
     frequencies: Vec<f32>,
@@ -137,8 +138,8 @@ impl HeadTransform {
         self.saved().finish()
     }
 
-    /// [`to_bytes`](Self::to_bytes) with a checksum, which [`from_bytes`](Self::from_bytes) compares: without it
-    /// most single wrong bits are read as other values.
+    /// [`to_bytes`](Self::to_bytes) with a checksum, which [`from_bytes`](Self::from_bytes) compares: without
+    /// it most single wrong bits are read as other values.
     #[must_use]
     pub fn to_bytes_checked(&self) -> Vec<u8> {
         self.saved().finish_checked()

@@ -17,8 +17,8 @@ pub(super) struct Place {
 /// At most two stages of 16 quads, and 19 ends of rows, in each column.
 const MAX_PLACES: usize = COLUMNS * (2 * MAX_QUADS / COLUMNS + 19);
 
-/// What the dot products need to know of a shape of keys, which takes as long to find out as the products with a
-/// few tokens: [`HeadTransform`](super::HeadTransform) keeps it.
+/// What the dot products need to know of a shape of keys, which takes as long to find out as the products
+/// with a few tokens: [`HeadTransform`](super::HeadTransform) keeps it.
 #[derive(Clone, Debug)]
 pub(super) struct KeyPlan {
     places: [Place; MAX_PLACES],

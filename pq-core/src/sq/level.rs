@@ -27,8 +27,8 @@ pub(super) fn code(x: f32, per_step: f32, bits: u32) -> u8 {
     floor(if x < top { x } else { top }).1 as u8
 }
 
-/// The integer part of a number from 0 to 2^22, as a float and as an integer. A cast would not vectorize, since
-/// it saturates.
+/// The integer part of a number from 0 to 2^22, as a float and as an integer. A cast would not vectorize,
+/// since it saturates.
 #[inline(always)]
 pub(super) fn floor(x: f32) -> (f32, u32) {
     const ONES: f32 = 8_388_608.0; // 2^23: from here to its double, floats are the integers

@@ -26,8 +26,8 @@ pub(super) const fn integers_len(keys: &Shape) -> usize {
 ///
 /// With `x_i` the product of component i of the query and its step in the block, the score of token t is
 /// `unit * sum_i (z_i c[t, i]) + unit / 2 * sum_i z_i (1 - 2^(b_i))`, where `unit = max_i |x_i| / 16256` and
-/// `z_i` is `x_i / unit`, rounded half away from zero: the dot product of the levels, up to the 15 bits of the
-/// query. Sums of integers are exact.
+/// `z_i` is `x_i / unit`, rounded half away from zero: the dot product of the levels, up to the 15 bits of
+/// the query. Sums of integers are exact.
 ///
 /// # Shapes
 /// `queries` (group, dim), in the block's dual basis: scaled, rotated by minus the position of the middle of
@@ -117,8 +117,8 @@ impl<'a> Scorer<'a> {
         Self { keys, steps: keys.steps() }
     }
 
-    /// Writes the scores of at most [`QUERIES`] queries, (group, tokens of whole tiles); those after the block's
-    /// tokens are meaningless. `integers` is scratch of (group, [`integers_len`]).
+    /// Writes the scores of at most [`QUERIES`] queries, (group, tokens of whole tiles); those after the
+    /// block's tokens are meaningless. `integers` is scratch of (group, [`integers_len`]).
     #[inline(always)]
     pub fn score(&self, dots: impl Dots, queries: &[f32], integers: &mut [f32], scores: &mut [f32]) {
         let shape = self.keys.shape();
@@ -146,8 +146,8 @@ impl<'a> Scorer<'a> {
         }
     }
 
-    /// Rounds a query to integers. Returns the value of 1 of them, and the score of codes 0. Both are NaN if a
-    /// component of the query is not finite, so that all scores are.
+    /// Rounds a query to integers. Returns the value of 1 of them, and the score of codes 0. Both are NaN if
+    /// a component of the query is not finite, so that all scores are.
     #[inline(always)]
     fn round(&self, dots: impl Dots, plan: &KeyPlan, query: &[f32], integers: &mut [u32]) -> (f32, f32) {
         let mut factors = [0.0; MAX_DIM];

@@ -6,8 +6,8 @@ use super::rotate::rotate_by;
 use crate::simd::{Kernel, Run, Simd};
 use crate::{Backend, Error};
 
-/// Writes the components of the keys of a block, whose first token is at position `first`: without their mean,
-/// in the basis.
+/// Writes the components of the keys of a block, whose first token is at position `first`: without their
+/// mean, in the basis.
 ///
 /// `keys` (n, dim), after RoPE, are changed; `out` (n, dim).
 pub(super) fn transform_keys(
@@ -37,15 +37,16 @@ pub(super) fn transform_keys(
     Ok(())
 }
 
-/// The queries of consecutive blocks in their dual bases, and what their scores have from the mean of the keys.
+/// The queries of consecutive blocks in their dual bases, and what their scores have from the mean of the
+/// keys.
 pub(super) struct Queries<'a, 'b> {
     transform: &'a HeadTransform,
     group: usize,
-    rotated: &'b mut [f32], // (group, dim), relative to the first token of the first block, then to that after the last
+    rotated: &'b mut [f32],  // (group, dim), relative to a token: see `new`
     relative: &'b mut [f32], // (blocks, group, dim)
-    factors: &'b mut [f32], // (blocks, group, runs of a block, dim)
-    probes: &'b mut [f32],  // (blocks, group, dim)
-    bias: &'b mut [f32],    // (blocks, group, tokens of a block)
+    factors: &'b mut [f32],  // (blocks, group, runs of a block, dim)
+    probes: &'b mut [f32],   // (blocks, group, dim)
+    bias: &'b mut [f32],     // (blocks, group, tokens of a block)
 }
 
 impl<'a, 'b> Queries<'a, 'b> {
@@ -55,8 +56,8 @@ impl<'a, 'b> Queries<'a, 'b> {
         group.saturating_mul((2 + runs) * transform.keys().dim() + transform.block())
     }
 
-    /// Takes the queries (group, dim) relative to the first token of the first block. Running the kernel makes them
-    /// relative to that after the last block.
+    /// Takes the queries (group, dim) relative to the first token of the first block. Running the kernel
+    /// makes them relative to that after the last block.
     pub fn new(
         transform: &'a HeadTransform,
         blocks: usize,

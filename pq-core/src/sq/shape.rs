@@ -25,8 +25,9 @@ pub(super) const LANES: usize = 16;
 /// The bits of each component of a row.
 ///
 /// Four consecutive components (a quad) have the same width. The widths of the quads of each of the four
-/// columns `q % 4` add up to [`slots`](Self::slots), so a row takes `16 slots` bits. Rows whose length is not a
-/// multiple of 16 are padded with components of code 0, which nothing reads: `4 ceil(dim / 16)` quads in all.
+/// columns `q % 4` add up to [`slots`](Self::slots), so a row takes `16 slots` bits. Rows whose length is not
+/// a multiple of 16 are padded with components of code 0, which nothing reads: `4 ceil(dim / 16)` quads in
+/// all.
 ///
 /// # Examples
 /// ```
@@ -63,8 +64,8 @@ impl Shape {
     /// `widths` (quads,), the padding's included.
     /// # Errors
     /// [`Error::Zero`] without components or bits; [`Error::TooLarge`] for more than [`MAX_DIM`] components;
-    /// [`Error::Length`] for another number of widths; [`Error::NbitsOutOfRange`]; [`Error::ShapeMismatch`] if
-    /// columns differ in their sums.
+    /// [`Error::Length`] for another number of widths; [`Error::NbitsOutOfRange`]; [`Error::ShapeMismatch`]
+    /// if columns differ in their sums.
     pub fn new(dim: usize, widths: &[u8]) -> Result<Self, Error> {
         if dim == 0 {
             return Err(Error::Zero { what: "dim" });

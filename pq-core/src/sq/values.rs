@@ -98,9 +98,9 @@ impl<'a> Adder<'a> {
 
     /// Adds the values with the weights of at most [`QUERIES`] queries, and `masses` times the error vector.
     ///
-    /// `weights` (group, tokens of whole tiles), finite before the block's end; `masses` (group,), their sums;
-    /// `integers` and `sums` are scratch of (group, tokens of whole tiles / 2) and (group, padded dim); `out`
-    /// (group, dim).
+    /// `weights` (group, tokens of whole tiles), finite before the block's end; `masses` (group,), their
+    /// sums; `integers` and `sums` are scratch of (group, tokens of whole tiles / 2) and (group, padded dim);
+    /// `out` (group, dim).
     #[inline(always)]
     pub fn add(
         &self,
@@ -128,8 +128,8 @@ impl<'a> Adder<'a> {
         }
     }
 
-    /// Rounds weights times norms to integers. Returns the value of 1 of their products with codes, and that of
-    /// the sum with codes 0.
+    /// Rounds weights times norms to integers. Returns the value of 1 of their products with codes, and that
+    /// of the sum with codes 0.
     #[inline(always)]
     fn round(&self, dots: impl Dots, weights: &mut [f32], integers: &mut [u32]) -> (f32, f32) {
         weights.iter_mut().zip(&self.norms).for_each(|(weight, norm)| *weight *= norm);

@@ -342,8 +342,8 @@ fn padding_has_codes_of_zero() {
         assert!(row.iter().zip(read).all(close) && read[10..].iter().all(|&y| y < 0.0 && y <= read[0]));
     }
 
-    // A narrow head has quads of padding alone, whose columns must have as many bits as the others; a longer one
-    // gives those no bits.
+    // A narrow head has quads of padding alone, whose columns must have as many bits as the others; a longer
+    // one gives those no bits.
     let shape = allot(&[3.0, 2.0, 1.0, 0.5, 0.1, 0.1, 0.1, 0.1], 4, &mut [0; 8]).unwrap();
     assert_eq!((shape.dim(), shape.widths()), (8, &[4; 4][..]));
     let shape = allot(&[1.0; 24], 5, &mut [0; 24]).unwrap();
