@@ -12,7 +12,7 @@ layers; the keys of the first ten layers and the values of two layers have twice
 of each channel of 256 tokens, plus tables, lengths and scales.
 """
 
-import argparse, json, math, os, platform, subprocess, tempfile
+import argparse, json, math, os, subprocess, tempfile
 
 import pages, tables
 
@@ -474,11 +474,7 @@ def main():
     )
     args = parser.parse_args()
     commit = tables.commit()
-    cpu = next(
-        (l.split(":")[1].strip() for l in open("/proc/cpuinfo") if l.startswith("model name")),
-        platform.processor(),
-    )
-    made = f"{tables.today()}, commit {commit}, {cpu}."
+    made = f"{tables.today()}, commit {commit}, {tables.cpu()}."
     assets = os.path.join(os.path.dirname(__file__), "..", "..", "reference", "assets")
     tiny = (os.path.join(assets, "tiny-llama-12m"), os.path.join(assets, "sotu-heldout.txt"))
 

@@ -528,6 +528,44 @@ def texts_of(runs):
     return table(columns, rows)
 
 
+def sq(data):
+    lines = [
+        "# Attention on scalar codes, on a CPU",
+        "",
+        f"{data['cpu']}, one thread; {data['date']}, commit {data['commit']}; medians of {data['rounds']} rounds. Made by",
+        "",
+        "    cargo build --release -p kv-benches --bin sq_speed && python benches/peers/sq.py target/release/sq_speed benches/results",
+        "",
+        "Nanoseconds a token of one KV head, for all query heads of its group, by bits a component. PQ codes are (dim / 2, 8):",
+        "4 bits; `pqklt` adds the scores of the keys' mean and norms to them, as the method does. Scalar codes have their",
+        "transforms of queries and the same mean in these times, in blocks of 64 and 256 tokens. In brackets: the time of",
+        "`pqklt` over it, and at the end the time in which the same thread reads the bytes of 2 bits.",
+        "",
+    ]
+    key = lambda row: (row["path"], row["dim"], row["tokens"], row["group"])
+    times = {(key(row), row["codes"], row["bits"], row["block"]): row["ns_per_token"] for row in data["rows"]}
+    codes = [(bits, block) for bits in (4, 3, 2) for block in (64, 256)]
+    for path in dict.fromkeys(row["path"] for row in data["rows"] if row["codes"] == "sq"):
+        columns = ["head", "tokens", "group", "PQ", "`pqklt`"]
+        columns += [f"{bits} bits, {block}" for bits, block in codes] + ["reading"]
+        rows = []
+        for case in dict.fromkeys(key(row) for row in data["rows"] if row["path"] == path):
+            pqklt = times[case, "pq, mean", 4, 0]
+            cells = [times[case, "sq", *code] for code in codes]
+            read = times[("read", *case[1:3], 1), "sq", 2, 256]
+            rows.append(
+                [
+                    *case[1:],
+                    f"{times[case, 'pq', 4, 0]:.1f}",
+                    f"{pqklt:.1f}",
+                    *(f"{ns:.1f} ({pqklt / ns:.1f})" for ns in cells),
+                    f"{read:.1f}",
+                ]
+            )
+        lines += [f"## {path}", "", *table(columns, rows)]
+    return lines
+
+
 PAGES = {
     "gpu": gpu,
     "decode": decode,
@@ -536,4 +574,5 @@ PAGES = {
     "pqcache": pqcache,
     "any-text": any_text,
     "streaming": streaming,
+    "sq": sq,
 }

@@ -12,7 +12,7 @@ default before was 20). Recall is that of the scores' top n/10 against the exact
 to the variance; both are computed here, from decoded vectors, for both sides.
 """
 
-import argparse, json, os, statistics, subprocess, sys, tempfile, time, platform
+import argparse, json, os, statistics, subprocess, sys, tempfile, time
 
 for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"):
     os.environ[variable] = "1"
@@ -152,13 +152,6 @@ def main():
     write(args, shapes, peer, ours, quality_of)
 
 
-def cpu():
-    with open("/proc/cpuinfo") as info:
-        return next(
-            (line.split(":")[1].strip() for line in info if line.startswith("model name")), platform.machine()
-        )
-
-
 def duration(seconds):
     return (
         f"{seconds * 1e6:.1f} us"
@@ -174,7 +167,7 @@ def write(args, shapes, peer, ours, quality_of):
     out = [
         "# pq-core against its peers",
         "",
-        f"{tables.today()}, commit {commit}, {cpu()}, one thread, {args.n:,} keys of {DIM} components, medians of"
+        f"{tables.today()}, commit {commit}, {tables.cpu()}, one thread, {args.n:,} keys of {DIM} components, medians of"
         f" {args.rounds} rounds. faiss-cpu {faiss.__version__} (tuned, see the script), numpy {np.__version__}, torch"
         f" {torch.__version__}. Made by",
         "",

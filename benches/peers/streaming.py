@@ -344,10 +344,7 @@ STORED = (512, 1024, 2048, 4096, 8192)
 def stored(result, kv, weed):
     """Prompts from a folder and from an S3 server next to their recomputation, in turn."""
     text = open(os.path.join(os.path.dirname(__file__), "../../reference/assets/sotu-heldout.txt")).read()
-    device = next(
-        (line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")),
-        "unknown",
-    )
+    device = tables.cpu()
     grid = ("--kv-grid", "500/100")
     with (
         tempfile.TemporaryDirectory() as folder,

@@ -12,7 +12,7 @@ the prompt's tokens between 4 sinks and a window of 64 are compressed, perplexit
 bits are all that is kept, exact tokens included, over the numbers cached.
 """
 
-import argparse, json, math, os, platform, statistics, subprocess, tempfile, time
+import argparse, json, math, os, statistics, subprocess, tempfile, time
 
 for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[variable] = "1"
@@ -502,10 +502,7 @@ def section(out, folder, name, model, text, other, path, length, context, decode
 
 def head(title, notes, commit):
     doc = __doc__.strip().splitlines()
-    cpu = next(
-        (line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")),
-        platform.processor(),
-    )
+    cpu = tables.cpu()
     versions = f"numpy {np.__version__}, torch {torch.__version__}, faiss {faiss.__version__}"
     return (
         [

@@ -10,7 +10,7 @@ headings, texts, quoted output, and tables with their columns and rows (`blocks`
 results/README.md.
 """
 
-import datetime, glob, json, os, subprocess, sys
+import datetime, glob, json, os, platform, subprocess, sys
 
 import pages
 
@@ -21,6 +21,13 @@ def commit():
     """The commit that is checked out, with `-dirty` where files differ from it."""
     command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def cpu():
+    """The name of the CPU."""
+    with open("/proc/cpuinfo") as info:
+        names = (line.split(":")[1].strip() for line in info if line.startswith("model name"))
+        return next(names, platform.machine())
 
 
 def today():

@@ -76,6 +76,17 @@ pub(crate) const fn row_len(ksub: usize) -> usize {
     if ksub < 16 { 16 } else { ksub }
 }
 
+/// Quads of integers as two words each: the first and the third in the halves of one, the second and the
+/// fourth in those of the other. So the halves of a word are as far apart as every other byte of one.
+#[inline(always)]
+pub(crate) fn pairs(integers: [i32; 16]) -> [u32; 8] {
+    let pair = |low: i32, high: i32| (low as u32 & 0xffff) | (high as u32) << 16;
+    core::array::from_fn(|i| {
+        let first = i / 2 * 4 + i % 2;
+        pair(integers[first], integers[first + 2])
+    })
+}
+
 /// Writes element `i` of each of four rows of equal lengths to `out[64 * i..][..4]`, from element `first` on.
 #[inline(always)]
 pub(crate) fn transpose_rows(rows: [&[f32]; 4], first: usize, out: &mut [f32]) {
@@ -106,6 +117,10 @@ pub(crate) trait Simd: Copy {
     type F32: Copy;
     /// `LANES` unsigned integers.
     type U32: Copy;
+    /// Four codes of at most 8 bits in each lane.
+    type Codes: Copy;
+    /// `LANES` sums of products of codes with integers.
+    type Products: Copy;
     /// 64 bytes in token order.
     type Bytes: Copy;
     /// A table of 256 bytes, or the lower part of one.
@@ -184,11 +199,24 @@ pub(crate) trait Simd: Copy {
     /// The indices of the lanes, from 0.
     fn lanes(self) -> Self::U32;
     fn add_u32(self, a: Self::U32, b: Self::U32) -> Self::U32;
-    fn and_u32(self, a: Self::U32, b: Self::U32) -> Self::U32;
-    /// Shifts every lane right by `n` bits, or left by `-n`; `n` is above -32 and below 32.
-    fn shift_right_u32(self, x: Self::U32, n: i32) -> Self::U32;
-    /// Adds to each lane of `sum` the two products of the lane's signed 16-bit halves, wrapping.
-    fn add_products(self, sum: Self::U32, a: Self::U32, b: Self::U32) -> Self::U32;
+
+    /// Integers of -16256 to 32512 as [`add_products`](Self::add_products) takes them: two words for every
+    /// four.
+    #[inline(always)]
+    fn factors(self, integers: [i32; 16]) -> [u32; 8] {
+        pairs(integers)
+    }
+    /// Codes in the four bytes of every lane: the bytes shifted right by `shift` bits, or left by `-shift`,
+    /// up to 7, and masked. `mask` is the same in all bytes, and has no bits that a shift brings from another
+    /// byte.
+    fn codes(self, words: Self::U32, shift: i32, mask: u32) -> Self::Codes;
+    fn no_products(self) -> Self::Products;
+    /// Adds to each lane the products of its four codes with four integers.
+    fn add_products(self, sum: Self::Products, codes: Self::Codes, factors: [Self::U32; 2])
+    -> Self::Products;
+    /// The sums, below 2^31 in magnitude.
+    fn total(self, sum: Self::Products) -> Self::U32;
+
     /// Writes the chosen lanes of `x` (a mask as of [`at_least`](Self::at_least)) contiguously. The elements
     /// after them, up to `LANES` in all, are undefined.
     ///

@@ -19,11 +19,22 @@ pub(crate) fn max(scores: &[f32]) -> f32 {
     for (lane, &x) in lanes.iter_mut().zip(tail) {
         *lane = if x > *lane { x } else { *lane };
     }
-    lanes.into_iter().fold(f32::NEG_INFINITY, |a, b| if b > a { b } else { a })
+    fold(lanes, |a, b| if b > a { b } else { a })
 }
 
-/// Replaces each score by `exp(score - max)` and returns their sum: sixteen partial sums, added in order. A
-/// NaN stays.
+/// Combines partial results pairwise, so that few wait for others.
+#[inline(always)]
+pub(crate) fn fold<T: Copy>(mut lanes: [T; LANES], combine: impl Fn(T, T) -> T) -> T {
+    for half in [8, 4, 2, 1] {
+        for i in 0..half {
+            lanes[i] = combine(lanes[i], lanes[i + half]);
+        }
+    }
+    lanes[0]
+}
+
+/// Replaces each score by `exp(score - max)` and returns their sum: sixteen partial sums, added pairwise. A NaN
+/// stays.
 #[inline(always)]
 pub(crate) fn exponentiate(scores: &mut [f32], max: f32) -> f32 {
     let mut lanes = [0.0; LANES];
@@ -38,7 +49,7 @@ pub(crate) fn exponentiate(scores: &mut [f32], max: f32) -> f32 {
         *x = exp(*x - max);
         *lane += *x;
     }
-    lanes.into_iter().sum()
+    fold(lanes, |a, b| a + b)
 }
 
 /// The sum of `exp(clean(score) - max)`, as [`exponentiate`] adds it.
@@ -54,5 +65,5 @@ pub(crate) fn exp_sum(scores: &[f32], max: f32, clean: impl Fn(f32) -> f32) -> f
     for (lane, &x) in lanes.iter_mut().zip(tail) {
         *lane += exp(clean(x) - max);
     }
-    lanes.into_iter().sum()
+    fold(lanes, |a, b| a + b)
 }

@@ -40,7 +40,8 @@
 //!
 //! The codes of keys fill the slots of column `c` (the quads `c`, `c + 4`, ...) in the order of the quads, those
 //! of values in the order of groups of 16 components, from bit 0 upwards. A code that crosses the end of a row
-//! is split: its leading bits are at the end of the row, the others at the start of the next.
+//! is split: its leading bits are at the end of the row, the others at the start of the next. Heads whose length
+//! is not a multiple of 16 have codes 0 after their components, which nothing reads.
 //!
 //! An embedded shape ([`Shape::embedded`]) fills the first rows with the leading bits of all codes: these rows
 //! of every tile are a shape of their own ([`Shape::prefix`]), the code at fewer bits.
@@ -62,12 +63,15 @@ mod head_cache;
 mod head_codes;
 #[cfg(feature = "alloc")]
 mod head_transform;
+mod key_plan;
 mod keys;
 mod level;
 #[cfg(feature = "alloc")]
 #[allow(unsafe_code)]
-mod project;
+mod product;
 mod query;
+#[cfg(feature = "alloc")]
+mod relative;
 mod rotate;
 mod shape;
 mod values;

@@ -20,7 +20,7 @@ use crate::Rotation;
 use crate::error::count_rows;
 
 /// The largest odd factor of a dimension.
-const MAX_ODD: usize = 63;
+const MAX_ODD: usize = 255;
 
 /// The orthogonal transform of the module's definition for rows of `dim` components.
 ///
@@ -51,7 +51,7 @@ impl Hadamard {
     /// The transform of `dim` components.
     ///
     /// # Errors
-    /// [`Error::Zero`]; [`Error::TooLarge`] if the largest odd divisor of `dim` is above 63.
+    /// [`Error::Zero`]; [`Error::TooLarge`] if the largest odd divisor of `dim` is above 255.
     pub fn new(dim: usize) -> Result<Self, Error> {
         if dim == 0 {
             return Err(Error::Zero { what: "dim" });
@@ -194,7 +194,7 @@ mod tests {
     use super::*;
     use std::vec::Vec;
 
-    const DIMS: [usize; 10] = [1, 2, 3, 16, 64, 80, 96, 128, 144, 256];
+    const DIMS: [usize; 14] = [1, 2, 3, 8, 10, 16, 64, 80, 96, 128, 134, 144, 255, 256];
 
     fn noise(len: usize) -> Vec<f32> {
         (0..len).map(|i| ((i * 2_654_435_761 + 7) % 1013) as f32 / 506.0 - 1.0).collect()
@@ -270,7 +270,7 @@ mod tests {
     #[test]
     fn wrong_sizes_are_errors() {
         assert_eq!(Hadamard::new(0).unwrap_err(), Error::Zero { what: "dim" });
-        assert_eq!(Hadamard::new(2 * 67).unwrap_err(), Error::TooLarge);
+        assert_eq!(Hadamard::new(2 * 257).unwrap_err(), Error::TooLarge);
         let transform = Hadamard::new(4).unwrap();
         let short = Error::PartialRow { what: "rows", row: 4, actual: 5 };
         assert_eq!(transform.forward(&mut [0.0; 5]), Err(short));

@@ -16,7 +16,7 @@ pub enum Backend {
     Scalar,
     /// x86-64 with AVX2, FMA and F16C (Haswell, Zen and later).
     Avx2,
-    /// x86-64 with AVX-512 F, BW, DQ, VL and VBMI (Ice Lake, Zen 4 and later).
+    /// x86-64 with AVX-512 F, BW, DQ, VL, VBMI and VNNI (Ice Lake, Zen 4 and later).
     Avx512,
     /// AArch64 with NEON.
     Neon,

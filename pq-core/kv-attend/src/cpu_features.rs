@@ -16,7 +16,7 @@ macro_rules! cpu_features {
     (Avx512 => $what:ident) => {
         $crate::cpu_features! {
             @$what Avx512: "sse3" "ssse3" "sse4.1" "sse4.2" "avx" "avx2" "fma" "f16c" "bmi1" "bmi2" "popcnt"
-            "lzcnt" "avx512f" "avx512bw" "avx512dq" "avx512vl" "avx512vbmi"
+            "lzcnt" "avx512f" "avx512bw" "avx512dq" "avx512vl" "avx512vbmi" "avx512vnni"
         }
     };
     (@detect $token:ident: $($feature:tt)*) => {{

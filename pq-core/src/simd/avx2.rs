@@ -115,6 +115,8 @@ static CHOSEN_FIRST: [[u32; 8]; 256] = {
 impl Simd for Avx2 {
     type F32 = __m256;
     type U32 = __m256i;
+    type Codes = [__m256i; 2]; // bytes 0 and 2, bytes 1 and 3, as 16-bit halves
+    type Products = __m256i;
     type Bytes = [__m256i; 2];
     type Table = *const u8;
     type FloatTable = (*const f32, *const u8);
@@ -257,19 +259,29 @@ impl Simd for Avx2 {
         op!(_mm256_add_epi32(a, b))
     }
     #[inline(always)]
-    fn and_u32(self, a: __m256i, b: __m256i) -> __m256i {
-        op!(_mm256_and_si256(a, b))
+    fn codes(self, words: __m256i, shift: i32, mask: u32) -> [__m256i; 2] {
+        let mask = self.splat_u32(mask & 0xff_00ff);
+        let shifted = op!(match shift < 0 {
+            true => _mm256_sllv_epi32(words, _mm256_set1_epi32(-shift)),
+            false => _mm256_srlv_epi32(words, _mm256_set1_epi32(shift)),
+        });
+        // A shift to the left drops bits of byte 3 that the mask would drop.
+        op!([_mm256_and_si256(shifted, mask), _mm256_and_si256(_mm256_srli_epi32::<8>(shifted), mask)])
     }
     #[inline(always)]
-    fn shift_right_u32(self, x: __m256i, n: i32) -> __m256i {
-        op!(match n < 0 {
-            true => _mm256_sll_epi32(x, _mm_cvtsi32_si128(-n)),
-            false => _mm256_srl_epi32(x, _mm_cvtsi32_si128(n)),
+    fn no_products(self) -> __m256i {
+        op!(_mm256_setzero_si256())
+    }
+    #[inline(always)]
+    fn add_products(self, sum: __m256i, codes: [__m256i; 2], factors: [__m256i; 2]) -> __m256i {
+        op!({
+            let sum = _mm256_add_epi32(sum, _mm256_madd_epi16(codes[0], factors[0]));
+            _mm256_add_epi32(sum, _mm256_madd_epi16(codes[1], factors[1]))
         })
     }
     #[inline(always)]
-    fn add_products(self, sum: __m256i, a: __m256i, b: __m256i) -> __m256i {
-        op!(_mm256_add_epi32(sum, _mm256_madd_epi16(a, b)))
+    fn total(self, sum: __m256i) -> __m256i {
+        sum
     }
     #[inline(always)]
     unsafe fn write_chosen(self, out: *mut u32, x: __m256i, chosen: u32) {

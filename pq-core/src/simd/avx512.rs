@@ -78,6 +78,8 @@ const fn first_bytes(n: usize) -> u64 {
 impl Simd for Avx512 {
     type F32 = __m512;
     type U32 = __m512i;
+    type Codes = __m512i;
+    type Products = [__m512i; 2]; // with the factors' multiples of 256, and with the rests
     type Bytes = __m512i;
     type Table = [__m512i; 4];
     type FloatTable = [[__m512i; 4]; 4]; // a table for each byte of a float
@@ -208,20 +210,34 @@ impl Simd for Avx512 {
     fn add_u32(self, a: __m512i, b: __m512i) -> __m512i {
         op!(_mm512_add_epi32(a, b))
     }
+    /// Bytes of the multiples of 256, and bytes of the rests.
     #[inline(always)]
-    fn and_u32(self, a: __m512i, b: __m512i) -> __m512i {
-        op!(_mm512_and_si512(a, b))
-    }
-    #[inline(always)]
-    fn shift_right_u32(self, x: __m512i, n: i32) -> __m512i {
-        op!(match n < 0 {
-            true => _mm512_sll_epi32(x, _mm_cvtsi32_si128(-n)),
-            false => _mm512_srl_epi32(x, _mm_cvtsi32_si128(n)),
+    fn factors(self, integers: [i32; 16]) -> [u32; 8] {
+        op!({
+            let integers = _mm512_loadu_si512(integers.as_ptr().cast());
+            let upper = _mm512_srai_epi32::<8>(_mm512_add_epi32(integers, _mm512_set1_epi32(128)));
+            let (upper, rests) = (_mm512_cvtepi32_epi8(upper), _mm512_cvtepi32_epi8(integers));
+            let mut factors = [0; 8];
+            _mm_storeu_si128(factors.as_mut_ptr().cast(), _mm_unpacklo_epi32(upper, rests));
+            _mm_storeu_si128(factors.as_mut_ptr().add(4).cast(), _mm_unpackhi_epi32(upper, rests));
+            factors
         })
     }
     #[inline(always)]
-    fn add_products(self, sum: __m512i, a: __m512i, b: __m512i) -> __m512i {
-        op!(_mm512_add_epi32(sum, _mm512_madd_epi16(a, b)))
+    fn codes(self, words: __m512i, shift: i32, mask: u32) -> __m512i {
+        op!(_mm512_and_si512(_mm512_rorv_epi32(words, _mm512_set1_epi32(shift)), self.splat_u32(mask)))
+    }
+    #[inline(always)]
+    fn no_products(self) -> [__m512i; 2] {
+        op!([_mm512_setzero_si512(); 2])
+    }
+    #[inline(always)]
+    fn add_products(self, sum: [__m512i; 2], codes: __m512i, factors: [__m512i; 2]) -> [__m512i; 2] {
+        op!([_mm512_dpbusd_epi32(sum[0], codes, factors[0]), _mm512_dpbusd_epi32(sum[1], codes, factors[1]),])
+    }
+    #[inline(always)]
+    fn total(self, sum: [__m512i; 2]) -> __m512i {
+        op!(_mm512_add_epi32(_mm512_slli_epi32::<8>(sum[0]), sum[1]))
     }
     #[inline(always)]
     unsafe fn write_chosen(self, out: *mut u32, x: __m512i, chosen: u32) {

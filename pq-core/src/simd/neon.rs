@@ -25,6 +25,8 @@ macro_rules! op {
 impl Simd for Neon {
     type F32 = float32x4_t;
     type U32 = uint32x4_t;
+    type Codes = [uint32x4_t; 2]; // bytes 0 and 2, bytes 1 and 3, as 16-bit halves
+    type Products = uint32x4_t;
     type Bytes = [uint8x16_t; 4];
     type Table = [uint8x16x4_t; 4];
     type FloatTable = *const u8;
@@ -164,21 +166,33 @@ impl Simd for Neon {
         op!(vaddq_u32(a, b))
     }
     #[inline(always)]
-    fn and_u32(self, a: uint32x4_t, b: uint32x4_t) -> uint32x4_t {
-        op!(vandq_u32(a, b))
+    fn codes(self, words: uint32x4_t, shift: i32, mask: u32) -> [uint32x4_t; 2] {
+        let mask = self.splat_u32(mask & 0xff_00ff);
+        [shift, shift + 8].map(
+            #[inline(always)]
+            |shift| op!(vandq_u32(vshlq_u32(words, vdupq_n_s32(-shift)), mask)),
+        )
     }
     #[inline(always)]
-    fn shift_right_u32(self, x: uint32x4_t, n: i32) -> uint32x4_t {
-        op!(vshlq_u32(x, vdupq_n_s32(-n)))
+    fn no_products(self) -> uint32x4_t {
+        self.splat_u32(0)
     }
     #[inline(always)]
-    fn add_products(self, sum: uint32x4_t, a: uint32x4_t, b: uint32x4_t) -> uint32x4_t {
-        op!({
-            let (a, b) = (vreinterpretq_s16_u32(a), vreinterpretq_s16_u32(b));
-            let low = vmull_s16(vget_low_s16(a), vget_low_s16(b));
-            let pairs = vpaddq_s32(low, vmull_high_s16(a, b));
-            vaddq_u32(sum, vreinterpretq_u32_s32(pairs))
-        })
+    fn add_products(self, sum: uint32x4_t, codes: [uint32x4_t; 2], factors: [uint32x4_t; 2]) -> uint32x4_t {
+        let mut sum = sum;
+        for (codes, factors) in codes.into_iter().zip(factors) {
+            sum = op!({
+                let (codes, factors) = (vreinterpretq_s16_u32(codes), vreinterpretq_s16_u32(factors));
+                let low = vmull_s16(vget_low_s16(codes), vget_low_s16(factors));
+                let pairs = vpaddq_s32(low, vmull_high_s16(codes, factors));
+                vaddq_u32(sum, vreinterpretq_u32_s32(pairs))
+            });
+        }
+        sum
+    }
+    #[inline(always)]
+    fn total(self, sum: uint32x4_t) -> uint32x4_t {
+        sum
     }
     #[inline(always)]
     unsafe fn write_chosen(self, mut out: *mut u32, x: uint32x4_t, chosen: u32) {

@@ -1,6 +1,6 @@
 //! Bits of components by their deviations.
 
-use super::shape::{COLUMNS, MAX_DIM, MAX_QUADS, QUAD, Shape};
+use super::shape::{COLUMNS, MAX_DIM, MAX_QUADS, QUAD, Shape, quads};
 use crate::Error;
 use crate::error::check_len;
 
@@ -8,12 +8,12 @@ use crate::error::check_len;
 /// "Quantizing for Minimum Distortion", IRE Trans. 1960, table 2).
 const DISTORTIONS: [f64; 9] = [1.0, 0.3634, 0.1188, 0.03744, 0.01154, 0.00349, 0.00104, 0.0003, 0.00009];
 
-/// Divides `slots` slots, `16 slots` bits a row, among components by their variance, and orders the components
-/// so that the columns of the layout have the same bits.
+/// Divides `slots` slots, `16 slots` bits a row, among components by their variance, and orders the
+/// components so that the columns of the layout have the same bits.
 ///
 /// Components are sorted by deviation, and four neighbours share a width. Bits go one at a time to the four
-/// components whose distortion falls most. Component `order[i]` of the transform becomes component `i` of the
-/// code: order the columns of basis and dual by `order`.
+/// components whose distortion falls most; padding has none to fall. Component `order[i]` of the transform
+/// becomes component `i` of the code: order the columns of basis and dual by `order`.
 ///
 /// # Shapes
 /// `sigma` (dim,), the standard deviations in the units of the error; `order` (dim,), fully written.
@@ -24,7 +24,8 @@ const DISTORTIONS: [f64; 9] = [1.0, 0.3634, 0.1188, 0.03744, 0.01154, 0.00349, 0
 /// Gersho, Gray, "Vector Quantization and Signal Compression", 8.3 (greedy allocation).
 /// # Examples
 /// ```
-/// // Bits per component come in steps of 16 / dim: 40 slots are 5 bits of 128 components.
+/// // Bits per component come in steps of 16 / dim: 40 slots are 5 bits of 128 components. `dim.div_ceil(16)`
+/// // slots are a bit for every component and the padding.
 /// let sigma: Vec<f32> = (0..32).map(|i| 0.8_f32.powi(i)).collect();
 /// let mut order = [0; 32];
 /// let shape = pq_core::sq::allot(&sigma, 5, &mut order)?;
@@ -37,7 +38,7 @@ pub fn allot(sigma: &[f32], slots: usize, order: &mut [usize]) -> Result<Shape, 
     Shape::uniform(dim, 1)?; // checks `dim`
     check_len("order", order.len(), dim)?;
     crate::error::check_finite("sigma", sigma)?;
-    let quads = dim / QUAD;
+    let quads = quads(dim);
     let deepest = quads / COLUMNS * 8;
     if slots > deepest {
         return Err(Error::NbitsOutOfRange {
@@ -48,27 +49,36 @@ pub fn allot(sigma: &[f32], slots: usize, order: &mut [usize]) -> Result<Shape, 
     sorted.iter_mut().enumerate().for_each(|(i, x)| *x = i);
     sorted[..dim].sort_unstable_by(|&a, &b| sigma[b].abs().total_cmp(&sigma[a].abs()).then(a.cmp(&b)));
     let mut quad = [Quad::default(); MAX_QUADS];
-    for (q, (quad, components)) in quad.iter_mut().zip(sorted[..dim].chunks_exact(QUAD)).enumerate() {
-        let variance = components.iter().map(|&i| f64::from(sigma[i]) * f64::from(sigma[i])).sum();
+    let quad = &mut quad[..quads];
+    for (q, quad) in quad.iter_mut().enumerate() {
+        let components = sorted[..dim].iter().skip(QUAD * q).take(QUAD);
+        let variance = components.map(|&i| f64::from(sigma[i]) * f64::from(sigma[i])).sum();
         *quad = Quad { first: QUAD * q, variance, width: 0 };
     }
-    let quad = &mut quad[..quads];
     add_bits(quad, COLUMNS * slots);
 
-    // Columns of the same number of quads: the widest quad goes to the column with the fewest bits.
-    quad.sort_unstable_by(|a, b| b.width.cmp(&a.width).then(a.first.cmp(&b.first)));
+    // Columns of the same number of quads: the widest quad goes to the column with the fewest bits, first to
+    // those with fewer components. Quads with padding stay last, as the shape has them.
+    let depth = quads / COLUMNS;
+    let (full, partial) = quad.split_at_mut(dim / QUAD);
+    full.sort_unstable_by(|a, b| b.width.cmp(&a.width).then(a.first.cmp(&b.first)));
     let mut columns = [[Quad::default(); MAX_QUADS / COLUMNS]; COLUMNS];
-    let (mut sums, mut counts) = ([0; COLUMNS], [0; COLUMNS]);
-    for quad in quad.iter() {
-        let open = (0..COLUMNS).filter(|&c| counts[c] < quads / COLUMNS);
-        let c = open.min_by_key(|&c| (sums[c], counts[c])).unwrap_or(0);
+    let (mut sums, mut counts, mut depths) = ([0; COLUMNS], [0; COLUMNS], [depth; COLUMNS]);
+    for (c, quad) in (COLUMNS - partial.len()..).zip(partial) {
+        columns[c][depth - 1] = *quad;
+        sums[c] += usize::from(quad.width);
+        depths[c] -= 1;
+    }
+    for quad in full {
+        let open = (0..COLUMNS).filter(|&c| counts[c] < depths[c]);
+        let c = open.min_by_key(|&c| (sums[c], depths[c], counts[c])).unwrap_or(0);
         columns[c][counts[c]] = *quad;
         sums[c] += usize::from(quad.width);
         counts[c] += 1;
     }
     let mut widths = [0; MAX_QUADS];
     for (c, column) in columns.iter_mut().enumerate() {
-        let column = &mut column[..quads / COLUMNS];
+        let column = &mut column[..depth];
         for _ in slots..sums[c] {
             take_bit(column);
         }
@@ -76,7 +86,8 @@ pub fn allot(sigma: &[f32], slots: usize, order: &mut [usize]) -> Result<Shape, 
         for (i, quad) in column.iter().enumerate() {
             let q = COLUMNS * i + c;
             widths[q] = quad.width;
-            order[QUAD * q..][..QUAD].copy_from_slice(&sorted[quad.first..][..QUAD]);
+            let order = order.iter_mut().skip(QUAD * q).take(QUAD);
+            order.zip(&sorted[quad.first..]).for_each(|(component, &sorted)| *component = sorted);
         }
     }
     Shape::new(dim, &widths[..quads])

@@ -2,11 +2,11 @@
 
 use kv_attend::simd::tanh;
 
-use super::dot::{Dots, Scalar, Vector};
+use super::dot::{Dots, QUERIES, Scalar, Vector};
 use super::keys::Keys;
-use super::query::{score_padded, scores_scratch_len};
+use super::query::{Scorer, integers_len, scores_scratch_len};
 use super::shape::{Shape, TILE};
-use super::values::{Values, weight_words};
+use super::values::{Adder, Values, weight_words};
 use crate::error::{check_at_least, check_len, count_rows};
 use crate::simd::{Kernel, Run, Simd};
 use crate::softmax::{exponentiate, max};
@@ -75,8 +75,8 @@ impl<'a> Block<'a> {
 /// Elements of the scratch of [`attend_into`] for blocks of at most `n` tokens.
 #[must_use]
 pub const fn attend_scratch_len(keys: &Shape, values: &Shape, n: usize, group: usize) -> usize {
-    let sums = group.saturating_mul(weight_words(n) + values.dim());
-    scores_scratch_len(keys, n, group).saturating_add(sums)
+    let together = if group < QUERIES { group } else { QUERIES };
+    scores_scratch_len(keys, n, group) + together * (weight_words(n) + values.padded_dim())
 }
 
 /// Attention of a GQA group of query heads over the coded tokens of a block, added to that over other tokens.
@@ -167,23 +167,28 @@ impl Attend<'_, '_> {
     #[inline(always)]
     fn run(self, dots: impl Dots) {
         let Self { queries, block, scratch, out, stats } = self;
-        let (n, padded) = (block.n(), block.n().next_multiple_of(TILE));
-        let (group, dim) = (stats.len(), block.values.shape().dim());
-        let (integers, scratch) = scratch.split_at_mut(queries.len() / 2);
-        let (scores, scratch) = scratch.split_at_mut(group * padded);
-        let (weights, sums) = scratch.split_at_mut(group * weight_words(n));
-        score_padded(dots, queries, &block.keys, integers, scores);
-        // `integers` is free now: it keeps the softmax mass of each query in the block.
-        let per_query = scores.chunks_exact_mut(padded).zip(out.chunks_exact_mut(dim));
-        for (g, ((scores, out), stats)) in per_query.zip(stats).enumerate() {
-            let (scores, padding) = scores.split_at_mut(n);
-            block.finish_scores(g, scores);
-            stats.raise_max(max(scores), out);
-            integers[g] = exponentiate(scores, stats.finite_max());
-            stats.sum += integers[g];
-            padding.fill(0.0);
+        let (keys, values, n) = (&block.keys, &block.values, block.n());
+        let (dim, dim_v, padded) = (keys.shape().dim(), values.shape().dim(), n.next_multiple_of(TILE));
+        let (scorer, adder) = (Scorer::new(keys), Adder::new(values));
+        let chunks = queries.chunks(QUERIES * dim).zip(out.chunks_mut(QUERIES * dim_v));
+        for (c, ((queries, out), stats)) in chunks.zip(stats.chunks_mut(QUERIES)).enumerate() {
+            let group = stats.len();
+            let (integers, scratch) = scratch.split_at_mut(group * integers_len(keys.shape()));
+            let (scores, scratch) = scratch.split_at_mut(group * padded);
+            let (weights, sums) = scratch.split_at_mut(group * weight_words(n));
+            scorer.score(dots, queries, integers, scores);
+            let mut masses = [0.0; QUERIES];
+            let of_queries = scores.chunks_exact_mut(padded).zip(out.chunks_exact_mut(dim_v));
+            for (g, ((scores, out), stats)) in of_queries.zip(stats).enumerate() {
+                let (scores, padding) = scores.split_at_mut(n);
+                block.finish_scores(c * QUERIES + g, scores);
+                stats.raise_max(max(scores), out);
+                masses[g] = exponentiate(scores, stats.finite_max());
+                stats.sum += masses[g];
+                padding.fill(0.0);
+            }
+            adder.add(dots, scores, &masses[..group], [weights, sums], out);
         }
-        block.values.add(dots, scores, |g| integers[g], [weights, sums], out);
     }
 }
 

@@ -1,30 +1,33 @@
-//! The integer dot products of codes with queries and weights.
+//! The integer dot products of codes with queries and weights. Sums are exact.
 //!
-//! A word holds four codes in its bytes. Shifted and masked it is two pairs of 16-bit halves, bytes 0 and 2 and
-//! bytes 1 and 3, which a multiply-add of pairs takes as they are: nothing is unpacked. Queries and weights come
-//! as such pairs ([`pairs`]). Sums are exact.
+//! A word holds four codes in its bytes, which one shift and one mask take out. They are multiplied as they
+//! are: by bytes of the integers where the machine multiplies bytes (AVX-512 VNNI: a product with the upper
+//! and one with the lower bytes), else as pairs of 16-bit halves, bytes 0 and 2 and bytes 1 and 3. Queries
+//! and weights come in that form ([`Dots::factors`]).
+//!
+//! N.B. AVX2 multiplies bytes, too, but adds their products to 16 bits: with 15 bits of the integers as two
+//! bytes that is as many multiplications as pairs of halves take, and the sums must be widened.
 
 use super::field::Field;
-use super::shape::{COLUMNS, LANES, MAX_QUADS, QUAD, Shape, TILE};
-use crate::simd::Simd;
+use super::key_plan::{KeyPlan, Place};
+use super::shape::{COLUMNS, LANES, MAX_QUADS, Shape, TILE, chunks};
+use crate::simd::{Simd, pairs};
 
-/// The largest magnitude of an integer of a query: 127 * 128, two signed limbs of 8 and 7 bits on int8 tensor
-/// cores. With 256 terms and codes of 8 bits sums stay below 2^31.
+/// The largest magnitude of an integer of a query. With 256 terms and codes of 8 bits sums stay below 2^31;
+/// the nearest multiple of 256 and the rest are signed bytes.
 pub(super) const QUERY_LIMIT: f32 = 16_256.0;
-/// The largest integer of a weight: 127 * 256, two unsigned limbs of 8 bits.
+/// The largest integer of a weight: 127 * 256.
 pub(super) const WEIGHT_LIMIT: f32 = 32_512.0;
+
+/// The most queries that share the extraction of codes.
+pub(super) const QUERIES: usize = 4;
 
 /// Units of a row of a tile.
 const UNITS: usize = 8;
-/// Words of pairs per tile and query of weights.
-pub(super) const TILE_PAIRS: usize = TILE / 2;
-
-/// Four integers as two words: of the first and third, and of the second and fourth.
-#[inline(always)]
-pub(super) fn pairs(x: [i32; QUAD]) -> [u32; 2] {
-    let pair = |low: i32, high: i32| (low as u32 & 0xffff) | (high as u32) << 16;
-    [pair(x[0], x[2]), pair(x[1], x[3])]
-}
+/// Words of factors per tile and query of weights.
+pub(super) const TILE_FACTORS: usize = TILE / 2;
+/// Words of factors of 16 integers.
+pub(super) const FACTORS: usize = LANES / 2;
 
 /// Codes of some tokens: tiles of `stride` words, of which the first rows are of `shape`.
 #[derive(Clone, Copy)]
@@ -34,16 +37,34 @@ pub(super) struct Tiles<'a> {
     pub words: &'a [u32],
 }
 
+impl Tiles<'_> {
+    /// Tokens of all tiles.
+    const fn n(&self) -> usize {
+        self.words.len() / self.stride * TILE
+    }
+}
+
 /// The dot products, in their scalar and their vector form.
 pub(super) trait Dots: Copy {
+    /// Integers as the products take them: two words for each quad.
+    fn factors(self, integers: [i32; LANES]) -> [u32; FACTORS];
+
+    /// The factors of a multiple of 16 integers.
+    #[inline(always)]
+    fn factors_of(self, integers: &[i32], factors: &mut [u32]) {
+        for (integers, factors) in chunks(integers).iter().zip(factors.as_chunks_mut().0) {
+            *factors = self.factors(*integers);
+        }
+    }
+
     /// Sums over components: `sums[g, t] = sum_i queries[g, i] code[t, i]`.
     ///
-    /// `queries` (group, dim / 2) pairs of the quads; `sums` (group, tokens of all tiles).
-    fn keys(self, tiles: Tiles<'_>, queries: &[u32], sums: &mut [u32]);
+    /// `queries` (group, padded dim / 2) factors of at most [`QUERIES`]; `sums` (group, tokens of all tiles).
+    fn keys(self, tiles: Tiles<'_>, plan: &KeyPlan, queries: &[u32], sums: &mut [u32]);
 
     /// Sums over tokens: `sums[g, i] = sum_t weights[g, t] code[t, i]`.
     ///
-    /// `weights` (group, tokens of all tiles / 2) pairs; `sums` (group, dim).
+    /// `weights` (group, tokens of all tiles / 2) factors of at most [`QUERIES`]; `sums` (group, padded dim).
     fn values(self, tiles: Tiles<'_>, weights: &[u32], sums: &mut [u32]);
 }
 
@@ -52,10 +73,14 @@ pub(super) trait Dots: Copy {
 pub(super) struct Scalar;
 
 impl Dots for Scalar {
-    fn keys(self, tiles: Tiles<'_>, queries: &[u32], sums: &mut [u32]) {
-        let (shape, n) = (tiles.shape, tiles.words.len() / tiles.stride * TILE);
+    fn factors(self, integers: [i32; LANES]) -> [u32; FACTORS] {
+        pairs(integers)
+    }
+
+    fn keys(self, tiles: Tiles<'_>, _: &KeyPlan, queries: &[u32], sums: &mut [u32]) {
+        let (shape, n) = (tiles.shape, tiles.n());
         sums.fill(0);
-        for (queries, sums) in queries.chunks_exact(shape.dim() / 2).zip(sums.chunks_exact_mut(n)) {
+        for (queries, sums) in queries.chunks_exact(shape.padded_dim() / 2).zip(sums.chunks_exact_mut(n)) {
             for (words, sums) in tiles.words.chunks_exact(tiles.stride).zip(sums.chunks_exact_mut(TILE)) {
                 shape.key_fields(|field| {
                     for (half, sums) in sums.chunks_exact_mut(LANES).enumerate() {
@@ -68,11 +93,11 @@ impl Dots for Scalar {
     }
 
     fn values(self, tiles: Tiles<'_>, weights: &[u32], sums: &mut [u32]) {
-        let (shape, n) = (tiles.shape, tiles.words.len() / tiles.stride * TILE);
+        let (shape, n) = (tiles.shape, tiles.n());
         sums.fill(0);
-        for (weights, sums) in weights.chunks_exact(n / 2).zip(sums.chunks_exact_mut(shape.dim())) {
+        for (weights, sums) in weights.chunks_exact(n / 2).zip(sums.chunks_exact_mut(shape.padded_dim())) {
             for (words, weights) in
-                tiles.words.chunks_exact(tiles.stride).zip(weights.chunks_exact(TILE_PAIRS))
+                tiles.words.chunks_exact(tiles.stride).zip(weights.chunks_exact(TILE_FACTORS))
             {
                 shape.value_fields(|field| {
                     let sums = &mut sums[LANES * field.part..][..LANES];
@@ -100,174 +125,189 @@ fn add_unit(field: &Field, unit: usize, words: &[u32], quad: &[u32], sums: &mut 
 #[derive(Clone, Copy)]
 pub(super) struct Vector<S>(pub S);
 
-/// Where the vector form finds a field of keys.
-#[derive(Clone, Copy, Default)]
-struct Place {
-    quad: u8,
-    mask: u8,
-    vector: u16, // of the first half of the tokens
-    shift: i8,
-    step: u8, // 1 if the second half is in the next vector, 0 if it is one bit further up
-}
-
-/// At most two stages of 16 quads, and 19 ends of rows, in each column.
-const MAX_PLACES: usize = COLUMNS * (2 * MAX_QUADS / COLUMNS + 19);
-
 impl<S: Simd> Dots for Vector<S> {
     #[inline(always)]
-    fn keys(self, tiles: Tiles<'_>, queries: &[u32], sums: &mut [u32]) {
-        let (mut places, mut len) = ([Place::default(); MAX_PLACES], 0);
-        tiles.shape.key_fields(|field| {
-            let unit = 2 * (field.part % COLUMNS);
-            let (vector, shift) = field.place(unit);
-            let step = field.place(unit + 1).0 - vector;
-            let (quad, mask) = (field.part as u8, field.mask);
-            places[len] = Place { quad, mask, vector: vector as u16, shift: shift as i8, step: step as u8 };
-            len += 1;
-        });
-        let (dim, n) = (tiles.shape.dim(), tiles.words.len() / tiles.stride * TILE);
-        let (mut queries, mut sums) = (queries, sums);
-        loop {
-            let group = queries.len() / (dim / 2);
-            let together = together(group);
-            let (some, rest) = queries.split_at(together * dim / 2);
-            let (out, others) = sums.split_at_mut(together * n);
-            match together {
-                0 => return,
-                1 => add_keys::<S, 1>(self.0, tiles, &places[..len], some, out),
-                2 => add_keys::<S, 2>(self.0, tiles, &places[..len], some, out),
-                _ => add_keys::<S, 4>(self.0, tiles, &places[..len], some, out),
-            }
-            (queries, sums) = (rest, others);
+    fn factors(self, integers: [i32; LANES]) -> [u32; FACTORS] {
+        self.0.factors(integers)
+    }
+
+    #[inline(always)]
+    fn keys(self, tiles: Tiles<'_>, plan: &KeyPlan, queries: &[u32], sums: &mut [u32]) {
+        let places = plan.places();
+        match queries.len() / (tiles.shape.padded_dim() / 2) {
+            1 => add_keys::<S, 1, 4>(self.0, tiles, places, queries, sums),
+            2 => add_keys::<S, 2, 4>(self.0, tiles, places, queries, sums),
+            3 => add_keys::<S, 3, 2>(self.0, tiles, places, queries, sums),
+            _ => add_keys::<S, QUERIES, 2>(self.0, tiles, places, queries, sums),
         }
     }
 
     #[inline(always)]
     fn values(self, tiles: Tiles<'_>, weights: &[u32], sums: &mut [u32]) {
-        let (dim, n) = (tiles.shape.dim(), tiles.words.len() / tiles.stride * TILE);
+        let (mut fields, mut len) = ([Field::default(); MAX_VALUE_FIELDS], 0);
+        tiles.shape.value_fields(|field| {
+            fields[len] = field;
+            len += 1;
+        });
         sums.fill(0);
-        let (mut weights, mut sums) = (weights, sums);
-        loop {
-            let group = sums.len() / dim;
-            let together = together(group);
-            let (some, rest) = weights.split_at(together * n / 2);
-            let (out, others) = sums.split_at_mut(together * dim);
-            match together {
-                0 => return,
-                1 => tiles.shape.value_fields(|field| add_values::<S, 1>(self.0, tiles, &field, some, out)),
-                2 => tiles.shape.value_fields(|field| add_values::<S, 2>(self.0, tiles, &field, some, out)),
-                _ => tiles.shape.value_fields(|field| add_values::<S, 4>(self.0, tiles, &field, some, out)),
+        for row in fields[..len].chunk_by(|a, b| a.row() == b.row()) {
+            match sums.len() / tiles.shape.padded_dim() {
+                1 => add_row::<S, 1, 4>(self.0, tiles, row, weights, sums),
+                2 => add_row::<S, 2, 4>(self.0, tiles, row, weights, sums),
+                3 => add_row::<S, 3, 2>(self.0, tiles, row, weights, sums),
+                _ => add_row::<S, QUERIES, 2>(self.0, tiles, row, weights, sums),
             }
-            (weights, sums) = (rest, others);
         }
     }
 }
 
-/// Queries that share the extraction of codes, of `group` that are left.
-#[inline(always)]
-const fn together(group: usize) -> usize {
-    match group {
-        0 | 1 => group,
-        2 | 3 => 2,
-        _ => 4,
-    }
-}
+/// At most two stages of 16 groups, and 19 ends of rows.
+const MAX_VALUE_FIELDS: usize = 2 * MAX_QUADS / COLUMNS + 19;
 
-/// Registers of a vector of 16 words, of an instruction set with at least 4 lanes.
-type Registers<S> = [<S as Simd>::U32; 4];
-
-/// The codes of a vector's bytes 0 and 2, and of its bytes 1 and 3, as 16-bit halves.
+/// The scores of `G` queries with all tokens, `R` registers of tokens at a time.
 #[inline(always)]
-fn extract<S: Simd>(s: S, word: S::U32, shift: i32, mask: S::U32) -> [S::U32; 2] {
-    [shift, shift + 8].map(
-        #[inline(always)]
-        |shift| s.and_u32(s.shift_right_u32(word, shift), mask),
-    )
-}
-
-#[inline(always)]
-fn mask_of<S: Simd>(s: S, mask: u8) -> S::U32 {
-    s.splat_u32(u32::from(mask) * 0x1_0001)
-}
-
-/// The scores of `G` queries.
-#[inline(always)]
-fn add_keys<S: Simd, const G: usize>(
+fn add_keys<S: Simd, const G: usize, const R: usize>(
     s: S,
     tiles: Tiles<'_>,
     places: &[Place],
     queries: &[u32],
     sums: &mut [u32],
 ) {
-    let (dim, n) = (tiles.shape.dim(), tiles.words.len() / tiles.stride * TILE);
-    let registers = LANES / S::LANES;
-    assert!(queries.len() == G * dim / 2 && sums.len() == G * n);
-    for (tile, words) in tiles.words.chunks_exact(tiles.stride).enumerate() {
-        for half in 0..2 {
-            let mut totals: [Registers<S>; G] = [[s.splat_u32(0); 4]; G];
-            for place in places {
-                let step = usize::from(place.step);
-                let vector = &words[LANES * (usize::from(place.vector) + half * step)..][..LANES];
-                let shift = i32::from(place.shift) + (half * (1 - step)) as i32;
-                let mask = mask_of(s, place.mask);
-                for r in 0..registers {
-                    // SAFETY: a vector has 16 words, as many as all registers.
-                    let word = unsafe { s.load_u32(vector.as_ptr().add(r * S::LANES)) };
-                    let codes = extract(s, word, shift, mask);
-                    for (g, totals) in totals.iter_mut().enumerate() {
-                        let quad = &queries[g * dim / 2 + 2 * usize::from(place.quad)..][..2];
-                        totals[r] = s.add_products(totals[r], codes[0], s.splat_u32(quad[0]));
-                        totals[r] = s.add_products(totals[r], codes[1], s.splat_u32(quad[1]));
-                    }
-                }
+    let registers = tiles.n() / S::LANES;
+    let mut first = 0;
+    while first + R <= registers {
+        add_tokens::<S, G, R>(s, tiles, places, queries, first, sums);
+        first += R;
+    }
+    // Two tiles at a time leave one: two registers of 16 tokens.
+    while first < registers {
+        add_tokens::<S, G, 2>(s, tiles, places, queries, first, sums);
+        first += 2;
+    }
+}
+
+/// The scores of `G` queries with `R` registers of tokens, from register `first` on.
+#[inline(always)]
+fn add_tokens<S: Simd, const G: usize, const R: usize>(
+    s: S,
+    tiles: Tiles<'_>,
+    places: &[Place],
+    queries: &[u32],
+    first: usize,
+    sums: &mut [u32],
+) {
+    let (factors, n) = (queries.as_chunks::<2>().0, tiles.n());
+    let quads = factors.len() / G;
+    // Of each register: its tile from the first of its tokens' words on, and the half of the tile.
+    let mut of_register = [(&[][..], 0); R];
+    for (r, of_register) in of_register.iter_mut().enumerate() {
+        let token = (first + r) * S::LANES;
+        *of_register = (&tiles.words[token / TILE * tiles.stride + token % LANES..], token / LANES % 2);
+    }
+    let mut products = [[s.no_products(); R]; G];
+    for place in places {
+        let mut quad = [[s.splat_u32(0); 2]; G];
+        for (g, quad) in quad.iter_mut().enumerate() {
+            *quad = splat(s, factors[g * quads + place.quad as usize]);
+        }
+        for (r, (words, half)) in of_register.iter().enumerate() {
+            let words = &words[place.words[*half] as usize..][..S::LANES];
+            // SAFETY: as many words as lanes.
+            let codes = s.codes(unsafe { s.load_u32(words.as_ptr()) }, place.shifts[*half], place.mask);
+            for (products, quad) in products.iter_mut().zip(quad) {
+                products[r] = s.add_products(products[r], codes, quad);
             }
-            for (g, totals) in totals.iter().enumerate() {
-                let sums = &mut sums[g * n + TILE * tile + LANES * half..][..LANES];
-                for (r, &total) in totals.iter().enumerate().take(registers) {
-                    // SAFETY: 16 sums, as many as lanes of all registers.
-                    unsafe { s.store_u32(sums.as_mut_ptr().add(r * S::LANES), total) };
-                }
-            }
+        }
+    }
+    for (products, sums) in products.iter().zip(sums.chunks_exact_mut(n)) {
+        for (&products, sums) in products.iter().zip(sums[first * S::LANES..].chunks_exact_mut(S::LANES)) {
+            // SAFETY: as many sums as lanes.
+            unsafe { s.store_u32(sums.as_mut_ptr(), s.total(products)) };
         }
     }
 }
 
-/// Adds the weighted sums of one field's bits for `G` queries.
+/// Adds the weighted sums of `G` queries of the fields in one row of the tiles, at most `F` of them at a
+/// time.
 #[inline(always)]
-fn add_values<S: Simd, const G: usize>(
+fn add_row<S: Simd, const G: usize, const F: usize>(
     s: S,
     tiles: Tiles<'_>,
-    field: &Field,
+    fields: &[Field],
     weights: &[u32],
     sums: &mut [u32],
 ) {
-    let (dim, n) = (tiles.shape.dim(), tiles.words.len() / tiles.stride * TILE);
+    let (together, rest) = fields.as_chunks::<F>();
+    for fields in together {
+        add_fields::<S, G, F>(s, tiles, fields, weights, sums);
+    }
+    let (together, rest) = rest.as_chunks::<2>();
+    for fields in together {
+        add_fields::<S, G, 2>(s, tiles, fields, weights, sums);
+    }
+    if let [field] = rest {
+        add_fields::<S, G, 1>(s, tiles, &[*field], weights, sums);
+    }
+}
+
+#[inline(always)]
+fn splat<S: Simd>(s: S, quad: [u32; 2]) -> [S::U32; 2] {
+    [s.splat_u32(quad[0]), s.splat_u32(quad[1])]
+}
+
+/// Registers of a vector of 16 words, of an instruction set with at least 4 lanes.
+const REGISTERS: usize = 4;
+
+/// Adds the weighted sums of `G` queries of `F` fields in one row of the tiles.
+#[inline(always)]
+fn add_fields<S: Simd, const G: usize, const F: usize>(
+    s: S,
+    tiles: Tiles<'_>,
+    fields: &[Field; F],
+    weights: &[u32],
+    sums: &mut [u32],
+) {
+    let dim = tiles.shape.padded_dim();
     let registers = LANES / S::LANES;
-    assert!(weights.len() == G * n / 2 && sums.len() == G * dim);
-    let mask = mask_of(s, field.mask);
-    let mut totals: [Registers<S>; G] = [[s.splat_u32(0); 4]; G];
-    for (tile, words) in tiles.words.chunks_exact(tiles.stride).enumerate() {
-        for unit in 0..UNITS {
-            let (vector, shift) = field.place(unit);
-            let vector = &words[LANES * vector..][..LANES];
-            for r in 0..registers {
-                // SAFETY: a vector has 16 words, as many as all registers.
-                let word = unsafe { s.load_u32(vector.as_ptr().add(r * S::LANES)) };
-                let codes = extract(s, word, shift, mask);
-                for (g, totals) in totals.iter_mut().enumerate() {
-                    let quad = &weights[g * n / 2 + TILE_PAIRS * tile + 2 * unit..][..2];
-                    totals[r] = s.add_products(totals[r], codes[0], s.splat_u32(quad[0]));
-                    totals[r] = s.add_products(totals[r], codes[1], s.splat_u32(quad[1]));
+    let weights = weights.as_chunks::<2>().0;
+    let units = weights.len() / G;
+    let mut products = [[[s.no_products(); REGISTERS]; F]; G];
+    let (first, slots) = fields[0].row();
+    // The units of a row, slot by slot of their bytes.
+    for up in (0..UNITS).step_by(slots) {
+        let mut places = [(0, 0); F];
+        for (place, field) in places.iter_mut().zip(fields) {
+            *place = (field.place(up).1, u32::from(field.mask) * 0x0101_0101);
+        }
+        for (tile, words) in tiles.words.chunks_exact(tiles.stride).enumerate() {
+            for (u, words) in words[LANES * first..][..LANES * slots].chunks_exact(LANES).enumerate() {
+                let mut quad = [[s.splat_u32(0); 2]; G];
+                for (g, quad) in quad.iter_mut().enumerate() {
+                    *quad = splat(s, weights[g * units + UNITS * tile + up + u]);
+                }
+                for (r, words) in words.chunks_exact(S::LANES).enumerate() {
+                    // SAFETY: as many words as lanes.
+                    let words = unsafe { s.load_u32(words.as_ptr()) };
+                    for (f, &(shift, mask)) in places.iter().enumerate() {
+                        let codes = s.codes(words, shift, mask);
+                        for (products, quad) in products.iter_mut().zip(quad) {
+                            products[f][r] = s.add_products(products[f][r], codes, quad);
+                        }
+                    }
                 }
             }
         }
     }
-    for (g, totals) in totals.iter().enumerate() {
-        let sums = &mut sums[g * dim + LANES * field.part..][..LANES];
-        for (r, &total) in totals.iter().enumerate().take(registers) {
-            let p = sums[r * S::LANES..].as_mut_ptr();
-            // SAFETY: 16 sums, as many as lanes of all registers.
-            unsafe { s.store_u32(p, s.add_u32(s.load_u32(p), total)) };
+    for (products, sums) in products.iter().zip(sums.chunks_exact_mut(dim)) {
+        for (products, field) in products.iter().zip(fields) {
+            let sums = sums[LANES * field.part..][..LANES].chunks_exact_mut(S::LANES);
+            for (&products, sums) in products.iter().take(registers).zip(sums) {
+                // SAFETY: as many sums as lanes.
+                unsafe {
+                    let sum = s.add_u32(s.load_u32(sums.as_ptr()), s.total(products));
+                    s.store_u32(sums.as_mut_ptr(), sum);
+                }
+            }
         }
     }
 }

@@ -24,6 +24,12 @@ impl Field {
         (self.first + unit % self.slots, up as i32 + self.offset as i32 - self.below as i32)
     }
 
+    /// The first vector of its row, and the slots of the row.
+    #[inline(always)]
+    pub(super) const fn row(&self) -> (usize, usize) {
+        (self.first, self.slots)
+    }
+
     /// Moves the field's bits of a code to byte `j` of a word of a unit.
     #[inline(always)]
     pub(super) fn put(&self, unit: usize, j: usize, code: u8) -> u32 {
@@ -41,8 +47,8 @@ impl Field {
     }
 }
 
-/// Fills the slots of a tile of `slots` slots from `slot` on with codes: (part, bits of it up to here, bits of
-/// these that come later). Calls `f` with the fields.
+/// Fills the slots of a tile of `slots` slots from `slot` on with codes: (part, bits of it up to here, bits
+/// of these that come later). Calls `f` with the fields.
 pub(super) fn fill(
     slots: usize,
     mut slot: usize,

@@ -11,10 +11,12 @@ use kv_attend::owner::{Reader, Writer};
 use super::attend::{Block, attend_into_with, attend_scratch_len};
 use super::head_transform::HeadTransform;
 use super::keys::{Keys, encode_keys_into_with};
-use super::project::project;
+use super::product::ROWS;
+use super::relative::{Queries, transform_keys};
 use super::rotate::rotate_by;
 use super::values::{Values, encode_values_into_with, mean_error_into};
 use crate::error::{check_at_least, check_len, count_rows};
+use crate::simd::Run;
 use crate::{Backend, Error, SoftmaxStats};
 
 /// The coded tokens of one head of one sequence, in blocks.
@@ -115,7 +117,7 @@ impl HeadCodes {
     /// # Errors
     /// [`Error::BackendUnavailable`], [`Error::PartialRow`], [`Error::Length`]; nothing is then changed.
     /// # Cost
-    /// Per key dim * dim multiply-adds for the basis, dim / 2 sines and cosines for the mean, and what
+    /// Per key dim * dim multiply-adds for the basis, and what
     /// [`encode_keys_into`](super::encode_keys_into) and [`encode_values_into`](super::encode_values_into) do.
     pub fn append(
         &mut self,
@@ -151,11 +153,8 @@ impl HeadCodes {
         let (shape, values_shape) = (transform.keys(), transform.values());
         let (dim, block) = (shape.dim(), transform.block());
         let n = keys.len() / dim;
-        let mut rows = keys.to_vec();
-        transform.mean().view().subtract(first, &mut rows)?;
-        rotate_by(transform.frequencies(), -middle(first, block), &mut rows)?;
-        let mut transformed = vec![0.0; rows.len()];
-        project(backend, &rows, transform.basis(), dim, &mut transformed);
+        let mut transformed = vec![0.0; keys.len()];
+        transform_keys(backend, transform, first, &mut keys.to_vec(), &mut transformed)?;
         let (mut steps, mut norms) = (vec![0; dim], vec![0; block]);
         let mut words = [shape, values_shape].map(|shape| vec![0; shape.words_len(block)]);
         let [key_words, value_words] = &mut words;
@@ -206,9 +205,10 @@ impl HeadCodes {
     /// Elements of the scratch of [`attend_into`](Self::attend_into).
     #[must_use]
     pub fn scratch_len(&self, group: usize) -> usize {
-        let (keys, block) = (self.transform.keys(), self.transform.block());
-        let attend = attend_scratch_len(keys, self.transform.values(), block, group);
-        group.saturating_mul(2 * keys.dim() + block).saturating_add(attend)
+        let transform = &*self.transform;
+        let attend = attend_scratch_len(transform.keys(), transform.values(), transform.block(), group);
+        let queries = blocks_together(group).saturating_mul(Queries::scratch_len(transform, group));
+        group.saturating_mul(transform.keys().dim()).saturating_add(queries).saturating_add(attend)
     }
 
     /// Attention of a group of query heads over the tokens of `range`, added to `out` and `stats` as by
@@ -243,43 +243,60 @@ impl HeadCodes {
         check_len("out", out.len(), group.saturating_mul(values.dim()))?;
         check_at_least("scratch", scratch.len(), self.scratch_len(group))?;
         check_at_least("tokens", len, range.end)?;
+        if group == 0 {
+            return Ok(());
+        }
         let (rotated, scratch) = scratch.split_at_mut(queries.len());
-        let (probes, scratch) = scratch.split_at_mut(queries.len());
-        let (bias, scratch) = scratch.split_at_mut(group * block);
-        let (mut start, mut at) = (0, usize::MAX); // at: the position that `rotated` is relative to
-        for (b, &n) in self.lens.iter().enumerate() {
-            let (token, first) = (start, self.first + start);
-            start += usize::from(n);
-            let (from, n) = (range.start.max(token) - token, range.end.min(start).saturating_sub(token));
-            if from >= n {
-                continue;
-            }
-            if b % BLOCKS_BY_TURNS == 0 || at != first {
+        let together = blocks_together(group);
+        let (of_queries, scratch) = scratch.split_at_mut(together * Queries::scratch_len(transform, group));
+        let mut at = usize::MAX; // the position that `rotated` is relative to
+        let mut turned = 0; // blocks since it was computed
+        let mut blocks = self.blocks(range).peekable();
+        while let Some(next) = blocks.peek() {
+            let first = next.first;
+            if turned >= BLOCKS_BY_TURNS || at != first {
                 rotated.copy_from_slice(queries);
                 rotate_by(transform.frequencies(), -(first as i64), rotated)?;
+                (at, turned) = (first, 0);
             }
-            project(backend, rotated, transform.dual(), dim, probes);
-            let bias = &mut bias[..group * n];
-            for run in (0..n).step_by(transform.run()) {
-                let run = run..n.min(run + transform.run());
-                for (query, bias) in rotated.chunks_exact(dim).zip(bias.chunks_exact_mut(n)) {
-                    transform.mean().view().scores_into_with(backend, query, 0, &mut bias[run.clone()])?;
-                }
-                transform.next_run(rotated);
+            let mut span = [None; ROWS];
+            let mut count = 0;
+            while let Some(next) = blocks.next_if(|next| count < together && next.first == at) {
+                span[count] = Some(next);
+                (at, count) = (at + block, count + 1);
             }
-            at = first + n.next_multiple_of(transform.run());
-            bias.chunks_exact_mut(n).for_each(|bias| bias[..from].fill(f32::NEG_INFINITY));
-            let tokens = self.block(b, n)?.with_bias(&*bias).with_softcap(softcap)?;
-            attend_into_with(backend, probes, &tokens, scratch, out, stats)?;
+            turned += count;
+            let mut of_queries = Queries::new(transform, count, rotated, of_queries);
+            backend.run(&mut of_queries);
+            for (i, visible) in span.iter().flatten().enumerate() {
+                let (probes, bias) = of_queries.of_block(i, visible.n);
+                bias.chunks_exact_mut(visible.n)
+                    .for_each(|bias| bias[..visible.from].fill(f32::NEG_INFINITY));
+                let tokens = self.block(visible.index, visible.n)?.with_bias(&*bias).with_softcap(softcap)?;
+                attend_into_with(backend, probes, &tokens, scratch, out, stats)?;
+            }
         }
         Ok(())
+    }
+
+    /// The blocks with tokens of `range`.
+    fn blocks(&self, range: Range<usize>) -> impl Iterator<Item = Visible> {
+        let mut start = 0;
+        let of = move |(index, &len): (usize, &u16)| {
+            let token = start;
+            start += usize::from(len);
+            let (from, n) = (range.start.max(token) - token, range.end.min(start).saturating_sub(token));
+            (from < n).then_some(Visible { index, first: self.first + token, from, n })
+        };
+        self.lens.iter().enumerate().filter_map(of)
     }
 
     /// The first `n` tokens of block `b`.
     fn block(&self, b: usize, n: usize) -> Result<Block<'_>, Error> {
         let (keys, values, block) = (self.transform.keys(), self.transform.values(), self.transform.block());
         let words = &self.keys[b * keys.words_len(block)..][..keys.words_len(n)];
-        let coded_keys = Keys::new(*keys, n, &self.steps[b * keys.dim()..][..keys.dim()], words)?;
+        let steps = &self.steps[b * keys.dim()..][..keys.dim()];
+        let coded_keys = Keys::new(*keys, n, steps, words)?.with_plan(self.transform.key_plan());
         let words = &self.values[b * values.words_len(block)..][..values.words_len(n)];
         let coded_values = Values::new(*values, &self.norms[b * block..][..n], words)?;
         let coded_values = match self.errors.is_empty() {
@@ -331,13 +348,25 @@ impl HeadCodes {
 /// Blocks after which queries are rotated from the start again: rounding errors of turns add up.
 const BLOCKS_BY_TURNS: usize = 16;
 
+/// Blocks whose queries are multiplied by the dual basis together.
+const fn blocks_together(group: usize) -> usize {
+    match group {
+        0 => 0,
+        _ => ROWS.div_ceil(group),
+    }
+}
+
+/// The part of a block that queries see.
+#[derive(Clone, Copy)]
+struct Visible {
+    index: usize,
+    first: usize, // position of its first token
+    from: usize,  // tokens before are not seen
+    n: usize,
+}
+
 /// Reads words.
 fn words(reader: &mut Reader<'_>, len: usize) -> Result<Vec<u32>, Error> {
     let bytes = reader.bytes(len.checked_mul(4).ok_or(Error::TooLarge)?)?;
     Ok(bytes.as_chunks().0.iter().map(|&x| u32::from_le_bytes(x)).collect())
-}
-
-/// The position of the middle of a block whose first token is at `first`.
-fn middle(first: usize, block: usize) -> i64 {
-    first as i64 + (block / 2) as i64
 }

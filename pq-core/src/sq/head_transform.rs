@@ -1,10 +1,15 @@
 //! What all sequences share of a head: mean, basis and dual basis of its keys, widths, basis of its values.
 
+use alloc::vec;
 use alloc::vec::Vec;
+use core::ops::Range;
 
+use kv_attend::owner::{Reader, Writer};
+
+use super::key_plan::KeyPlan;
 use super::shape::{MAX_BLOCK, Shape, TILE};
 use crate::error::{check_finite, check_len};
-use crate::{BLOCK, Error, RopeMeanBuf};
+use crate::{BLOCK, Error};
 
 /// What a [`HeadTransform`] is made of.
 #[derive(Clone, Copy, Debug)]
@@ -28,50 +33,71 @@ pub struct TransformParts<'a> {
     pub mean_error: bool,
 }
 
+impl TransformParts<'_> {
+    fn check(&self) -> Result<(), Error> {
+        let Self { frequencies, mean, basis, dual, keys, values, block, .. } = *self;
+        let dim = keys.dim();
+        if dim % 2 != 0 {
+            return Err(Error::Unaligned { what: "dim", at: dim, multiple: 2 });
+        }
+        for (what, part, len) in [
+            ("frequencies", frequencies, dim / 2),
+            ("mean", mean, dim),
+            ("basis", basis, dim * dim),
+            ("dual", dual, dim * dim),
+        ] {
+            check_len(what, part.len(), len)?;
+            check_finite(what, part)?;
+        }
+        if values.uniform_width().is_none() {
+            return Err(Error::ShapeMismatch);
+        }
+        match block {
+            0 => Err(Error::Zero { what: "tokens of a block" }),
+            _ if block > MAX_BLOCK => Err(Error::TooLarge),
+            _ if block % TILE != 0 => {
+                Err(Error::Unaligned { what: "tokens of a block", at: block, multiple: TILE })
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
 /// The transform of a head's keys, and the shapes of its codes: shared by the caches of all sequences.
 ///
-/// Values come and go in their Hadamard basis, which an engine folds into its weights, and without their mean.
+/// Values come and go in their Hadamard basis, which an engine folds into its weights, and without their
+/// mean.
 #[derive(Clone, Debug)]
 pub struct HeadTransform {
     frequencies: Vec<f32>,
-    mean: RopeMeanBuf,
+    mean: Vec<f32>,
+    // For keys and queries relative to the first token of a block, not to its middle.
     basis: Vec<f32>,
-    dual: Vec<f32>,  // for queries relative to the first token of a block, not to its middle
-    turns: Vec<f32>, // (2, dim / 2): cosines and sines of a run of positions
+    dual: Vec<f32>,
+    waves: Vec<f32>, // (2, dim / 2, run): cosines and sines of the positions of a run
+    turn: Vec<f32>,  // (2, dim / 2): those of the position after it
     keys: Shape,
+    key_plan: KeyPlan,
     values: Shape,
     block: usize,
     mean_error: bool,
     id: u64,
 }
 
+const MAGIC: [u8; 4] = *b"SQHT";
+const VERSION: u32 = 1;
+
 impl HeadTransform {
     /// Copies the parts.
     ///
     /// # Errors
     /// [`Error::Length`] for parts of other dimensions; [`Error::NotFinite`]; [`Error::ShapeMismatch`] if the
-    /// components of values differ in their bits; [`Error::Zero`], [`Error::TooLarge`] and
-    /// [`Error::Unaligned`] for a block that is not a multiple of 32 up to 256.
+    /// components of values differ in their bits; [`Error::Unaligned`] for an odd number of components, which
+    /// are no pairs; [`Error::Zero`], [`Error::TooLarge`] and [`Error::Unaligned`] for a block that is not a
+    /// multiple of 32 up to 256.
     pub fn new(parts: &TransformParts<'_>) -> Result<Self, Error> {
+        parts.check()?;
         let TransformParts { frequencies, mean, basis, dual, keys, values, block, mean_error } = *parts;
-        let dim = keys.dim();
-        check_len("frequencies", frequencies.len(), dim / 2)?;
-        check_len("basis", basis.len(), dim * dim)?;
-        check_len("dual", dual.len(), dim * dim)?;
-        check_finite("basis", basis)?;
-        check_finite("dual", dual)?;
-        if values.uniform_width().is_none() {
-            return Err(Error::ShapeMismatch);
-        }
-        match block {
-            0 => return Err(Error::Zero { what: "tokens of a block" }),
-            _ if block > MAX_BLOCK => return Err(Error::TooLarge),
-            _ if block % TILE != 0 => {
-                return Err(Error::Unaligned { what: "tokens of a block", at: block, multiple: TILE });
-            }
-            _ => {}
-        }
-        let mean_buf = RopeMeanBuf::new(mean, frequencies)?;
         let numbers = [frequencies, mean, basis].into_iter().flatten().map(|x| u64::from(x.to_bits()));
         let widths = keys.widths().iter().chain(values.widths()).map(|&x| u64::from(x));
         // FNV-1a, 64 bits at a time.
@@ -79,23 +105,90 @@ impl HeadTransform {
             .chain([block as u64, mean_error.into()])
             .chain(numbers)
             .fold(0xcbf2_9ce4_8422_2325, |id: u64, x| (id ^ x).wrapping_mul(0x100_0000_01b3));
-        let mut dual = dual.to_vec();
+        let [mut basis, mut dual] = [basis.to_vec(), dual.to_vec()];
+        rotate_columns(frequencies, block / 2, &mut basis);
         rotate_columns(frequencies, block / 2, &mut dual);
-        let turn = |frequency: &f32| libm::sincos(run(block) as f64 * f64::from(*frequency));
-        let cosines = frequencies.iter().map(|frequency| turn(frequency).1 as f32);
-        let turns = cosines.chain(frequencies.iter().map(|frequency| turn(frequency).0 as f32)).collect();
-        Ok(Self {
+        Ok(Self::relative_to_first(&TransformParts { basis: &basis, dual: &dual, ..*parts }, id))
+    }
+
+    /// Takes parts whose maps are for rows relative to the first token of a block.
+    fn relative_to_first(parts: &TransformParts<'_>, id: u64) -> Self {
+        let TransformParts { frequencies, mean, basis, dual, keys, values, block, mean_error } = *parts;
+        let run = run(block);
+        Self {
             frequencies: frequencies.to_vec(),
-            mean: mean_buf,
+            mean: mean.to_vec(),
             basis: basis.to_vec(),
-            dual,
-            turns,
+            dual: dual.to_vec(),
+            waves: waves(frequencies, 0..run),
+            turn: waves(frequencies, run..run + 1),
             keys,
+            key_plan: KeyPlan::new(&keys),
             values,
             block,
             mean_error,
             id,
-        })
+        }
+    }
+
+    /// The transform as bytes, for [`from_bytes`](Self::from_bytes): caches that were saved under it can be
+    /// restored under what is read.
+    #[must_use]
+    pub fn to_bytes(&self) -> Vec<u8> {
+        self.saved().finish()
+    }
+
+    /// [`to_bytes`](Self::to_bytes) with a checksum, which [`from_bytes`](Self::from_bytes) compares: without
+    /// it most single wrong bits are read as other values.
+    #[must_use]
+    pub fn to_bytes_checked(&self) -> Vec<u8> {
+        self.saved().finish_checked()
+    }
+
+    fn saved(&self) -> Writer {
+        let mut writer = Writer::new(MAGIC, VERSION);
+        writer.u64(self.id);
+        self.keys.write(&mut writer);
+        self.values.write(&mut writer);
+        writer.usize(self.block);
+        writer.u32(self.mean_error.into());
+        for part in [&self.frequencies, &self.mean, &self.basis, &self.dual] {
+            writer.elements(part.iter().copied());
+        }
+        writer
+    }
+
+    /// Reads what [`to_bytes`](Self::to_bytes) or [`to_bytes_checked`](Self::to_bytes_checked) wrote.
+    ///
+    /// # Errors
+    /// [`Error::BadMagic`], [`Error::Version`], [`Error::Truncated`], [`Error::TrailingBytes`],
+    /// [`Error::BadChecksum`], [`Error::BadField`], those of [`Shape::new`] and of [`new`](Self::new).
+    pub fn from_bytes(bytes: &[u8]) -> Result<Self, Error> {
+        let mut reader = Reader::new("the transform of a head", MAGIC, VERSION, bytes)?;
+        let id = reader.u64()?;
+        let (keys, values) = (Shape::read(&mut reader)?, Shape::read(&mut reader)?);
+        let block = reader.usize()?;
+        let mean_error = match reader.u32()? {
+            0 => false,
+            1 => true,
+            _ => return Err(Error::BadField { what: "mean of the error" }),
+        };
+        let dim = keys.dim();
+        let [frequencies, mean] = [reader.elements(dim / 2)?, reader.elements(dim)?];
+        let [basis, dual] = [reader.elements(dim * dim)?, reader.elements(dim * dim)?];
+        reader.finish()?;
+        let parts = TransformParts {
+            frequencies: &frequencies,
+            mean: &mean,
+            basis: &basis,
+            dual: &dual,
+            keys,
+            values,
+            block,
+            mean_error,
+        };
+        parts.check()?;
+        Ok(Self::relative_to_first(&parts, id))
     }
 
     /// The codes of the keys.
@@ -119,8 +212,8 @@ impl HeadTransform {
     /// Bytes of the transform.
     #[must_use]
     pub fn size(&self) -> usize {
-        let parts = [&self.basis, &self.dual, &self.frequencies, &self.turns];
-        parts.into_iter().map(|part| size_of_val(&part[..])).sum::<usize>() + 4 * self.keys.dim() // the mean
+        let parts = [&self.frequencies, &self.mean, &self.basis, &self.dual, &self.waves, &self.turn];
+        size_of_val(self) + parts.into_iter().map(|part| size_of_val(&part[..])).sum::<usize>()
     }
 
     /// Whether blocks keep the mean of the error of their values.
@@ -133,44 +226,61 @@ impl HeadTransform {
         self.id
     }
 
+    pub(super) const fn key_plan(&self) -> &KeyPlan {
+        &self.key_plan
+    }
+
     pub(super) fn frequencies(&self) -> &[f32] {
         &self.frequencies
     }
 
-    pub(super) const fn mean(&self) -> &RopeMeanBuf {
+    /// The mean key before RoPE.
+    pub(super) fn mean(&self) -> &[f32] {
         &self.mean
     }
 
+    /// The basis for keys relative to the first token of their block.
     pub(super) fn basis(&self) -> &[f32] {
         &self.basis
     }
 
-    /// The dual basis for queries that are rotated relative to the first token of a block.
+    /// The dual basis for queries relative to the first token of a block.
     pub(super) fn dual(&self) -> &[f32] {
         &self.dual
     }
 
-    /// Tokens of a run, which divide a block: the scores of the mean are computed run by run.
+    /// Tokens of a run, which divide a block: one table of cosines and sines serves every run.
     pub(super) const fn run(&self) -> usize {
         run(self.block)
     }
 
-    /// Rotates queries (group, dim) to the next run, by tables: sines and cosines of every block would take as
-    /// long as its dot products.
-    pub(super) fn next_run(&self, queries: &mut [f32]) {
-        let half = self.frequencies.len();
-        let (cosines, sines) = self.turns.split_at(half);
-        for query in queries.chunks_exact_mut(2 * half) {
-            let (x, y) = query.split_at_mut(half);
-            for (((x, y), cos), sin) in x.iter_mut().zip(y).zip(cosines).zip(sines) {
-                (*x, *y) = (cos * *x + sin * *y, cos * *y - sin * *x);
-            }
-        }
+    /// Cosines and sines of the positions of a run: (2, dim / 2, run).
+    pub(super) fn waves(&self) -> &[f32] {
+        &self.waves
+    }
+
+    /// Cosines and sines of the number of positions of a run: (2, dim / 2).
+    pub(super) fn turn(&self) -> &[f32] {
+        &self.turn
     }
 }
 
 const fn run(block: usize) -> usize {
     if block.is_multiple_of(BLOCK) { BLOCK } else { TILE }
+}
+
+/// Cosines and sines: (2, frequencies, positions).
+fn waves(frequencies: &[f32], positions: Range<usize>) -> Vec<f32> {
+    let mut waves = vec![0.0; 2 * frequencies.len() * positions.len()];
+    let (cosines, sines) = waves.split_at_mut(frequencies.len() * positions.len());
+    let angles = frequencies
+        .iter()
+        .flat_map(|&frequency| positions.clone().map(move |position| position as f64 * f64::from(frequency)));
+    for (angle, (cosine, sine)) in angles.zip(cosines.iter_mut().zip(sines)) {
+        let (sin, cos) = libm::sincos(angle);
+        (*cosine, *sine) = (cos as f32, sin as f32);
+    }
+    waves
 }
 
 /// Rotates the columns of a map (dim, dim) by `positions`.

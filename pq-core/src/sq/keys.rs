@@ -2,7 +2,8 @@
 
 use super::dot::Tiles;
 use super::exp2::{encode_step, step};
-use super::level::{STEPS, code, half_range, level};
+use super::key_plan::KeyPlan;
+use super::level::{STEPS, code, floor, half_range, level};
 use super::shape::{COLUMNS, LANES, MAX_DIM, QUAD, Shape, TILE, check_block};
 use crate::error::{check_len, count_rows};
 use crate::simd::{Kernel, Run};
@@ -11,11 +12,12 @@ use crate::{Backend, Error};
 /// The coded keys of a block of at most [`MAX_BLOCK`](super::MAX_BLOCK) tokens.
 #[derive(Clone, Copy, Debug)]
 pub struct Keys<'a> {
-    stored: Shape,    // of all bits
-    read: Shape,      // of the bits that are read: `stored` or its prefix
-    n: usize,         // 1 to MAX_BLOCK
-    steps: &'a [u8],  // (dim,)
-    words: &'a [u32], // whole tiles of `stored`
+    stored: Shape,             // of all bits
+    read: Shape,               // of the bits that are read: `stored` or its prefix
+    n: usize,                  // 1 to MAX_BLOCK
+    steps: &'a [u8],           // (dim,)
+    words: &'a [u32],          // whole tiles of `stored`
+    plan: Option<&'a KeyPlan>, // of `read`, if the caller has it
 }
 
 impl<'a> Keys<'a> {
@@ -31,13 +33,23 @@ impl<'a> Keys<'a> {
         check_block(n)?;
         check_len("steps", steps.len(), shape.dim())?;
         check_len("words", words.len(), shape.words_len(n))?;
-        Ok(Self { stored: shape, read: shape, n, steps, words })
+        Ok(Self { stored: shape, read: shape, n, steps, words, plan: None })
     }
 
     /// The same tokens at the fewer bits of [`Shape::prefix`], read in place.
     #[must_use]
     pub fn prefix(&self) -> Option<Self> {
-        Some(Self { read: self.stored.prefix()?, ..*self })
+        Some(Self { read: self.stored.prefix()?, plan: None, ..*self })
+    }
+
+    /// Takes the plan of the shape, which every use makes otherwise.
+    #[cfg(feature = "alloc")]
+    pub(super) const fn with_plan(self, plan: &'a KeyPlan) -> Self {
+        Self { plan: Some(plan), ..self }
+    }
+
+    pub(super) const fn plan(&self) -> Option<&KeyPlan> {
+        self.plan
     }
 
     /// Number of tokens.
@@ -56,10 +68,18 @@ impl<'a> Keys<'a> {
         Tiles { shape: &self.read, stride: self.stored.tile_words(), words: self.words }
     }
 
-    /// The distance between levels of component `i`.
+    /// The distances between the levels of every component; zeros in the padding.
     #[inline(always)]
-    pub(super) fn step(&self, i: usize) -> f32 {
-        step(self.steps[i]) * (1_u32 << (self.stored.width(i) - self.read.width(i))) as f32
+    pub(super) fn steps(&self) -> [f32; MAX_DIM] {
+        let mut steps = [0.0; MAX_DIM];
+        steps.iter_mut().zip(self.steps).for_each(|(of, &code)| *of = step(code));
+        if self.stored != self.read {
+            let widths = self.stored.widths().iter().zip(self.read.widths());
+            for (steps, (stored, read)) in steps.chunks_exact_mut(QUAD).zip(widths) {
+                steps.iter_mut().for_each(|step| *step *= (1_u32 << (stored - read)) as f32);
+            }
+        }
+        steps
     }
 }
 
@@ -122,8 +142,8 @@ impl Kernel for Encode<'_, '_> {
     #[inline(always)]
     fn scalar(self) {
         let Self { shape, rows, steps, words } = self;
-        for (group, steps) in steps.chunks_exact_mut(LANES).enumerate() {
-            choose_steps(shape, rows, group, steps);
+        for (group, steps) in steps.chunks_mut(LANES).enumerate() {
+            steps.copy_from_slice(&choose_steps(shape, rows, group)[..steps.len()]);
         }
         let mut per_step = [0.0; MAX_DIM];
         per_step.iter_mut().zip(&*steps).for_each(|(x, &code)| *x = 1.0 / step(code));
@@ -132,9 +152,7 @@ impl Kernel for Encode<'_, '_> {
         for (words, rows) in tiles {
             let mut codes = [[0; MAX_DIM]; TILE];
             for (codes, row) in codes.iter_mut().zip(rows.chunks_exact(shape.dim())) {
-                for (quad, (codes, row)) in
-                    codes.chunks_exact_mut(QUAD).zip(row.chunks_exact(QUAD)).enumerate()
-                {
+                for (quad, (codes, row)) in codes.chunks_exact_mut(QUAD).zip(row.chunks(QUAD)).enumerate() {
                     let bits = shape.width(QUAD * quad);
                     for ((c, x), per_step) in codes.iter_mut().zip(row).zip(&per_step[QUAD * quad..]) {
                         *c = code(*x, *per_step, bits);
@@ -158,20 +176,19 @@ impl Kernel for Encode<'_, '_> {
 
 /// Chooses the steps of a group of 16 components.
 #[inline(always)]
-fn choose_steps(shape: &Shape, rows: &[f32], group: usize, steps: &mut [u8]) {
-    let dim = shape.dim();
-    let rows = || rows.chunks_exact(dim).map(|row| &row[LANES * group..][..LANES]);
+fn choose_steps(shape: &Shape, rows: &[f32], group: usize) -> [u8; LANES] {
+    let rows = || rows.chunks_exact(shape.dim()).map(|row| lanes(&row[LANES * group..]));
     let n = rows().len() as f32;
     let bits: [u32; LANES] = core::array::from_fn(|i| shape.width(LANES * group + i));
     let half: [f32; LANES] = bits.map(half_range);
     let top: [f32; LANES] = bits.map(|bits| ((1_u32 << bits) - 1) as f32);
     let mut squares = [0.0; LANES];
     for row in rows() {
-        squares.iter_mut().zip(row).for_each(|(sum, x)| *sum += x * x);
+        squares.iter_mut().zip(&row).for_each(|(sum, x)| *sum += x * x);
     }
     let fitting: [f32; LANES] =
         core::array::from_fn(|i| libm::sqrtf(squares[i] / n) * STEPS[bits[i] as usize]);
-    let mut best = [f32::INFINITY; LANES];
+    let (mut best, mut steps) = ([f32::INFINITY; LANES], [0; LANES]);
     for multiple in MULTIPLES {
         let coded = fitting.map(|fitting| encode_step(multiple * fitting));
         let step = coded.map(step);
@@ -181,7 +198,7 @@ fn choose_steps(shape: &Shape, rows: &[f32], group: usize, steps: &mut [u8]) {
             for i in 0..LANES {
                 let x = row[i] * per_step[i] + half[i];
                 let x = if x > 0.0 { x } else { 0.0 };
-                let c = (if x < top[i] { x } else { top[i] }) as i32 as f32;
+                let c = floor(if x < top[i] { x } else { top[i] }).0;
                 let error = row[i] - (c + 0.5 - half[i]) * step[i];
                 errors[i] += error * error;
             }
@@ -192,6 +209,17 @@ fn choose_steps(shape: &Shape, rows: &[f32], group: usize, steps: &mut [u8]) {
             }
         }
     }
+    steps
+}
+
+/// The first 16 components of what is left of a row, with zeros in the padding.
+#[inline(always)]
+fn lanes(row: &[f32]) -> [f32; LANES] {
+    row.first_chunk().copied().unwrap_or_else(|| {
+        let mut lanes = [0.0; LANES];
+        lanes[..row.len()].copy_from_slice(row);
+        lanes
+    })
 }
 
 /// Decodes keys to transformed rows, for tests and for comparisons: attention does not need it.
@@ -204,6 +232,7 @@ pub fn decode_keys_into(keys: &Keys<'_>, rows: &mut [f32]) -> Result<(), Error> 
     let Tiles { shape, stride, words } = keys.tiles();
     let dim = shape.dim();
     check_len("rows", rows.len(), keys.n * dim)?;
+    let steps = keys.steps();
     for (words, rows) in words.chunks_exact(stride).zip(rows.chunks_mut(TILE * dim)) {
         let mut codes = [[0; MAX_DIM]; TILE];
         shape.key_fields(|field| {
@@ -219,7 +248,7 @@ pub fn decode_keys_into(keys: &Keys<'_>, rows: &mut [f32]) -> Result<(), Error> 
         });
         for (row, codes) in rows.chunks_exact_mut(dim).zip(codes) {
             for (i, (x, c)) in row.iter_mut().zip(codes).enumerate() {
-                *x = level(c, shape.width(i)) * keys.step(i);
+                *x = level(c, shape.width(i)) * steps[i];
             }
         }
     }

@@ -24,5 +24,31 @@ pub(super) fn code(x: f32, per_step: f32, bits: u32) -> u8 {
     let top = ((1_u32 << bits) - 1) as f32;
     // NaN becomes 0. The order of the comparisons lets them vectorize.
     let x = if x > 0.0 { x } else { 0.0 };
-    (if x < top { x } else { top }) as i32 as u8
+    floor(if x < top { x } else { top }).1 as u8
+}
+
+/// The integer part of a number from 0 to 2^22, as a float and as an integer. A cast would not vectorize,
+/// since it saturates.
+#[inline(always)]
+pub(super) fn floor(x: f32) -> (f32, u32) {
+    const ONES: f32 = 8_388_608.0; // 2^23: from here to its double, floats are the integers
+    let nearest = x + ONES;
+    let floor = if nearest - ONES > x { nearest - 1.0 } else { nearest };
+    (floor - ONES, floor.to_bits() & 0x7f_ffff)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_floor_is_the_integer_part() {
+        for i in 0..100_000 {
+            let x = i as f32 * 0.003_7;
+            assert_eq!(floor(x), (x.trunc(), x as u32), "{x}");
+        }
+        for x in [1.0, 2.5, 254.999_98, 255.0, 32_512.5, 4_194_303.0] {
+            assert_eq!(floor(x), (x.trunc(), x as u32), "{x}");
+        }
+    }
 }

@@ -1,5 +1,8 @@
 //! The widths of components, and where their bits are in a tile.
 
+#[cfg(feature = "alloc")]
+use kv_attend::owner::{Reader, Writer};
+
 use super::field::{Field, fill};
 use crate::Error;
 use crate::error::check_len;
@@ -22,7 +25,9 @@ pub(super) const LANES: usize = 16;
 /// The bits of each component of a row.
 ///
 /// Four consecutive components (a quad) have the same width. The widths of the quads of each of the four
-/// columns `q % 4` add up to [`slots`](Self::slots), so a row takes `16 slots` bits.
+/// columns `q % 4` add up to [`slots`](Self::slots), so a row takes `16 slots` bits. Rows whose length is not
+/// a multiple of 16 are padded with components of code 0, which nothing reads: `4 ceil(dim / 16)` quads in
+/// all.
 ///
 /// # Examples
 /// ```
@@ -36,10 +41,10 @@ pub(super) const LANES: usize = 16;
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shape {
-    dim: usize,                // a multiple of 16, at most MAX_DIM
+    dim: usize,                // 1 to MAX_DIM
     slots: usize,              // sum of the widths of each column
     prefix_slots: usize,       // a multiple of 8; 0 unless embedded
-    widths: [u8; MAX_QUADS],   // at most 8; 0 from dim / 4 on
+    widths: [u8; MAX_QUADS],   // at most 8; 0 after the quads
     prefixes: [u8; MAX_QUADS], // leading bits in the first rows; at most `widths`
 }
 
@@ -50,17 +55,17 @@ impl Shape {
     /// As for [`new`](Self::new).
     pub fn uniform(dim: usize, bits: u32) -> Result<Self, Error> {
         let width = u8::try_from(bits).map_err(|_| Error::NbitsOutOfRange { nbits: bits })?;
-        Self::new(dim, [width; MAX_QUADS].get(..dim / QUAD).ok_or(Error::TooLarge)?)
+        Self::new(dim, [width; MAX_QUADS].get(..quads(dim)).ok_or(Error::TooLarge)?)
     }
 
     /// Takes the width of every quad, 0 to 8 bits.
     ///
     /// # Shapes
-    /// `widths` (dim / 4,).
+    /// `widths` (quads,), the padding's included.
     /// # Errors
     /// [`Error::Zero`] without components or bits; [`Error::TooLarge`] for more than [`MAX_DIM`] components;
-    /// [`Error::Unaligned`] if `dim` is not a multiple of 16; [`Error::Length`] for another number of widths;
-    /// [`Error::NbitsOutOfRange`]; [`Error::ShapeMismatch`] if columns differ in their sums.
+    /// [`Error::Length`] for another number of widths; [`Error::NbitsOutOfRange`]; [`Error::ShapeMismatch`]
+    /// if columns differ in their sums.
     pub fn new(dim: usize, widths: &[u8]) -> Result<Self, Error> {
         if dim == 0 {
             return Err(Error::Zero { what: "dim" });
@@ -68,10 +73,7 @@ impl Shape {
         if dim > MAX_DIM {
             return Err(Error::TooLarge);
         }
-        if !dim.is_multiple_of(LANES) {
-            return Err(Error::Unaligned { what: "dim", at: dim, multiple: LANES });
-        }
-        check_len("widths", widths.len(), dim / QUAD)?;
+        check_len("widths", widths.len(), quads(dim))?;
         if let Some(&width) = widths.iter().find(|&&width| width > 8) {
             return Err(Error::NbitsOutOfRange { nbits: width.into() });
         }
@@ -89,7 +91,7 @@ impl Shape {
     /// split.
     ///
     /// # Shapes
-    /// `prefix` (dim / 4,), each at most the width of the quad.
+    /// `prefix` (quads,), each at most the width of the quad.
     /// # Errors
     /// [`Error::Length`]; [`Error::ShapeMismatch`] if a prefix is longer than its width, or columns differ in
     /// their sums; [`Error::Unaligned`] if these sums are not a multiple of 8, whole rows; [`Error::Zero`].
@@ -118,10 +120,35 @@ impl Shape {
         (self.prefix_slots > 0).then_some(Self { prefix_slots: 0, prefixes: [0; MAX_QUADS], ..prefix })
     }
 
+    /// Writes the shape.
+    #[cfg(feature = "alloc")]
+    pub(super) fn write(&self, writer: &mut Writer) {
+        writer.usize(self.dim);
+        writer.bytes(self.widths());
+        writer.bytes(&self.prefixes[..self.quads()]);
+    }
+
+    /// Reads what [`write`](Self::write) wrote.
+    #[cfg(feature = "alloc")]
+    pub(super) fn read(reader: &mut Reader<'_>) -> Result<Self, Error> {
+        let dim = reader.usize()?;
+        if dim > MAX_DIM {
+            return Err(Error::TooLarge);
+        }
+        let shape = Self::new(dim, reader.bytes(quads(dim))?)?;
+        let prefix = reader.bytes(quads(dim))?;
+        if prefix.iter().all(|&bits| bits == 0) { Ok(shape) } else { shape.embedded(prefix) }
+    }
+
     /// Components of a row.
     #[must_use]
     pub const fn dim(&self) -> usize {
         self.dim
+    }
+
+    /// Components of a row and of its padding: a multiple of 16.
+    pub(super) const fn padded_dim(&self) -> usize {
+        self.dim.next_multiple_of(LANES)
     }
 
     /// Bits of each byte lane of a tile; a row takes 16 times as many.
@@ -130,13 +157,13 @@ impl Shape {
         self.slots
     }
 
-    /// Mean bits per component, without scales or norms.
+    /// Mean bits per component, those of the padding included, without scales or norms.
     #[must_use]
     pub fn bits(&self) -> f32 {
         (16 * self.slots) as f32 / self.dim as f32
     }
 
-    /// Width of every quad: (dim / 4,).
+    /// Width of every quad: (quads,).
     #[must_use]
     pub fn widths(&self) -> &[u8] {
         &self.widths[..self.quads()]
@@ -166,7 +193,7 @@ impl Shape {
     }
 
     const fn quads(&self) -> usize {
-        self.dim / QUAD
+        quads(self.dim)
     }
 
     /// Calls `f` with the fields of the codes of keys, column by column; the part of a field is its quad.
@@ -180,7 +207,8 @@ impl Shape {
     /// Calls `f` with the fields of the codes of values; the part of a field is its group of 16 components.
     /// The shape is uniform.
     pub(super) fn value_fields(&self, mut f: impl FnMut(Field)) {
-        let groups = (0..self.dim / LANES).map(|p| (p, self.prefixes[COLUMNS * p], self.widths[COLUMNS * p]));
+        let groups =
+            (0..self.padded_dim() / LANES).map(|p| (p, self.prefixes[COLUMNS * p], self.widths[COLUMNS * p]));
         self.fill_stages(groups, &mut f);
     }
 
@@ -192,11 +220,22 @@ impl Shape {
     }
 }
 
+/// Quads of a row of `dim` components.
+pub(super) const fn quads(dim: usize) -> usize {
+    COLUMNS * dim.div_ceil(LANES)
+}
+
 /// The sum of the widths of every column, which must be the same.
 fn column_sums(widths: &[u8]) -> Result<usize, Error> {
     let sum = |c: usize| widths.iter().skip(c).step_by(COLUMNS).map(|&width| usize::from(width)).sum();
     let first: usize = sum(0);
     if (1..COLUMNS).all(|c| sum(c) == first) { Ok(first) } else { Err(Error::ShapeMismatch) }
+}
+
+/// Whole chunks of 16, over which the compiler vectorizes loops.
+#[inline(always)]
+pub(super) fn chunks<T>(x: &[T]) -> &[[T; LANES]] {
+    x.as_chunks().0
 }
 
 /// Checks the number of tokens of a block.

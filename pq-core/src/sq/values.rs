@@ -1,13 +1,15 @@
 //! Coded values of a block: norms, encoding, decoding, weighted sums, the mean of the error.
 
 use half::f16;
+use half::slice::HalfFloatSliceExt;
 
-use super::dot::{Dots, TILE_PAIRS, Tiles, WEIGHT_LIMIT, pairs};
+use super::dot::{Dots, QUERIES, TILE_FACTORS, Tiles, WEIGHT_LIMIT};
 use super::exp2;
-use super::level::{STEPS, code, half_range, level};
+use super::level::{STEPS, code, floor, half_range, level};
 use super::shape::{LANES, MAX_BLOCK, MAX_DIM, QUAD, Shape, TILE, check_block};
 use crate::error::{check_len, count_rows};
 use crate::simd::{Kernel, Run};
+use crate::softmax::max;
 use crate::{Backend, Error, encode_norm};
 
 /// The coded values of a block of at most [`MAX_BLOCK`](super::MAX_BLOCK) tokens.
@@ -74,74 +76,100 @@ impl<'a> Values<'a> {
         let [bits, read] = self.bits;
         unit_step(self.stored.dim(), bits) * (1_u32 << (bits - read)) as f32
     }
+}
 
-    /// Adds the values with the weights of a group of queries, and `shares` times the error vector.
-    ///
-    /// `weights` (group, tokens of whole tiles), zero after the block's tokens; `integers` and `sums` are
-    /// scratch of (group, tokens of whole tiles / 2) and (group, dim); `out` (group, dim).
+/// What the queries of a block share.
+pub(super) struct Adder<'a> {
+    values: &'a Values<'a>,
+    norms: [f32; MAX_BLOCK], // zeros after the block's tokens
+    error: [f32; MAX_DIM],
+}
+
+impl<'a> Adder<'a> {
     #[inline(always)]
-    pub(super) fn add(
+    pub fn new(values: &'a Values<'a>) -> Self {
+        let (mut norms, mut error) = ([0.0; MAX_BLOCK], [0.0; MAX_DIM]);
+        norms.iter_mut().zip(values.norms).for_each(|(norm, &code)| *norm = exp2::norm(code));
+        if let Some(values) = values.error {
+            values.convert_to_f32_slice(&mut error[..values.len()]);
+        }
+        Self { values, norms, error }
+    }
+
+    /// Adds the values with the weights of at most [`QUERIES`] queries, and `masses` times the error vector.
+    ///
+    /// `weights` (group, tokens of whole tiles), finite before the block's end; `masses` (group,), their
+    /// sums; `integers` and `sums` are scratch of (group, tokens of whole tiles / 2) and (group, padded dim);
+    /// `out` (group, dim).
+    #[inline(always)]
+    pub fn add(
         &self,
         dots: impl Dots,
         weights: &mut [f32],
-        shares: impl Fn(usize) -> f32,
+        masses: &[f32],
         [integers, sums]: [&mut [f32]; 2],
         out: &mut [f32],
     ) {
-        let dim = self.stored.dim();
-        let padded = self.n().next_multiple_of(TILE);
-        let mut norms = [0.0; MAX_BLOCK];
-        norms.iter_mut().zip(self.norms).for_each(|(norm, &code)| *norm = exp2::norm(code));
+        let shape = &self.values.stored;
+        let n = self.values.n().next_multiple_of(TILE);
         let integers: &mut [u32] = bytemuck::cast_slice_mut(integers);
-        let sums: &mut [u32] = bytemuck::cast_slice_mut(sums);
-        let mut rounded = weights.chunks_exact_mut(padded).zip(integers.chunks_exact_mut(padded / 2));
-        for (weights, integers) in &mut rounded {
-            weights.iter_mut().zip(&norms).for_each(|(weight, norm)| *weight *= norm);
-            round_weights(weights, integers);
+        let sums: &mut [u32] = &mut bytemuck::cast_slice_mut(sums)[..masses.len() * shape.padded_dim()];
+        let mut scales = [(0.0, 0.0); QUERIES];
+        let of_queries = weights.chunks_exact_mut(n).zip(integers.chunks_exact_mut(n / 2));
+        for ((weights, integers), scale) in of_queries.zip(&mut scales) {
+            *scale = self.round(dots, weights, integers);
         }
-        dots.values(self.tiles(), integers, sums);
-        for (g, (out, sums)) in out.chunks_exact_mut(dim).zip(sums.chunks_exact(dim)).enumerate() {
-            let unit = weight_unit(&weights[g * padded..][..padded]) * self.step();
-            let total: i64 = integers[g * padded / 2..][..padded / 2]
-                .iter()
-                .map(|&x| i64::from(x & 0xffff) + i64::from(x >> 16))
-                .sum();
-            let offset = unit * (total as f32 * (0.5 - half_range(self.bits[1])));
-            for (out, &sum) in out.iter_mut().zip(sums) {
-                *out += sum as i32 as f32 * unit + offset;
-            }
-            if let Some(error) = self.error {
-                let share = shares(g);
-                out.iter_mut().zip(error).for_each(|(out, error)| *out += share * error.to_f32());
+        dots.values(self.values.tiles(), integers, sums);
+        let of_queries = out.chunks_exact_mut(shape.dim()).zip(sums.chunks_exact(shape.padded_dim()));
+        for (((out, sums), (unit, lowest)), &mass) in of_queries.zip(scales).zip(masses) {
+            for ((out, &sum), error) in out.iter_mut().zip(sums).zip(&self.error) {
+                *out += sum as i32 as f32 * unit + (lowest + mass * error);
             }
         }
     }
-}
 
-/// The value of 1 of a query's integer weights.
-#[inline(always)]
-fn weight_unit(weights: &[f32]) -> f32 {
-    crate::softmax::max(weights).max(0.0) / WEIGHT_LIMIT
-}
-
-/// Rounds weights, which are not negative, to integers.
-#[inline(always)]
-fn round_weights(weights: &[f32], integers: &mut [u32]) {
-    let unit = weight_unit(weights);
-    let per_unit = if unit > 0.0 { 1.0 / unit } else { 0.0 };
-    for (weights, integers) in weights.chunks_exact(QUAD).zip(integers.chunks_exact_mut(2)) {
-        let rounded = core::array::from_fn(|j| {
-            // Its reciprocal may be rounded up, so the largest weight may exceed the limit.
-            let x = weights[j] * per_unit;
-            (if x < WEIGHT_LIMIT { x + 0.5 } else { WEIGHT_LIMIT }) as i32
-        });
-        integers.copy_from_slice(&pairs(rounded));
+    /// Rounds weights times norms to integers. Returns the value of 1 of their products with codes, and that
+    /// of the sum with codes 0.
+    #[inline(always)]
+    fn round(&self, dots: impl Dots, weights: &mut [f32], integers: &mut [u32]) -> (f32, f32) {
+        weights.iter_mut().zip(&self.norms).for_each(|(weight, norm)| *weight *= norm);
+        let unit = max(weights).max(0.0) / WEIGHT_LIMIT;
+        let per_unit = if unit > 0.0 { unit.recip().min(f32::MAX) } else { 0.0 };
+        let mut rounded = [0; MAX_BLOCK];
+        let rounded = &mut rounded[..weights.len()];
+        rounded.iter_mut().zip(weights).for_each(|(z, weight)| *z = round(*weight * per_unit));
+        dots.factors_of(rounded, integers);
+        let total: i32 = rounded.iter().sum();
+        let unit = unit * self.values.step();
+        (unit, unit * (total as f32 * (0.5 - half_range(self.values.bits[1]))))
     }
 }
+
+/// Rounds a weight, which is not negative.
+#[inline(always)]
+fn round(weight: f32) -> i32 {
+    // The reciprocal may be rounded up, so the largest weight may exceed the limit.
+    floor((if weight < WEIGHT_LIMIT { weight } else { WEIGHT_LIMIT }) + 0.5).1 as i32
+}
+
+/// Square roots of the numbers of components: software would take as long as the products of ten tokens.
+const ROOTS: [f32; MAX_DIM + 1] = {
+    let (mut roots, mut dim) = ([0.0; MAX_DIM + 1], 1);
+    while dim <= MAX_DIM {
+        let (mut root, mut i) = (16.0, 0);
+        while i < 10 {
+            root = (root + dim as f64 / root) / 2.0; // Newton
+            i += 1;
+        }
+        roots[dim] = root as f32;
+        dim += 1;
+    }
+    roots
+};
 
 /// The step of a value of norm 1.
 fn unit_step(dim: usize, bits: u32) -> f32 {
-    STEPS[bits as usize] / libm::sqrtf(dim as f32)
+    STEPS[bits as usize] / ROOTS[dim]
 }
 
 /// The bits of all components.
@@ -211,7 +239,7 @@ impl Kernel for Encode<'_, '_> {
             let mut codes = [[0; MAX_DIM]; TILE];
             for ((codes, row), norm) in codes.iter_mut().zip(rows.chunks_exact(dim)).zip(norms) {
                 let mut squares = [0.0; LANES];
-                for row in row.chunks_exact(LANES) {
+                for row in row.chunks(LANES) {
                     squares.iter_mut().zip(row).for_each(|(sum, x)| *sum += x * x);
                 }
                 *norm = encode_norm(libm::sqrtf(squares.iter().sum()));
@@ -291,7 +319,17 @@ pub fn mean_error_into(values: &Values<'_>, rows: &[f32], error: &mut [f16]) -> 
     Ok(())
 }
 
-/// Words of pairs of weights of whole tiles.
+/// Words of factors of the weights of whole tiles.
 pub(super) const fn weight_words(n: usize) -> usize {
-    n.div_ceil(TILE).saturating_mul(TILE_PAIRS)
+    n.div_ceil(TILE).saturating_mul(TILE_FACTORS)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_table_has_the_roots() {
+        assert!((1..=MAX_DIM).all(|dim| ROOTS[dim] == libm::sqrtf(dim as f32)));
+    }
 }

@@ -9,10 +9,13 @@ use proptest::prelude::*;
 
 const HEADS: usize = 2;
 const GROUP: usize = 3;
-const DIM: usize = 32;
-const DIM_V: usize = 16;
-const FREQUENCIES: [f32; DIM / 2] =
-    [1.0, 0.6, 0.4, 0.25, 0.15, 0.1, 0.06, 0.04, 0.025, 0.015, 0.01, 0.006, 0.004, 0.0025, 0.0015, 0.001];
+/// Components of keys and values.
+const DIMS: [usize; 2] = [32, 16];
+
+/// From 1 to 0.001 radians per position.
+fn frequencies(dim: usize) -> Vec<f32> {
+    (0..dim / 2).map(|i| 0.001_f32.powf(2.0 * i as f32 / dim as f32)).collect()
+}
 
 fn random(seed: u64, len: usize) -> Vec<f32> {
     let mut state = seed.wrapping_mul(2).wrapping_add(1);
@@ -23,25 +26,26 @@ fn random(seed: u64, len: usize) -> Vec<f32> {
     (0..len).map(|_| next()).collect()
 }
 
-fn mean_key(h: usize) -> Vec<f32> {
-    random(77 + h as u64, DIM).iter().map(|x| 3.0 * x).collect()
+fn mean_key(h: usize, dim: usize) -> Vec<f32> {
+    random(77 + h as u64, dim).iter().map(|x| 3.0 * x).collect()
 }
 
 /// A basis that is not orthogonal, `I + u v^T`, and its dual, `I - v u^T / (1 + u^T v)`.
-fn maps(h: usize) -> [Vec<f32>; 2] {
-    let (u, v) = (random(h as u64, DIM), random(h as u64 ^ 5, DIM));
-    let scale = 0.2 / (1.0 + 0.2 * u.iter().zip(&v).map(|(u, v)| u * v).sum::<f32>());
+fn maps(h: usize, dim: usize) -> [Vec<f32>; 2] {
+    let (u, v) = (random(h as u64, dim), random(h as u64 ^ 5, dim));
+    let scale = 2.0 / dim as f32;
+    let dual_scale = scale / (1.0 + scale * u.iter().zip(&v).map(|(u, v)| u * v).sum::<f32>());
     let entry = |f: &dyn Fn(usize, usize) -> f32| -> Vec<f32> {
-        (0..DIM * DIM).map(|i| f32::from(i / DIM == i % DIM) + f(i / DIM, i % DIM)).collect()
+        (0..dim * dim).map(|i| f32::from(i / dim == i % dim) + f(i / dim, i % dim)).collect()
     };
-    [entry(&|i, j| 0.2 * u[i] * v[j]), entry(&|i, j| -scale * v[i] * u[j])]
+    [entry(&|i, j| scale * u[i] * v[j]), entry(&|i, j| -dual_scale * v[i] * u[j])]
 }
 
-fn transforms(bits: u32, block: usize, mean_error: bool) -> Vec<Arc<HeadTransform>> {
+fn transforms(dims: [usize; 2], bits: u32, block: usize, mean_error: bool) -> Vec<Arc<HeadTransform>> {
     let transform = |h: usize| {
-        let [basis, dual] = maps(h);
-        let (keys, values) = (Shape::uniform(DIM, bits).unwrap(), Shape::uniform(DIM_V, bits).unwrap());
-        let (frequencies, mean) = (&FREQUENCIES[..], &mean_key(h)[..]);
+        let [basis, dual] = maps(h, dims[0]);
+        let [keys, values] = dims.map(|dim| Shape::uniform(dim, bits).unwrap());
+        let (frequencies, mean) = (&frequencies(dims[0])[..], &mean_key(h, dims[0])[..]);
         let parts =
             TransformParts { frequencies, mean, basis: &basis, dual: &dual, keys, values, block, mean_error };
         Arc::new(HeadTransform::new(&parts).unwrap())
@@ -49,63 +53,80 @@ fn transforms(bits: u32, block: usize, mean_error: bool) -> Vec<Arc<HeadTransfor
     (0..HEADS).map(transform).collect()
 }
 
-/// Keys after RoPE and values of `n` tokens of all heads.
-fn tokens(seed: u64, n: usize) -> (Vec<f32>, Vec<f32>) {
-    let mut keys = random(seed, n * HEADS * DIM);
-    for (t, row) in keys.chunks_exact_mut(HEADS * DIM).enumerate() {
-        for (h, key) in row.chunks_exact_mut(DIM).enumerate() {
-            key.iter_mut().zip(mean_key(h)).for_each(|(x, mean)| *x += mean);
-            sq::rotate_by(&FREQUENCIES, t as i64, key).unwrap();
+/// Keys after RoPE and values of all heads, (n, heads, dim).
+struct Tokens {
+    dims: [usize; 2],
+    rows: [Vec<f32>; 2],
+}
+
+impl Tokens {
+    fn random(dims: [usize; 2], seed: u64, n: usize) -> Self {
+        let mut rows = dims.map(|dim| random(seed ^ dim as u64, n * HEADS * dim));
+        for (t, row) in rows[0].chunks_exact_mut(HEADS * dims[0]).enumerate() {
+            for (h, key) in row.chunks_exact_mut(dims[0]).enumerate() {
+                key.iter_mut().zip(mean_key(h, dims[0])).for_each(|(x, mean)| *x += mean);
+                sq::rotate_by(&frequencies(dims[0]), t as i64, key).unwrap();
+            }
         }
+        Self { dims, rows }
     }
-    (keys, random(seed ^ 1, n * HEADS * DIM_V))
-}
 
-fn append(cache: &mut LayerCache<f32>, (keys, values): &(Vec<f32>, Vec<f32>), from: usize, to: usize) {
-    let part = |rows: &[f32], dim: usize| rows[from * HEADS * dim..to * HEADS * dim].to_vec();
-    let (keys, values) = (part(keys, DIM), part(values, DIM_V));
-    let keys = Rows::contiguous(&keys, HEADS * DIM).unwrap();
-    cache.append(keys, Rows::contiguous(&values, HEADS * DIM_V).unwrap()).unwrap();
-}
+    /// Row of a side, token and head.
+    fn row(&self, side: usize, t: usize, h: usize) -> &[f32] {
+        &self.rows[side][(t * HEADS + h) * self.dims[side]..][..self.dims[side]]
+    }
 
-fn attend(cache: &LayerCache<f32>, attention: &Attention, queries: &[f32]) -> Vec<f32> {
-    let rows = Rows::contiguous(queries, HEADS * GROUP * DIM).unwrap();
-    let mut out = vec![f32::NAN; rows.rows() * HEADS * GROUP * DIM_V];
-    cache.attend_into(attention, rows, &mut Workspace::default(), &mut out).unwrap();
-    out
-}
+    fn append(&self, cache: &mut LayerCache<f32>, from: usize, to: usize) {
+        let part = |side: usize| {
+            let row = HEADS * self.dims[side];
+            Rows::contiguous(&self.rows[side][from * row..to * row], row).unwrap()
+        };
+        cache.append(part(0), part(1)).unwrap();
+    }
 
-/// Attention in f64 of query token `i` of the last `of` tokens.
-fn exact(
-    (keys, values): &(Vec<f32>, Vec<f32>),
-    attention: &Attention,
-    queries: &[f32],
-    n: usize,
-) -> Vec<f64> {
-    let of = queries.len() / (HEADS * GROUP * DIM);
-    let mut all = vec![];
-    for i in 0..of {
-        let end = n - of + i + 1;
-        let start = attention.window.map_or(0, |window| end.saturating_sub(window));
-        for query_head in 0..HEADS * GROUP {
-            let query = &queries[(i * HEADS * GROUP + query_head) * DIM..][..DIM];
-            let h = query_head / GROUP;
+    /// Queries of `of` tokens.
+    fn queries(&self, seed: u64, of: usize) -> Vec<f32> {
+        random(seed, of * HEADS * GROUP * self.dims[0])
+    }
+
+    /// Attention in f64 of the last tokens, of which there are queries, up to token `n`.
+    fn exact(&self, attention: &Attention, queries: &[f32], n: usize) -> Vec<f64> {
+        let of = queries.len() / (HEADS * GROUP * self.dims[0]);
+        let mut all = vec![];
+        for (i, query) in queries.chunks_exact(self.dims[0]).enumerate() {
+            let (end, h) = (n - of + i / (HEADS * GROUP) + 1, i % (HEADS * GROUP) / GROUP);
+            let start = attention.window.map_or(0, |window| end.saturating_sub(window));
             let score = |t: usize| {
-                let key = &keys[(t * HEADS + h) * DIM..][..DIM];
-                let x: f64 = query.iter().zip(key).map(|(&q, &k)| f64::from(q) * f64::from(k)).sum();
+                let x: f64 =
+                    query.iter().zip(self.row(0, t, h)).map(|(&q, &k)| f64::from(q) * f64::from(k)).sum();
                 let x = x * f64::from(attention.scale);
                 attention.softcap.map_or(x, |cap| f64::from(cap) * (x / f64::from(cap)).tanh()).exp()
             };
             let weights: Vec<f64> = (start..end).map(score).collect();
             let total: f64 = weights.iter().sum();
-            for d in 0..DIM_V {
-                let value = |t: usize| f64::from(values[(t * HEADS + h) * DIM_V + d]);
+            for d in 0..self.dims[1] {
+                let value = |t: usize| f64::from(self.row(1, t, h)[d]);
                 let sum: f64 = (start..end).zip(&weights).map(|(t, weight)| weight * value(t)).sum();
                 all.push(sum / total);
             }
         }
+        all
     }
-    all
+}
+
+fn attend(cache: &LayerCache<f32>, attention: &Attention, queries: &[f32]) -> Vec<f32> {
+    let transform = cache.heads()[0].codes().transform();
+    let (dim, dim_v) = (transform.keys().dim(), transform.values().dim());
+    let rows = Rows::contiguous(queries, HEADS * GROUP * dim).unwrap();
+    let mut out = vec![f32::NAN; rows.rows() * HEADS * GROUP * dim_v];
+    cache.attend_into(attention, rows, &mut Workspace::default(), &mut out).unwrap();
+    out
+}
+
+/// Heads of models, multiples of 16 and others.
+fn dims() -> impl Strategy<Value = [usize; 2]> {
+    let dim = || prop::sample::select(vec![8, 10, 16, 32, 80, 96, 100, 112]);
+    prop_oneof![Just(DIMS), (dim(), dim()).prop_map(|(dim, dim_v)| [dim, dim_v])]
 }
 
 proptest! {
@@ -113,38 +134,38 @@ proptest! {
 
     #[test]
     fn attention_is_that_of_the_rows(
-        seed: u64, n in 1_usize..400, of in 1_usize..4, small: bool, window in prop_oneof![Just(None), Just(Some(150))],
+        dims in dims(), seed: u64, n in 1_usize..400, of in 1_usize..4, small: bool, window in prop_oneof![Just(None), Just(Some(150))],
         softcap in prop_oneof![Just(None), Just(Some(3.0))],
     ) {
-        let (rows, of) = (tokens(seed, n), of.min(n));
+        let (tokens, of) = (Tokens::random(dims, seed, n), of.min(n));
         let attention = Attention { window, softcap, ..Attention::scaled(0.2) };
-        let queries = random(seed ^ 2, of * HEADS * GROUP * DIM);
+        let queries = tokens.queries(seed ^ 2, of);
         let block = if small { 32 } else { 64 };
         let mut cache = LayerCache::<f32>::new(
-            &transforms(8, block, small), Window { sinks: 3, recent: 8, batch: 1 }).unwrap();
-        append(&mut cache, &rows, 0, n);
+            &transforms(dims, 8, block, small), Window { sinks: 3, recent: 8, batch: 1 }).unwrap();
+        tokens.append(&mut cache, 0, n);
         prop_assert_eq!(cache.len(), n);
         prop_assert_eq!(cache.heads()[0].coded(), (n.saturating_sub(11)) / block * block);
         let out = attend(&cache, &attention, &queries);
-        for (x, y) in out.iter().zip(exact(&rows, &attention, &queries, n)) {
+        for (x, y) in out.iter().zip(tokens.exact(&attention, &queries, n)) {
             prop_assert!((f64::from(*x) - y).abs() < 0.02, "{x} {y}");
         }
 
         // Other parts of the prompt, the same bytes; saved and restored, the same results.
         let mut other = LayerCache::<f32>::new(
-            &transforms(8, block, small), Window { sinks: 3, recent: 8, batch: 1 }).unwrap();
+            &transforms(dims, 8, block, small), Window { sinks: 3, recent: 8, batch: 1 }).unwrap();
         for from in (0..n).step_by(37) {
-            append(&mut other, &rows, from, n.min(from + 37));
+            tokens.append(&mut other, from, n.min(from + 37));
         }
         prop_assert_eq!(cache.to_bytes(), other.to_bytes());
-        let restored = LayerCache::<f32>::from_bytes(&cache.to_bytes(), &transforms(8, block, small)).unwrap();
+        let restored = LayerCache::<f32>::from_bytes(&cache.to_bytes(), &transforms(dims, 8, block, small)).unwrap();
         prop_assert_eq!(&attend(&restored, &attention, &queries), &out);
 
         // Rejected tokens go, and the cache goes on.
         let kept = n * 2 / 3;
         other.truncate(kept);
         prop_assert_eq!(other.len(), kept);
-        append(&mut other, &rows, kept, n);
+        tokens.append(&mut other, kept, n);
         let again = attend(&other, &attention, &queries);
         for (x, y) in again.iter().zip(&out) {
             prop_assert!((x - y).abs() < 0.03, "{x} {y}");
@@ -153,35 +174,95 @@ proptest! {
 
     #[test]
     fn bytes_that_were_cut_or_changed_are_errors_or_other_tokens(n in 60_usize..90, at: prop::sample::Index, to: u8) {
-        let (transforms, rows) = (transforms(2, 32, true), tokens(1, n));
+        let (transforms, tokens) = (transforms(DIMS, 2, 32, true), Tokens::random(DIMS, 1, n));
         let mut cache = LayerCache::<f32>::new(&transforms, Window { sinks: 1, recent: 2, batch: 1 }).unwrap();
-        append(&mut cache, &rows, 0, n);
+        tokens.append(&mut cache, 0, n);
         let mut bytes = cache.to_bytes();
         let at = at.index(bytes.len());
         prop_assert!(LayerCache::<f32>::from_bytes(&bytes[..at], &transforms).is_err());
         bytes[at] = to;
         if let Ok(cache) = LayerCache::<f32>::from_bytes(&bytes, &transforms) {
-            attend(&cache, &Attention::default(), &random(3, HEADS * GROUP * DIM));
+            attend(&cache, &Attention::default(), &tokens.queries(3, 1));
         }
     }
+}
+
+#[test]
+fn a_batch_gives_the_bits_of_its_sequences() {
+    let (transforms, attention) = (transforms(DIMS, 3, 32, false), Attention::scaled(0.7));
+    let caches = [0, 1, 70, 200].map(|n| {
+        let mut cache =
+            LayerCache::<f32>::new(&transforms, Window { sinks: 2, recent: 8, batch: 4 }).unwrap();
+        Tokens::random(DIMS, n as u64, n).append(&mut cache, 0, n);
+        cache
+    });
+    let row = HEADS * GROUP * DIMS[0];
+    let queries = random(3, caches.len() * row);
+    let singles: Vec<f32> = caches
+        .iter()
+        .zip(queries.chunks(row))
+        .flat_map(|(cache, queries)| attend(cache, &attention, queries))
+        .collect();
+    let mut out = vec![f32::NAN; singles.len()];
+    let (batch, rows) = (caches.each_ref(), Rows::contiguous(&queries, row).unwrap());
+    attend_batch_into(&batch, &attention, rows, &mut Workspace::default(), &mut out).unwrap();
+    assert_eq!(out, singles);
+}
+
+/// With a checksum every turned bit is found; without one most are read as other codes.
+#[test]
+fn turned_bits_of_checked_bytes_are_errors() {
+    let (transforms, tokens) = (transforms(DIMS, 2, 32, true), Tokens::random(DIMS, 1, 40));
+    let mut cache = LayerCache::<f32>::new(&transforms, Window { sinks: 1, recent: 2, batch: 1 }).unwrap();
+    tokens.append(&mut cache, 0, 40);
+    let (plain, checked) = (cache.to_bytes(), cache.to_bytes_checked());
+    let read = |bytes: &[u8]| LayerCache::<f32>::from_bytes(bytes, &transforms).map(|cache| cache.to_bytes());
+    assert_eq!((read(&plain).as_ref(), read(&checked).as_ref()), (Ok(&plain), Ok(&plain)));
+    for bit in (0..8 * checked.len()).filter(|bit| *bit < 256 || bit % 13 == 0) {
+        let mut changed = checked.clone();
+        changed[bit / 8] ^= 1 << (bit % 8);
+        assert!(read(&changed).is_err(), "bit {bit} of {}", 8 * checked.len());
+    }
+    assert!((0..checked.len()).all(|len| read(&checked[..len]).is_err()));
+    for transform in &transforms {
+        let (plain, checked) = (transform.to_bytes(), transform.to_bytes_checked());
+        let read = |bytes: &[u8]| HeadTransform::from_bytes(bytes).map(|transform| transform.to_bytes());
+        assert_eq!((read(&plain).as_ref(), read(&checked).as_ref()), (Ok(&plain), Ok(&plain)));
+        for byte in (0..checked.len()).filter(|byte| *byte < 128 || byte % 13 == 0) {
+            let mut changed = checked.clone();
+            changed[byte] ^= 1 << (byte % 8);
+            assert!(read(&changed).is_err(), "byte {byte} of {}", checked.len());
+        }
+        assert!((0..checked.len()).all(|len| read(&checked[..len]).is_err()));
+    }
+    // A cache is restored under its own transform, also a saved one, and under no other.
+    let saved = transforms.iter().map(|transform| HeadTransform::from_bytes(&transform.to_bytes()).unwrap());
+    let saved: Vec<Arc<HeadTransform>> = saved.map(Arc::new).collect();
+    let restored = LayerCache::<f32>::from_bytes(&plain, &saved).unwrap();
+    let queries = tokens.queries(2, 1);
+    let attention = Attention::scaled(0.2);
+    assert_eq!(attend(&restored, &attention, &queries), attend(&cache, &attention, &queries));
+    let others = self::transforms(DIMS, 2, 64, true);
+    assert!(LayerCache::<f32>::from_bytes(&plain, &others).is_err());
 }
 
 /// Fewer bits lose more, and the mean of the error gives some of it back where all values share an error.
 #[test]
 fn the_mean_of_the_error_helps_values_of_few_bits() {
     let (n, attention) = (300, Attention::scaled(0.02));
-    let mut rows = tokens(4, n);
+    let mut tokens = Tokens::random(DIMS, 4, n);
     // All values point the same way, as far as a quantizer of 1 bit is concerned.
-    rows.1.iter_mut().enumerate().for_each(|(i, x)| *x = 0.3 * *x + [0.2, 0.9, 1.7][i % DIM_V % 3]);
-    let queries = random(5, HEADS * GROUP * DIM);
-    let exact = exact(&rows, &attention, &queries, n);
+    let values = tokens.rows[1].iter_mut().enumerate();
+    values.for_each(|(i, x)| *x = 0.3 * *x + [0.2, 0.9, 1.7][i % DIMS[1] % 3]);
+    let queries = tokens.queries(5, 1);
+    let exact = tokens.exact(&attention, &queries, n);
     let loss = |bits: u32, mean_error: bool| {
         let mut cache = LayerCache::<f32>::new(
-            &transforms(bits, 64, mean_error),
+            &transforms(DIMS, bits, 64, mean_error),
             Window { sinks: 1, recent: 2, batch: 1 },
         )
         .unwrap();
-        append(&mut cache, &rows, 0, n);
+        tokens.append(&mut cache, 0, n);
         let out = attend(&cache, &attention, &queries);
         out.iter().zip(&exact).map(|(x, y)| (f64::from(*x) - y).powi(2)).sum::<f64>()
     };
@@ -204,6 +285,7 @@ fn wrong_parts_are_errors() {
         mean_error: false,
     };
     assert!(HeadTransform::new(&parts).is_ok());
+    let odd = Shape::uniform(15, 4).unwrap();
     let uneven = Shape::new(32, &[1, 1, 1, 1, 2, 2, 2, 2]).unwrap();
     for (wrong, error) in [
         (TransformParts { block: 0, ..parts }, Error::Zero { what: "tokens of a block" }),
@@ -212,6 +294,7 @@ fn wrong_parts_are_errors() {
             TransformParts { block: 48, ..parts },
             Error::Unaligned { what: "tokens of a block", at: 48, multiple: 32 },
         ),
+        (TransformParts { keys: odd, ..parts }, Error::Unaligned { what: "dim", at: 15, multiple: 2 }),
         (TransformParts { values: uneven, ..parts }, Error::ShapeMismatch),
         (
             TransformParts { basis: &square[1..], ..parts },

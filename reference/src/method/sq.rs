@@ -77,9 +77,9 @@ impl Sq {
         format!("sq/{}/{l}/{head}/{part}", self.block)
     }
 
-    /// Slots of the keys' codes.
+    /// Slots of the keys' codes: each is a bit for every sixteenth component.
     fn slots(&self, head_dim: usize) -> usize {
-        ((self.keys.0 * head_dim as f32) as usize / 16).max(1)
+        ((self.keys.0 * head_dim.div_ceil(16) as f32) as usize).max(1)
     }
 
     /// The transform of a head's keys.

@@ -90,7 +90,7 @@ fn every_default_method_runs_on_narrow_heads_without_words() {
         assert_eq!(stderr.lines().count(), 2, "{case}: {stderr}");
         let result: Value = serde_json::from_slice(&fs::read(&json).unwrap()).unwrap();
         let rows = result["methods"].as_array().unwrap();
-        assert_eq!(rows.len(), 27);
+        assert_eq!(rows.len(), 30);
         for row in rows {
             let what = format!("{case}: {} {}", row["name"], row["setting"]);
             assert!(row["kl"].as_f64().unwrap() < 1.0 && row["perplexity"].as_f64().unwrap() > 1.0, "{what}");
