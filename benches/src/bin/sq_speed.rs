@@ -169,6 +169,9 @@ fn rotate(frequencies: &[f32], positions: f64, row: &mut [f64]) {
     }
 }
 
+/// Adds the keys' mean at a position to a key.
+type AddMean = Box<dyn Fn(usize, &mut [f64])>;
+
 /// Product quantization of two components by 8 bits, with random codebooks and codes: times do not depend on
 /// them.
 struct Pq {
@@ -177,7 +180,7 @@ struct Pq {
     values: CodebookBuf,
     codes: [Vec<u8>; 2],
     mean: Option<(RopeMeanBuf, [Vec<f32>; 2])>, // and norms of keys and values
-    add_mean: Box<dyn Fn(usize, &mut [f64])>,
+    add_mean: AddMean,
 }
 
 impl Pq {
@@ -194,7 +197,7 @@ impl Pq {
         let mean = RopeMeanBuf::new(&head.mean, &head.frequencies).unwrap();
         let mean = with_mean.then(|| (mean, [norms(), norms()]));
         let copy = Head::new(head.dim);
-        let add_mean: Box<dyn Fn(usize, &mut [f64])> = match with_mean {
+        let add_mean: AddMean = match with_mean {
             true => Box::new(move |t, key| copy.add_mean(t, key)),
             false => Box::new(|_, _| {}),
         };

@@ -86,8 +86,10 @@ fn every_default_method_runs_on_narrow_heads_without_words() {
         let stderr = String::from_utf8_lossy(&output.stderr);
         assert!(output.status.success(), "{case}: {stderr}");
         let kept = "nothing is compressed: sinks and window hold all tokens of streaming:window=1280\n";
-        assert!(stderr.contains("too few plain words") && stderr.ends_with(kept), "{case}: {stderr}");
-        assert_eq!(stderr.lines().count(), 2, "{case}: {stderr}");
+        assert!(stderr.contains("too few plain words") && stderr.contains(kept), "{case}: {stderr}");
+        // Codebooks of 128 random tokens need not fit the others.
+        let others = stderr.lines().filter(|line| !line.contains("do not fit this text"));
+        assert_eq!(others.count(), 2, "{case}: {stderr}");
         let result: Value = serde_json::from_slice(&fs::read(&json).unwrap()).unwrap();
         let rows = result["methods"].as_array().unwrap();
         assert_eq!(rows.len(), 30);

@@ -396,7 +396,7 @@ fn codes_that_do_not_fit_a_text_are_noticed() {
         "million:k=8x5:v=8x5:window=4",
         "pqklt:k=8x5:v=8x5:values=trained:window=4",
         "pqklt:k=8x5:v=8x5:window=4",
-        "hybrid:k=4x5:v=4x5:rows=0.1:window=4",
+        "hybrid:k=8x5:v=8x5:rows=0.1:window=4",
     ];
     let s = setup(&methods);
     let others: Vec<u32> = (0..96).filter(|token| !s.tokens.contains(token)).cycle().take(100).collect();
