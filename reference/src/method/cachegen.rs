@@ -246,8 +246,8 @@ impl Kind for CacheGen {
     }
 
     #[cfg(feature = "cuda")]
-    fn on_device(&self) -> Option<&dyn DeviceKind> {
-        Some(self)
+    fn on_device(&self) -> std::result::Result<&dyn DeviceKind, Limit> {
+        Ok(self)
     }
 
     fn coarseness(&self) -> Option<(&'static str, Pair<f32>)> {

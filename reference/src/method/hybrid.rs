@@ -132,8 +132,8 @@ impl Kind for HybridKind {
     }
 
     #[cfg(feature = "cuda")]
-    fn on_device(&self) -> Option<&dyn DeviceKind> {
-        Some(self)
+    fn on_device(&self) -> std::result::Result<&dyn DeviceKind, Limit> {
+        Ok(self)
     }
 
     fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {

@@ -4,7 +4,7 @@ use std::fmt::Debug;
 use std::sync::Arc;
 
 #[cfg(feature = "cuda")]
-use super::on_device::DeviceKind;
+use super::on_device::{DeviceKind, Limit};
 use super::settings::Settings;
 use crate::cache::{DenseStore, ElementType, Geometry, Store};
 use crate::calibrate::Calibration;
@@ -81,10 +81,10 @@ pub(super) trait Kind: Debug + Send + Sync {
         Ok(None)
     }
 
-    /// Its form on a device; `None` for a method that no device has.
+    /// Its form on a device, or why no device has it and what to pass there.
     #[cfg(feature = "cuda")]
-    fn on_device(&self) -> Option<&dyn DeviceKind> {
-        None
+    fn on_device(&self) -> std::result::Result<&dyn DeviceKind, Limit> {
+        Err(Limit::without_kernels(""))
     }
 
     /// The relative step sizes of keys and values, for a method whose store is a bitstream, comparable

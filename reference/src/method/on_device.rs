@@ -45,8 +45,10 @@ impl Limit {
         Self { found, setting, reason, instead }
     }
 
-    /// Of a method that no device has.
-    const NO_FORM: Self = Self::new(true, "", "a device has no kernels for it", "");
+    /// Of a method that no device has; `instead` is the nearest that one has, if there is one.
+    pub const fn without_kernels(instead: &'static str) -> Self {
+        Self::new(true, "", "a device has no kernels for it", instead)
+    }
 
     /// The error of a method that has the setting, which it names.
     fn refuse(&self, method: &Method) -> Error {
@@ -118,8 +120,10 @@ impl Method {
 
     /// The settings of this method that no device supports.
     pub(super) fn own_limits(&self) -> Vec<Limit> {
-        let limits = self.kind.on_device().map(|kind| kind.limits(self.window));
-        limits.unwrap_or_else(|| vec![Limit::NO_FORM])
+        match self.kind.on_device() {
+            Ok(kind) => kind.limits(self.window),
+            Err(limit) => vec![limit],
+        }
     }
 
     /// The same, with those that all methods with a window share.
@@ -149,6 +153,10 @@ impl Method {
         }
     }
 
+    fn device_kind(&self) -> Result<&dyn DeviceKind> {
+        self.kind.on_device().map_err(|limit| limit.refuse(self))
+    }
+
     /// The tokens that stay exact.
     pub(crate) const fn window(&self) -> Window {
         self.window
@@ -159,22 +167,17 @@ impl Method {
     /// # Errors
     /// [`Error::Profile`].
     pub(crate) fn device_plan(&self, config: &Config, profile: Option<&Profile>) -> Result<Plan> {
-        let Some(kind) = self.kind.on_device() else {
-            return Err(Limit::NO_FORM.refuse(self));
-        };
-        kind.plan(config, profile).map_err(|e| self.named(e))
+        self.device_kind()?.plan(config, profile).map_err(|e| self.named(e))
     }
 
     /// The model for the method on a device, which may have more folded into its weights than on the CPU.
     ///
     /// # Errors
-    /// [`Error::Profile`] when the profile lacks an entry or has an invalid one.
+    /// [`Error::Argument`] for a method that no device has; [`Error::Profile`] when the profile lacks an
+    /// entry or has an invalid one.
     pub fn device_model(&self, model: &Arc<Model>, profile: &Profile) -> Result<Arc<Model>> {
         let method = self.fitted(&model.config)?;
-        let folded = match method.kind.on_device() {
-            Some(kind) => kind.fold(model, profile).map_err(|e| self.named(e))?,
-            None => None,
-        };
+        let folded = method.device_kind()?.fold(model, profile).map_err(|e| self.named(e))?;
         Ok(folded.map_or_else(|| model.clone(), Arc::new))
     }
 }

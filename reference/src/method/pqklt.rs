@@ -16,7 +16,7 @@ use svd_core::{Gram, Hadamard, MapBuf, NoRope, Rotation, Rows, balanced_order};
 
 use super::kind::{Entry, Kind, SEED, Site};
 #[cfg(feature = "cuda")]
-use super::on_device::DeviceKind;
+use super::on_device::{DeviceKind, Limit};
 use super::paged::PagedMemory;
 use super::pq_code::{CODE_TILE, PqCode};
 use super::settings::{Settings, Switch, words};
@@ -351,8 +351,8 @@ impl Kind for PqKlt {
     }
 
     #[cfg(feature = "cuda")]
-    fn on_device(&self) -> Option<&dyn DeviceKind> {
-        Some(self)
+    fn on_device(&self) -> std::result::Result<&dyn DeviceKind, Limit> {
+        Ok(self)
     }
 
     fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {

@@ -154,8 +154,8 @@ impl Kind for TopK {
     }
 
     #[cfg(feature = "cuda")]
-    fn on_device(&self) -> Option<&dyn DeviceKind> {
-        self.quantizer.is_some().then_some(self as _)
+    fn on_device(&self) -> std::result::Result<&dyn DeviceKind, Limit> {
+        if self.quantizer.is_some() { Ok(self) } else { Err(Limit::without_kernels("pqcache")) }
     }
 
     fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {

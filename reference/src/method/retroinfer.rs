@@ -15,6 +15,8 @@ use svd_core::SoftmaxStats;
 
 use super::budget::part;
 use super::kind::{Entry, Kind, Site};
+#[cfg(feature = "cuda")]
+use super::on_device::{DeviceKind, Limit};
 use crate::Result;
 use crate::cache::{DenseStore, ElementType, Elements, FetchCounter, Fetched, Footprint, Geometry, Store};
 use crate::ops::dot;
@@ -44,6 +46,11 @@ struct RetroInfer {
 impl Kind for RetroInfer {
     fn batch(&self) -> usize {
         64
+    }
+
+    #[cfg(feature = "cuda")]
+    fn on_device(&self) -> std::result::Result<&dyn DeviceKind, Limit> {
+        Err(Limit::without_kernels("pqcache"))
     }
 
     fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {

@@ -128,8 +128,11 @@ impl Kind for Scalar {
     }
 
     #[cfg(feature = "cuda")]
-    fn on_device(&self) -> Option<&dyn DeviceKind> {
-        matches!(self.codes, Codes::Uniform { .. }).then_some(self as _)
+    fn on_device(&self) -> std::result::Result<&dyn DeviceKind, Limit> {
+        match self.codes {
+            Codes::Uniform { .. } => Ok(self),
+            Codes::Rotated { .. } | Codes::LloydMax => Err(Limit::without_kernels("int4")),
+        }
     }
 
     fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {

@@ -12,6 +12,8 @@ use svd_core::SoftmaxStats;
 
 use super::budget::Budget;
 use super::kind::{Entry, Kind, Site};
+#[cfg(feature = "cuda")]
+use super::on_device::{DeviceKind, Limit};
 use crate::cache::{DenseStore, FetchCounter, Fetched, Footprint, Geometry, Store};
 use crate::model::Config;
 use crate::ops::softmax;
@@ -42,6 +44,11 @@ impl Kind for SparQ {
             return Err(Error::Argument(format!("method sparq: r={r}: a head has {dim} components")));
         }
         Ok(())
+    }
+
+    #[cfg(feature = "cuda")]
+    fn on_device(&self) -> std::result::Result<&dyn DeviceKind, Limit> {
+        Err(Limit::without_kernels("pqcache"))
     }
 
     fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {

@@ -11,6 +11,8 @@ use rayon::prelude::*;
 use svd_core::{Gram, Hadamard, PreRope, Rotation, Rows};
 
 use super::kind::{Entry, Kind, Site};
+#[cfg(feature = "cuda")]
+use super::on_device::{DeviceKind, Limit};
 use super::settings::Switch;
 use crate::cache::{Footprint, Geometry, Store, merge_part};
 use crate::calibrate::{Calibration, LayerSamples, single};
@@ -185,6 +187,12 @@ impl Kind for Sq {
             }
         }
         Ok(())
+    }
+
+    #[cfg(feature = "cuda")]
+    fn on_device(&self) -> std::result::Result<&dyn DeviceKind, Limit> {
+        let reason = "a device's decode loop does not call the kernels of scalar codes";
+        Err(Limit::new(true, "", reason, "pqklt, whose codes are in similar bases"))
     }
 
     fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {

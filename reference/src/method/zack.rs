@@ -167,8 +167,8 @@ impl Kind for Zack {
     }
 
     #[cfg(feature = "cuda")]
-    fn on_device(&self) -> Option<&dyn DeviceKind> {
-        Some(self)
+    fn on_device(&self) -> std::result::Result<&dyn DeviceKind, Limit> {
+        Ok(self)
     }
 }
 
