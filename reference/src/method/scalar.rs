@@ -131,7 +131,9 @@ impl Kind for Scalar {
     fn on_device(&self) -> std::result::Result<&dyn DeviceKind, Limit> {
         match self.codes {
             Codes::Uniform { .. } => Ok(self),
-            Codes::Rotated { .. } | Codes::LloydMax => Err(Limit::without_kernels("int4")),
+            Codes::Rotated { .. } | Codes::LlamaCpp { .. } | Codes::LloydMax => {
+                Err(Limit::without_kernels("int4"))
+            }
         }
     }
 
