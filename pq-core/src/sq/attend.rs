@@ -26,6 +26,7 @@ impl<'a> Block<'a> {
     ///
     /// # Errors
     /// [`Error::Length`] when there are more or fewer values than keys.
+    #[inline] // else the shapes are copied
     pub fn new(keys: Keys<'a>, values: Values<'a>) -> Result<Self, Error> {
         check_len("values", values.n(), keys.n())?;
         Ok(Self { keys, values, bias: None, softcap: None })
@@ -35,6 +36,7 @@ impl<'a> Block<'a> {
     /// ([`RopeMean::scores_into`](crate::RopeMean::scores_into)), or a mask. A token whose bias is minus
     /// infinity contributes nothing. Takes a slice or an `Option` of one; [`attend_into`] checks the length.
     #[must_use]
+    #[inline] // else the shapes are copied
     pub fn with_bias(self, bias: impl Into<Option<&'a [f32]>>) -> Self {
         Self { bias: bias.into(), ..self }
     }
@@ -43,6 +45,7 @@ impl<'a> Block<'a> {
     ///
     /// # Errors
     /// The error of [`Attention::check`] for a cap that is not positive and finite.
+    #[inline] // else the shapes are copied
     pub fn with_softcap(self, softcap: impl Into<Option<f32>>) -> Result<Self, Error> {
         let softcap = softcap.into();
         Attention { softcap, ..Attention::default() }.check()?;

@@ -292,6 +292,7 @@ impl HeadCodes {
     }
 
     /// The first `n` tokens of block `b`.
+    #[inline] // else the shapes are copied
     fn block(&self, b: usize, n: usize) -> Result<Block<'_>, Error> {
         let (keys, values, block) = (self.transform.keys(), self.transform.values(), self.transform.block());
         let words = &self.keys[b * keys.words_len(block)..][..keys.words_len(n)];

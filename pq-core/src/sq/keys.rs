@@ -29,6 +29,7 @@ impl<'a> Keys<'a> {
     /// # Errors
     /// [`Error::Zero`] without tokens, [`Error::TooLarge`] for more than [`MAX_BLOCK`](super::MAX_BLOCK);
     /// [`Error::Length`].
+    #[inline] // else the shapes are copied
     pub fn new(shape: Shape, n: usize, steps: &'a [u8], words: &'a [u32]) -> Result<Self, Error> {
         check_block(n)?;
         check_len("steps", steps.len(), shape.dim())?;
@@ -44,6 +45,7 @@ impl<'a> Keys<'a> {
 
     /// Takes the plan of the shape, which every use makes otherwise.
     #[cfg(feature = "alloc")]
+    #[inline] // else the shapes are copied
     pub(super) const fn with_plan(self, plan: &'a KeyPlan) -> Self {
         Self { plan: Some(plan), ..self }
     }

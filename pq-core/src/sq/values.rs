@@ -31,6 +31,7 @@ impl<'a> Values<'a> {
     /// # Errors
     /// [`Error::ShapeMismatch`] if components differ in their bits; [`Error::Zero`], [`Error::TooLarge`],
     /// [`Error::Length`].
+    #[inline] // else the shapes are copied
     pub fn new(shape: Shape, norms: &'a [u8], words: &'a [u32]) -> Result<Self, Error> {
         let bits = uniform(&shape)?;
         check_block(norms.len())?;
@@ -43,6 +44,7 @@ impl<'a> Values<'a> {
     ///
     /// # Errors
     /// [`Error::Length`] if it does not have `dim` elements.
+    #[inline] // else the shapes are copied
     pub fn with_error(self, error: &'a [f16]) -> Result<Self, Error> {
         check_len("error", error.len(), self.stored.dim())?;
         Ok(Self { error: Some(error), ..self })
