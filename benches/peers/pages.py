@@ -545,7 +545,7 @@ def sq(data):
     key = lambda row: (row["path"], row["dim"], row["tokens"], row["group"])
     times = {(key(row), row["codes"], row["bits"], row["block"]): row["ns_per_token"] for row in data["rows"]}
     codes = [(bits, block) for bits in (4, 3, 2) for block in (64, 256)]
-    for path in dict.fromkeys(row["path"] for row in data["rows"] if row["codes"] == "sq"):
+    for path in dict.fromkeys(row["path"] for row in data["rows"] if row["codes"] == "pq"):
         columns = ["head", "tokens", "group", "PQ", "`pqklt`"]
         columns += [f"{bits} bits, {block}" for bits, block in codes] + ["reading"]
         rows = []

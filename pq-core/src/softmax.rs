@@ -24,13 +24,21 @@ pub(crate) fn max(scores: &[f32]) -> f32 {
 
 /// Combines partial results pairwise, so that few wait for others.
 #[inline(always)]
-pub(crate) fn fold<T: Copy>(mut lanes: [T; LANES], combine: impl Fn(T, T) -> T) -> T {
-    for half in [8, 4, 2, 1] {
-        for i in 0..half {
-            lanes[i] = combine(lanes[i], lanes[i + half]);
-        }
+pub(crate) fn fold<T: Copy>(lanes: [T; LANES], combine: impl Fn(T, T) -> T) -> T {
+    let eight: [T; 8] = halve(lanes, &combine);
+    let four: [T; 4] = halve(eight, &combine);
+    let [a, b] = halve(four, &combine);
+    combine(a, b)
+}
+
+/// Combines every element of the first half, `HALF` elements, with one of the second.
+#[inline(always)]
+fn halve<T: Copy, const N: usize, const HALF: usize>(x: [T; N], combine: &impl Fn(T, T) -> T) -> [T; HALF] {
+    let mut half = [x[0]; HALF];
+    for (i, half) in half.iter_mut().enumerate() {
+        *half = combine(x[i], x[i + HALF]);
     }
-    lanes[0]
+    half
 }
 
 /// Replaces each score by `exp(score - max)` and returns their sum: sixteen partial sums, added pairwise. A NaN

@@ -63,9 +63,9 @@ mod head_cache;
 mod head_codes;
 #[cfg(feature = "alloc")]
 mod head_transform;
-mod key_plan;
 mod keys;
 mod level;
+mod plan;
 #[cfg(feature = "alloc")]
 #[allow(unsafe_code)]
 mod product;

@@ -26,7 +26,6 @@ impl<'a> Block<'a> {
     ///
     /// # Errors
     /// [`Error::Length`] when there are more or fewer values than keys.
-    #[inline] // else the shapes are copied
     pub fn new(keys: Keys<'a>, values: Values<'a>) -> Result<Self, Error> {
         check_len("values", values.n(), keys.n())?;
         Ok(Self { keys, values, bias: None, softcap: None })
@@ -36,7 +35,6 @@ impl<'a> Block<'a> {
     /// ([`RopeMean::scores_into`](crate::RopeMean::scores_into)), or a mask. A token whose bias is minus
     /// infinity contributes nothing. Takes a slice or an `Option` of one; [`attend_into`] checks the length.
     #[must_use]
-    #[inline] // else the shapes are copied
     pub fn with_bias(self, bias: impl Into<Option<&'a [f32]>>) -> Self {
         Self { bias: bias.into(), ..self }
     }
@@ -45,7 +43,6 @@ impl<'a> Block<'a> {
     ///
     /// # Errors
     /// The error of [`Attention::check`] for a cap that is not positive and finite.
-    #[inline] // else the shapes are copied
     pub fn with_softcap(self, softcap: impl Into<Option<f32>>) -> Result<Self, Error> {
         let softcap = softcap.into();
         Attention { softcap, ..Attention::default() }.check()?;
@@ -58,11 +55,25 @@ impl<'a> Block<'a> {
         self.keys.n()
     }
 
+    const fn tokens(&self) -> Tokens<'_> {
+        Tokens { keys: &self.keys, values: &self.values, bias: self.bias, softcap: self.softcap }
+    }
+}
+
+/// A [`Block`] by reference: moving its shapes would take as long as the products with a few tokens.
+pub(super) struct Tokens<'a> {
+    pub keys: &'a Keys<'a>,
+    pub values: &'a Values<'a>, // as many
+    pub bias: Option<&'a [f32]>,
+    pub softcap: Option<f32>,
+}
+
+impl Tokens<'_> {
     /// Turns the scores of query `g` with the keys into those of the softmax.
     #[inline(always)]
     fn finish_scores(&self, g: usize, scores: &mut [f32]) {
         if let Some(bias) = self.bias {
-            for (score, &bias) in scores.iter_mut().zip(&bias[g * self.n()..]) {
+            for (score, &bias) in scores.iter_mut().zip(&bias[g * self.keys.n()..]) {
                 *score += bias;
             }
         }
@@ -144,23 +155,35 @@ pub fn attend_into_with(
     out: &mut [f32],
     stats: &mut [SoftmaxStats],
 ) -> Result<(), Error> {
+    attend_tokens(backend, queries, &block.tokens(), scratch, out, stats)
+}
+
+/// [`attend_into_with`] by reference.
+pub(super) fn attend_tokens(
+    backend: Backend,
+    queries: &[f32],
+    tokens: &Tokens<'_>,
+    scratch: &mut [f32],
+    out: &mut [f32],
+    stats: &mut [SoftmaxStats],
+) -> Result<(), Error> {
     backend.check()?;
-    let (keys, values) = (block.keys.shape(), block.values.shape());
+    let (keys, values, n) = (tokens.keys.shape(), tokens.values.shape(), tokens.keys.n());
     let group = count_rows("queries", queries.len(), keys.dim())?;
     check_len("stats", stats.len(), group)?;
     check_len("out", out.len(), group.saturating_mul(values.dim()))?;
-    if let Some(bias) = block.bias {
-        check_len("bias", bias.len(), group.saturating_mul(block.n()))?;
+    if let Some(bias) = tokens.bias {
+        check_len("bias", bias.len(), group.saturating_mul(n))?;
     }
-    let scratch_len = attend_scratch_len(keys, values, block.n(), group);
+    let scratch_len = attend_scratch_len(keys, values, n, group);
     check_at_least("scratch", scratch.len(), scratch_len)?;
-    backend.run(Attend { queries, block, scratch: &mut scratch[..scratch_len], out, stats });
+    backend.run(Attend { queries, tokens, scratch: &mut scratch[..scratch_len], out, stats });
     Ok(())
 }
 
 struct Attend<'a, 'b> {
     queries: &'a [f32],
-    block: &'a Block<'a>,
+    tokens: &'a Tokens<'a>,
     scratch: &'b mut [f32],
     out: &'b mut [f32],
     stats: &'b mut [SoftmaxStats],
@@ -169,8 +192,8 @@ struct Attend<'a, 'b> {
 impl Attend<'_, '_> {
     #[inline(always)]
     fn run(self, dots: impl Dots) {
-        let Self { queries, block, scratch, out, stats } = self;
-        let (keys, values, n) = (&block.keys, &block.values, block.n());
+        let Self { queries, tokens, scratch, out, stats } = self;
+        let (keys, values, n) = (tokens.keys, tokens.values, tokens.keys.n());
         let (dim, dim_v, padded) = (keys.shape().dim(), values.shape().dim(), n.next_multiple_of(TILE));
         let (scorer, adder) = (Scorer::new(keys), Adder::new(values));
         let chunks = queries.chunks(QUERIES * dim).zip(out.chunks_mut(QUERIES * dim_v));
@@ -184,7 +207,7 @@ impl Attend<'_, '_> {
             let of_queries = scores.chunks_exact_mut(padded).zip(out.chunks_exact_mut(dim_v));
             for (g, ((scores, out), stats)) in of_queries.zip(stats).enumerate() {
                 let (scores, padding) = scores.split_at_mut(n);
-                block.finish_scores(c * QUERIES + g, scores);
+                tokens.finish_scores(c * QUERIES + g, scores);
                 stats.raise_max(max(scores), out);
                 masses[g] = exponentiate(scores, stats.finite_max());
                 stats.sum += masses[g];

@@ -9,8 +9,8 @@
 //! bytes that is as many multiplications as pairs of halves take, and the sums must be widened.
 
 use super::field::Field;
-use super::key_plan::{KeyPlan, Place};
-use super::shape::{COLUMNS, LANES, MAX_QUADS, Shape, TILE, chunks};
+use super::plan::{KeyPlan, Place, ValuePlan};
+use super::shape::{COLUMNS, LANES, Shape, TILE, chunks};
 use crate::simd::{Simd, pairs};
 
 /// The largest magnitude of an integer of a query. With 256 terms and codes of 8 bits sums stay below 2^31;
@@ -65,7 +65,7 @@ pub(super) trait Dots: Copy {
     /// Sums over tokens: `sums[g, i] = sum_t weights[g, t] code[t, i]`.
     ///
     /// `weights` (group, tokens of all tiles / 2) factors of at most [`QUERIES`]; `sums` (group, padded dim).
-    fn values(self, tiles: Tiles<'_>, weights: &[u32], sums: &mut [u32]);
+    fn values(self, tiles: Tiles<'_>, plan: &ValuePlan, weights: &[u32], sums: &mut [u32]);
 }
 
 /// The definition.
@@ -92,7 +92,7 @@ impl Dots for Scalar {
         }
     }
 
-    fn values(self, tiles: Tiles<'_>, weights: &[u32], sums: &mut [u32]) {
+    fn values(self, tiles: Tiles<'_>, _: &ValuePlan, weights: &[u32], sums: &mut [u32]) {
         let (shape, n) = (tiles.shape, tiles.n());
         sums.fill(0);
         for (weights, sums) in weights.chunks_exact(n / 2).zip(sums.chunks_exact_mut(shape.padded_dim())) {
@@ -143,14 +143,9 @@ impl<S: Simd> Dots for Vector<S> {
     }
 
     #[inline(always)]
-    fn values(self, tiles: Tiles<'_>, weights: &[u32], sums: &mut [u32]) {
-        let (mut fields, mut len) = ([Field::default(); MAX_VALUE_FIELDS], 0);
-        tiles.shape.value_fields(|field| {
-            fields[len] = field;
-            len += 1;
-        });
+    fn values(self, tiles: Tiles<'_>, plan: &ValuePlan, weights: &[u32], sums: &mut [u32]) {
         sums.fill(0);
-        for row in fields[..len].chunk_by(|a, b| a.row() == b.row()) {
+        for row in plan.rows() {
             match sums.len() / tiles.shape.padded_dim() {
                 1 => add_row::<S, 1, 4>(self.0, tiles, row, weights, sums),
                 2 => add_row::<S, 2, 4>(self.0, tiles, row, weights, sums),
@@ -160,9 +155,6 @@ impl<S: Simd> Dots for Vector<S> {
         }
     }
 }
-
-/// At most two stages of 16 groups, and 19 ends of rows.
-const MAX_VALUE_FIELDS: usize = 2 * MAX_QUADS / COLUMNS + 19;
 
 /// The scores of `G` queries with all tokens, `R` registers of tokens at a time.
 #[inline(always)]

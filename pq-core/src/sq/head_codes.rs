@@ -8,7 +8,7 @@ use core::ops::Range;
 use half::f16;
 use kv_attend::owner::{Reader, Writer};
 
-use super::attend::{Block, attend_into_with, attend_scratch_len};
+use super::attend::{Tokens, attend_scratch_len, attend_tokens};
 use super::head_transform::HeadTransform;
 use super::keys::{Keys, encode_keys_into_with};
 use super::product::ROWS;
@@ -17,7 +17,7 @@ use super::rotate::rotate_by;
 use super::values::{Values, encode_values_into_with, mean_error_into};
 use crate::error::{check_at_least, check_len, count_rows};
 use crate::simd::Run;
-use crate::{Backend, Error, SoftmaxStats};
+use crate::{Attention, Backend, Error, SoftmaxStats};
 
 /// The coded tokens of one head of one sequence, in blocks.
 ///
@@ -243,6 +243,7 @@ impl HeadCodes {
         check_len("out", out.len(), group.saturating_mul(values.dim()))?;
         check_at_least("scratch", scratch.len(), self.scratch_len(group))?;
         check_at_least("tokens", len, range.end)?;
+        Attention { softcap, ..Attention::default() }.check()?;
         if group == 0 {
             return Ok(());
         }
@@ -272,8 +273,9 @@ impl HeadCodes {
                 let (probes, bias) = of_queries.of_block(i, visible.n);
                 bias.chunks_exact_mut(visible.n)
                     .for_each(|bias| bias[..visible.from].fill(f32::NEG_INFINITY));
-                let tokens = self.block(visible.index, visible.n)?.with_bias(&*bias).with_softcap(softcap)?;
-                attend_into_with(backend, probes, &tokens, scratch, out, stats)?;
+                let (keys, values) = self.block(visible.index, visible.n)?;
+                let tokens = Tokens { keys: &keys, values: &values, bias: Some(bias), softcap };
+                attend_tokens(backend, probes, &tokens, scratch, out, stats)?;
             }
         }
         Ok(())
@@ -292,19 +294,20 @@ impl HeadCodes {
     }
 
     /// The first `n` tokens of block `b`.
-    #[inline] // else the shapes are copied
-    fn block(&self, b: usize, n: usize) -> Result<Block<'_>, Error> {
+    #[inline]
+    fn block(&self, b: usize, n: usize) -> Result<(Keys<'_>, Values<'_>), Error> {
         let (keys, values, block) = (self.transform.keys(), self.transform.values(), self.transform.block());
         let words = &self.keys[b * keys.words_len(block)..][..keys.words_len(n)];
         let steps = &self.steps[b * keys.dim()..][..keys.dim()];
         let coded_keys = Keys::new(*keys, n, steps, words)?.with_plan(self.transform.key_plan());
         let words = &self.values[b * values.words_len(block)..][..values.words_len(n)];
-        let coded_values = Values::new(*values, &self.norms[b * block..][..n], words)?;
+        let norms = &self.norms[b * block..][..n];
+        let coded_values = Values::new(*values, norms, words)?.with_plan(self.transform.value_plan());
         let coded_values = match self.errors.is_empty() {
             true => coded_values,
             false => coded_values.with_error(&self.errors[b * values.dim()..][..values.dim()])?,
         };
-        Block::new(coded_keys, coded_values)
+        Ok((coded_keys, coded_values))
     }
 
     /// Writes everything but the transform, whose id it writes.

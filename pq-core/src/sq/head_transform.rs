@@ -6,7 +6,7 @@ use core::ops::Range;
 
 use kv_attend::owner::{Reader, Writer};
 
-use super::key_plan::KeyPlan;
+use super::plan::{KeyPlan, ValuePlan};
 use super::shape::{MAX_BLOCK, Shape, TILE};
 use crate::error::{check_finite, check_len};
 use crate::{BLOCK, Error};
@@ -79,6 +79,7 @@ pub struct HeadTransform {
     keys: Shape,
     key_plan: KeyPlan,
     values: Shape,
+    value_plan: ValuePlan,
     block: usize,
     mean_error: bool,
     id: u64,
@@ -125,6 +126,7 @@ impl HeadTransform {
             keys,
             key_plan: KeyPlan::new(&keys),
             values,
+            value_plan: ValuePlan::new(&values),
             block,
             mean_error,
             id,
@@ -228,6 +230,10 @@ impl HeadTransform {
 
     pub(super) const fn key_plan(&self) -> &KeyPlan {
         &self.key_plan
+    }
+
+    pub(super) const fn value_plan(&self) -> &ValuePlan {
+        &self.value_plan
     }
 
     pub(super) fn frequencies(&self) -> &[f32] {

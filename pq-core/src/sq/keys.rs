@@ -2,8 +2,8 @@
 
 use super::dot::Tiles;
 use super::exp2::{encode_step, step};
-use super::key_plan::KeyPlan;
 use super::level::{STEPS, code, floor, half_range, level};
+use super::plan::KeyPlan;
 use super::shape::{COLUMNS, LANES, MAX_DIM, QUAD, Shape, TILE, check_block};
 use crate::error::{check_len, count_rows};
 use crate::simd::{Kernel, Run};

@@ -1,9 +1,9 @@
 //! Scores of queries with the coded keys of a block.
 
 use super::dot::{Dots, QUERIES, QUERY_LIMIT, Scalar, Vector};
-use super::key_plan::KeyPlan;
 use super::keys::Keys;
 use super::level::floor;
+use super::plan::KeyPlan;
 use super::shape::{LANES, MAX_DIM, Shape, TILE, chunks};
 use crate::error::{check_at_least, check_len};
 use crate::simd::{Kernel, Run, Simd};

@@ -33,7 +33,7 @@ pub(super) fn transform_keys(
             }
         }
     }
-    backend.run(Product { rows: keys, matrix: transform.basis(), columns: dim, out });
+    backend.run(Product { rows: keys, matrix: transform.basis(), columns: dim, out, stride: dim });
     Ok(())
 }
 
@@ -70,6 +70,7 @@ impl<'a, 'b> Queries<'a, 'b> {
         let (probes, scratch) = scratch.split_at_mut(blocks * of_block);
         let (factors, scratch) = scratch.split_at_mut(blocks * block / transform.run() * of_block);
         let bias = &mut scratch[..blocks * of_block / dim * block];
+        probes.fill(0.0); // components without bits
         Self { transform, group: of_block / dim, rotated, relative, factors, probes, bias }
     }
 
@@ -108,8 +109,14 @@ impl<'a, 'b> Queries<'a, 'b> {
         let Self { transform, relative, factors, probes, bias, .. } = self;
         let (dim, run) = (transform.keys().dim(), transform.run());
         [
-            Product { rows: relative, matrix: transform.dual(), columns: dim, out: probes },
-            Product { rows: factors, matrix: transform.waves(), columns: run, out: bias },
+            Product {
+                rows: relative,
+                matrix: transform.dual(),
+                columns: transform.keys().coded(),
+                out: probes,
+                stride: dim,
+            },
+            Product { rows: factors, matrix: transform.waves(), columns: run, out: bias, stride: run },
         ]
     }
 }

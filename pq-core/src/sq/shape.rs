@@ -146,6 +146,13 @@ impl Shape {
         self.dim
     }
 
+    /// Components up to the last that has bits, in groups of 16, without padding.
+    #[cfg(feature = "alloc")]
+    pub(super) fn coded(&self) -> usize {
+        let quads = self.widths.iter().rposition(|&width| width > 0).map_or(0, |last| last + 1);
+        (QUAD * quads).next_multiple_of(LANES).min(self.dim)
+    }
+
     /// Components of a row and of its padding: a multiple of 16.
     pub(super) const fn padded_dim(&self) -> usize {
         self.dim.next_multiple_of(LANES)

@@ -6,6 +6,7 @@ use half::slice::HalfFloatSliceExt;
 use super::dot::{Dots, QUERIES, TILE_FACTORS, Tiles, WEIGHT_LIMIT};
 use super::exp2;
 use super::level::{STEPS, code, floor, half_range, level};
+use super::plan::ValuePlan;
 use super::shape::{LANES, MAX_BLOCK, MAX_DIM, QUAD, Shape, TILE, check_block};
 use crate::error::{check_len, count_rows};
 use crate::simd::{Kernel, Run};
@@ -15,12 +16,13 @@ use crate::{Backend, Error, encode_norm};
 /// The coded values of a block of at most [`MAX_BLOCK`](super::MAX_BLOCK) tokens.
 #[derive(Clone, Copy, Debug)]
 pub struct Values<'a> {
-    stored: Shape,            // uniform, of all bits
-    read: Shape,              // of the bits that are read: `stored` or its prefix
-    bits: [u32; 2],           // of both
-    norms: &'a [u8],          // (n,)
-    words: &'a [u32],         // whole tiles of `stored`
-    error: Option<&'a [f16]>, // (dim,)
+    stored: Shape,               // uniform, of all bits
+    read: Shape,                 // of the bits that are read: `stored` or its prefix
+    bits: [u32; 2],              // of both
+    norms: &'a [u8],             // (n,)
+    words: &'a [u32],            // whole tiles of `stored`
+    error: Option<&'a [f16]>,    // (dim,)
+    plan: Option<&'a ValuePlan>, // of `read`, if the caller has it
 }
 
 impl<'a> Values<'a> {
@@ -36,7 +38,7 @@ impl<'a> Values<'a> {
         let bits = uniform(&shape)?;
         check_block(norms.len())?;
         check_len("words", words.len(), shape.words_len(norms.len()))?;
-        Ok(Self { stored: shape, read: shape, bits: [bits; 2], norms, words, error: None })
+        Ok(Self { stored: shape, read: shape, bits: [bits; 2], norms, words, error: None, plan: None })
     }
 
     /// Adds a vector to the value of every token of the block: the mean of what coding lost, see
@@ -54,7 +56,15 @@ impl<'a> Values<'a> {
     #[must_use]
     pub fn prefix(&self) -> Option<Self> {
         let read = self.stored.prefix()?;
-        Some(Self { read, bits: [self.bits[0], read.uniform_width()?], error: None, ..*self })
+        let bits = [self.bits[0], read.uniform_width()?];
+        Some(Self { read, bits, error: None, plan: None, ..*self })
+    }
+
+    /// Takes the plan of the shape, which every use makes otherwise.
+    #[cfg(feature = "alloc")]
+    #[inline] // else the shapes are copied
+    pub(super) const fn with_plan(self, plan: &'a ValuePlan) -> Self {
+        Self { plan: Some(plan), ..self }
     }
 
     /// Number of tokens.
@@ -121,7 +131,15 @@ impl<'a> Adder<'a> {
         for ((weights, integers), scale) in of_queries.zip(&mut scales) {
             *scale = self.round(dots, weights, integers);
         }
-        dots.values(self.values.tiles(), integers, sums);
+        let made;
+        let plan = match self.values.plan {
+            Some(plan) => plan,
+            None => {
+                made = ValuePlan::new(&self.values.read);
+                &made
+            }
+        };
+        dots.values(self.values.tiles(), plan, integers, sums);
         let of_queries = out.chunks_exact_mut(shape.dim()).zip(sums.chunks_exact(shape.padded_dim()));
         for (((out, sums), (unit, lowest)), &mass) in of_queries.zip(scales).zip(masses) {
             for ((out, &sum), error) in out.iter_mut().zip(sums).zip(&self.error) {

@@ -1,5 +1,7 @@
-//! Where the vector form of the dot products finds the codes of keys.
+//! Where the vector form of the dot products finds the codes: to find it out for every block would take as
+//! long as the products with a few tokens.
 
+use super::field::Field;
 use super::shape::{COLUMNS, LANES, MAX_DIM, MAX_QUADS, Shape};
 
 /// Consecutive bits of the codes of a quad, of both halves of a tile's tokens.
@@ -17,8 +19,7 @@ pub(super) struct Place {
 /// At most two stages of 16 quads, and 19 ends of rows, in each column.
 const MAX_PLACES: usize = COLUMNS * (2 * MAX_QUADS / COLUMNS + 19);
 
-/// What the dot products need to know of a shape of keys, which takes as long to find out as the products
-/// with a few tokens: [`HeadTransform`](super::HeadTransform) keeps it.
+/// What the dot products need to know of a shape of keys.
 #[derive(Clone, Debug)]
 pub(super) struct KeyPlan {
     places: [Place; MAX_PLACES],
@@ -50,5 +51,31 @@ impl KeyPlan {
 
     pub fn places(&self) -> &[Place] {
         &self.places[..self.len]
+    }
+}
+
+/// At most two stages of 16 groups, and 19 ends of rows.
+const MAX_FIELDS: usize = 2 * MAX_QUADS / COLUMNS + 19;
+
+/// The fields of a shape of values.
+#[derive(Clone, Debug)]
+pub(super) struct ValuePlan {
+    fields: [Field; MAX_FIELDS],
+    len: usize,
+}
+
+impl ValuePlan {
+    pub fn new(shape: &Shape) -> Self {
+        let (mut fields, mut len) = ([Field::default(); MAX_FIELDS], 0);
+        shape.value_fields(|field| {
+            fields[len] = field;
+            len += 1;
+        });
+        Self { fields, len }
+    }
+
+    /// The fields of every row of a tile.
+    pub fn rows(&self) -> impl Iterator<Item = &[Field]> {
+        self.fields[..self.len].chunk_by(|a, b| a.row() == b.row())
     }
 }
