@@ -214,7 +214,7 @@ fn choose_steps(shape: &Shape, rows: &[f32], group: usize) -> [u8; LANES] {
     steps
 }
 
-/// The first 16 components of what is left of a row, with zeros in the padding.
+/// One vector of components: the first 16 of `row`, zeros where it has fewer.
 #[inline(always)]
 fn lanes(row: &[f32]) -> [f32; LANES] {
     row.first_chunk().copied().unwrap_or_else(|| {

@@ -134,7 +134,8 @@ proptest! {
 
     #[test]
     fn attention_is_that_of_the_rows(
-        dims in dims(), seed: u64, n in 1_usize..400, of in 1_usize..4, small: bool, window in prop_oneof![Just(None), Just(Some(150))],
+        dims in dims(), seed: u64, n in 1_usize..400, of in 1_usize..4, small: bool,
+        window in prop_oneof![Just(None), Just(Some(150))],
         softcap in prop_oneof![Just(None), Just(Some(3.0))],
     ) {
         let (tokens, of) = (Tokens::random(dims, seed, n), of.min(n));

@@ -16,7 +16,10 @@ use super::{
 
 #[derive(Args)]
 #[command(
-    after_help = "Example:\n  kv calibrate million.profile --text prose.txt --text code.txt --methods million --tokens 8192\n  kv compare --text other.txt --methods million --profile million.profile\n\nOn the same text kv compare and kv eval begin at token 4096 (--calibration) and may see calibration tokens.\n\nMethods and their settings: kv methods"
+    after_help = "Example:\n  kv calibrate million.profile --text prose.txt --text code.txt --methods million \
+                  --tokens 8192\n  kv compare --text other.txt --methods million --profile million.profile\n\n\
+                  On the same text kv compare and kv eval begin at token 4096 (--calibration) and may see calibration \
+                  tokens.\n\nMethods and their settings: kv methods"
 )]
 pub struct Calibrate {
     /// Profile to write; an existing file is kept unless --replace is given

@@ -8,9 +8,8 @@ use super::Stdout;
 use super::device::Choice;
 
 #[derive(Args)]
-#[command(
-    after_help = "Example:\n  kv methods\n  kv methods --device cuda\n  kv compare --methods dense,hybrid:rows=auto:bound=0.05"
-)]
+#[command(after_help = "Example:\n  kv methods\n  kv methods --device cuda\n  \
+                  kv compare --methods dense,hybrid:rows=auto:bound=0.05")]
 pub struct Methods {
     /// List what runs on this device instead, and what to pass instead of settings that it does not support
     #[arg(long, value_name = "cpu|cuda", default_value_t = Choice::Auto, hide_default_value = true)]

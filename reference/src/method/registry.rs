@@ -85,7 +85,8 @@ pub fn device_help() -> Result<String> {
 pub const DEFAULT_METHODS: &str = "dense,dense:dtype=f16,int8,int4,int2,rotated,rotated:k=2:v=2,\
 lloydmax,lloydmax:k=2:v=2,streaming:window=1280,streaming:window=128,oracle:ratio=0.2,oracle:ratio=0.1,\
 pqcache:ratio=0.2,pqcache:ratio=0.1:code=6/64,million,million:k=8/4:v=8/4,pqklt:k=6/2:v=6/2,pqklt:k=4/2:v=4/2,\
-sq:k=4:v=4,sq,sq:k=2:v=2,hybrid,hybrid:rows=auto,zack,zack:k=0.5:v=0.5,zack:k=0.75:v=0.75:bits=4,cachegen,cachegen:bits=2,cachegen:mode=paper";
+sq:k=4:v=4,sq,sq:k=2:v=2,hybrid,hybrid:rows=auto,zack,zack:k=0.5:v=0.5,zack:k=0.75:v=0.75:bits=4,\
+cachegen,cachegen:bits=2,cachegen:mode=paper";
 
 impl FromStr for Method {
     type Err = Error;

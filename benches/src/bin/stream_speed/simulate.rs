@@ -134,7 +134,8 @@ impl Simulated {
         times.sort_by(f64::total_cmp);
         let late = times.iter().filter(|&&seconds| seconds > self.slo).count();
         let mut notes = vec![format!(
-            "Simulated: {} requests of {} tokens; first token after {:.1} ms in the median of {} trials, {:.1} ms at most.",
+            "Simulated: {} requests of {} tokens; first token after {:.1} ms in the median of {} trials, \
+             {:.1} ms at most.",
             self.requests,
             self.tokens,
             1e3 * times[times.len() / 2],

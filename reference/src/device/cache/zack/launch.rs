@@ -145,8 +145,8 @@ impl ZackCache {
             out: self.scratch.out.pointer().cast(),
             ..self.attention(1, self.layers[layer].rank_sums)
         };
-        // SAFETY: as above; ranks are multiples of `DeviceCuts::MULTIPLE`, or the method is refused; offsets and sums are
-        // theirs.
+        // SAFETY: as above; ranks are multiples of `DeviceCuts::MULTIPLE`, or the method is refused; offsets and
+        // sums are theirs.
         Ok(unsafe { self.kernels.attend.launch(gpu.stream(), &arguments) }?)
     }
 
