@@ -160,7 +160,9 @@ proptest! {
         for ((row, decoded), &norm) in
             rows.chunks_exact(dim).zip(values.decoded_values().chunks_exact(dim)).zip(&values.scales)
         {
-            prop_assert!((f64::from(decode_norm(norm)) / ip(row, row).sqrt() - 1.0).abs() < 0.023);
+            // A row of one component may be shorter than the smallest norm.
+            let exact = ip(row, row).sqrt().clamp(decode_norm(0).into(), decode_norm(255).into());
+            prop_assert!((f64::from(decode_norm(norm)) / exact - 1.0).abs() < 0.023);
             let largest = row.iter().fold(0.0_f32, |m, x| m.max(x.abs()));
             let step = decode_norm(norm) / (dim as f32).sqrt() * 1.596;
             for (x, y) in row.iter().zip(decoded) {
