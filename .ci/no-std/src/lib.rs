@@ -71,6 +71,13 @@ mod memory {
         }
         0
     }
+
+    /// What a comparison for equality alone becomes.
+    #[unsafe(no_mangle)]
+    unsafe extern "C" fn bcmp(a: *const u8, b: *const u8, n: usize) -> i32 {
+        // SAFETY: the same contract.
+        unsafe { memcmp(a, b, n) }
+    }
 }
 
 fn search() -> Result<f32, pq_core::Error> {
