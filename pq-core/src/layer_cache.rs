@@ -1,8 +1,34 @@
-//! The cache of a layer: all KV heads of one sequence.
+//! The caches of a head and of a layer of one sequence.
 
-use kv_attend::owner::Layer;
+use kv_attend::owner::{Layer, Windowed};
 
-use crate::HeadCache;
+use crate::HeadCodes;
+
+/// The keys and values of one head of one sequence: the first tokens (sinks) and the most recent ones as
+/// exact rows of `E`, all others as codes, with the methods of [`Windowed`].
+///
+/// # Examples
+/// ```
+/// use pq_core::*;
+/// # let noise = |i: usize| ((i * 2_654_435_761) % 1000) as f32 / 500.0 - 1.0;
+/// # let keys: Vec<f32> = (0..200 * 16).map(|i| noise(i) + if i % 16 == 5 { 8.0 } else { 0.0 }).collect();
+/// let keys = Rows::contiguous(&keys, 16)?; // 200 tokens, whose values are the keys
+/// let shapes = [PqShape::new(16, 8, 6)?; 2];
+/// let books = HeadBooks::train_layer(keys, keys, 1, shapes, &TrainOptions::default())?;
+/// let mut head = HeadCache::new(books[0].clone(), Window { sinks: 4, recent: 32, batch: 16 });
+/// let evicted = head.append(keys, keys)?;
+/// assert_eq!((head.sinks(), head.compressed(), head.recent()), (4, evicted.tokens, 36));
+///
+/// let queries = [0.1_f32; 2 * 16]; // two query heads
+/// let mut scratch = vec![0.0; head.scratch_len(1, 2)];
+/// let (mut out, mut stats) = ([0.0; 2 * 16], [SoftmaxStats::EMPTY; 2]);
+/// let attention = Attention::scaled(0.25);
+/// head.attend_into(&attention, Rows::from(&queries[..]), &mut scratch, &mut out, &mut stats)?;
+/// normalize_all(&stats, &mut out)?;
+/// assert!((out[5] - 8.0).abs() < 1.0);
+/// # Ok::<(), Error>(())
+/// ```
+pub type HeadCache<E> = Windowed<HeadCodes, E>;
 
 /// The keys and values of all heads of a layer for one sequence: a [`HeadCache`] per head, with the methods
 /// of [`Layer`].
@@ -61,4 +87,4 @@ use crate::HeadCache;
 /// attend_batch_into(&[&cache, &other], &attention, queries, &mut workspace, &mut out[..2 * 2 * 16])?;
 /// # Ok::<(), Error>(())
 /// ```
-pub type LayerCache<E> = Layer<HeadCache<E>>;
+pub type LayerCache<E> = Layer<HeadCodes, E>;

@@ -37,7 +37,7 @@ mod group;
 #[cfg(feature = "alloc")]
 mod head_books;
 #[cfg(feature = "alloc")]
-mod head_cache;
+mod head_codes;
 mod hybrid;
 #[cfg(feature = "alloc")]
 mod kmeans;
@@ -87,7 +87,7 @@ pub use group::{GroupRule, combine_group_into, combine_group_into_with};
 #[cfg(feature = "alloc")]
 pub use head_books::HeadBooks;
 #[cfg(feature = "alloc")]
-pub use head_cache::{Evicted, HeadCache};
+pub use head_codes::{Evicted, HeadCodes};
 pub use hybrid::{
     Hybrid, HybridScratch, RowBudget, hybrid_attend_into, hybrid_attend_into_with, hybrid_select_into,
     hybrid_select_into_with,
@@ -102,7 +102,7 @@ pub use kv_attend::{
     owner::{attend_batch_into, attend_batch_into_with},
 };
 #[cfg(feature = "alloc")]
-pub use layer_cache::LayerCache;
+pub use layer_cache::{HeadCache, LayerCache};
 pub use lut::{Lut, LutPrecision, Luts, QuantizedLut, lut_into, lut_into_with};
 pub use mips::{Rerank, Search, SearchScratch, rerank_into, rerank_into_with, search_into, search_into_with};
 pub use norm::{decode_norm, divide_by_norms, encode_norm};

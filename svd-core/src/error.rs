@@ -52,11 +52,6 @@ kv_attend::define_error! {
     }
 }
 
-#[cfg(feature = "alloc")]
-pub(crate) fn check_at_least(what: &'static str, actual: usize, needed: usize) -> Result<(), Error> {
-    if actual >= needed { Ok(()) } else { Err(Error::TooShort { what, needed, actual }) }
-}
-
 pub(crate) fn check_len(what: &'static str, actual: usize, expected: usize) -> Result<(), Error> {
     if actual == expected { Ok(()) } else { Err(Error::Length { what, expected, actual }) }
 }

@@ -1,8 +1,35 @@
-//! The cache of a layer: all KV heads of one sequence.
+//! The caches of a head and of a layer of one sequence.
 
-use kv_attend::owner::Layer;
+use kv_attend::owner::{Layer, Windowed};
 
-use crate::LowRankHeadCache;
+use crate::ReducedRows;
+
+/// The keys and values of one head of one sequence: the first tokens (sinks) and the most recent ones as
+/// exact rows, all others as rows of lower rank, all with elements of type `E`, with the methods of
+/// [`Windowed`].
+///
+/// # Examples
+/// ```
+/// use svd_core::{
+///     Attention, HeadMaps, LowRankHeadCache, Reduction, Rows, SoftmaxStats, Window, normalize_all,
+/// };
+/// # let noise = |i: usize| ((i * 2_654_435_761) % 1009) as f32 / 504.0 - 1.0;
+/// // Rotated keys and values of a model whose weights are folded: components of decaying scale.
+/// let rows: Vec<f32> = (0..200 * 16).map(|i| noise(i) * 0.7_f32.powi((i % 16) as i32)).collect();
+/// let rows = Rows::contiguous(&rows, 16)?;
+/// let maps = HeadMaps::new(Reduction::folded(16, 8)?, Reduction::folded(16, 10)?);
+/// let mut head = LowRankHeadCache::new(maps.into(), Window { sinks: 4, recent: 32, batch: 1 });
+/// head.append(rows, rows)?;
+/// assert_eq!((head.compressed(), head.size()), (164, 4 * (36 * 32 + 164 * 18)));
+///
+/// let mut scratch = vec![0.0; head.scratch_len(1, 1)];
+/// let (mut out, mut stats) = ([0.0; 16], [SoftmaxStats::EMPTY]);
+/// let (attention, query) = (Attention::scaled(0.25), rows.slice(7..8)?);
+/// head.attend_into(&attention, query, &mut scratch, &mut out, &mut stats)?;
+/// normalize_all(&stats, &mut out)?;
+/// # Ok::<(), svd_core::Error>(())
+/// ```
+pub type LowRankHeadCache<E> = Windowed<ReducedRows<E>, E>;
 
 /// The keys and values of all heads of a layer for one sequence: a [`LowRankHeadCache`] per head, each at its
 /// own ranks, with the methods of [`Layer`].
@@ -39,7 +66,7 @@ use crate::LowRankHeadCache;
 /// let (query, mut out) = (row(7, heads * group), vec![0.0; heads * group * dim]);
 /// cache.append(Rows::from(&row(5, heads)[..]), Rows::from(&row(6, heads)[..]))?; // a step
 /// cache.attend_into(&Attention::scaled(0.25), Rows::from(&query[..]), &mut workspace, &mut out)?;
-/// assert_eq!((cache.len(), cache.heads()[0].reduced()), (301, 265));
+/// assert_eq!((cache.len(), cache.heads()[0].compressed()), (301, 265));
 ///
 /// // A token and two drafts that a smaller model proposes after it.
 /// cache.append(keys.slice(0..3)?, values.slice(0..3)?)?;
@@ -48,4 +75,4 @@ use crate::LowRankHeadCache;
 /// cache.truncate(302); // the drafts are rejected
 /// # Ok::<(), svd_core::Error>(())
 /// ```
-pub type LowRankLayerCache<E> = Layer<LowRankHeadCache<E>>;
+pub type LowRankLayerCache<E> = Layer<ReducedRows<E>, E>;

@@ -69,7 +69,7 @@ use crate::{Budget, Element, Error, HeadMaps, Reduction, Rotation, Rows, RowsMut
 /// let ranks = rotations.ranks(0.25, Budget::Fraction(0.75), 1)?;
 /// let maps = rotations.folded_maps(&ranks)?;
 /// let cache = LowRankLayerCache::<half::f16>::new(&maps, Window { sinks: 4, recent: 64, batch: 1 })?;
-/// assert_eq!(cache.heads()[1].maps().values().rank(), ranks[1][1]);
+/// assert_eq!(cache.heads()[1].store().maps().values().rank(), ranks[1][1]);
 /// # Ok::<(), svd_core::Error>(())
 /// ```
 #[derive(Clone, Debug, PartialEq)]

@@ -22,8 +22,6 @@ mod fold;
 mod gram;
 mod hadamard;
 #[cfg(feature = "alloc")]
-mod head_cache;
-#[cfg(feature = "alloc")]
 mod head_maps;
 #[cfg(feature = "alloc")]
 mod layer_cache;
@@ -33,6 +31,8 @@ mod layer_rotations;
 mod map;
 #[cfg(feature = "alloc")]
 mod rank;
+#[cfg(feature = "alloc")]
+mod reduced_rows;
 #[cfg(feature = "alloc")]
 mod rotation;
 #[cfg(feature = "alloc")]
@@ -47,8 +47,6 @@ pub use error::Error;
 pub use gram::{Gram, NoRope, PostRope, PreRope, RopeSide};
 pub use hadamard::Hadamard;
 #[cfg(feature = "alloc")]
-pub use head_cache::LowRankHeadCache;
-#[cfg(feature = "alloc")]
 pub use head_maps::{HeadMaps, Reduction};
 pub use kv_attend::{
     Attention, Backend, Element, Error as AttendError, ExactTokens, Rows, RowsMut, SoftmaxStats, Window,
@@ -60,7 +58,7 @@ pub use kv_attend::{
     owner::{attend_batch_into, attend_batch_into_with},
 };
 #[cfg(feature = "alloc")]
-pub use layer_cache::LowRankLayerCache;
+pub use layer_cache::{LowRankHeadCache, LowRankLayerCache};
 #[cfg(feature = "alloc")]
 pub use layer_rotations::LayerRotations;
 pub use map::Map;
@@ -68,6 +66,8 @@ pub use map::Map;
 pub use map::MapBuf;
 #[cfg(feature = "alloc")]
 pub use rank::{Budget, rank_for_removal, ranks_by_loss, ranks_by_removal};
+#[cfg(feature = "alloc")]
+pub use reduced_rows::ReducedRows;
 #[cfg(feature = "alloc")]
 pub use rotation::Rotation;
 #[cfg(feature = "alloc")]

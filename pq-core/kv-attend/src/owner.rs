@@ -1,21 +1,25 @@
-//! For crates that own caches: a layer, generic over the cache of a head; the exact rows of a head; scratch
-//! memory; and serialization.
+//! For crates that own caches: sinks, window, eviction, truncation, batches and serialization, generic over how
+//! the other tokens are compressed.
 //!
-//! A crate implements [`Head`] for its cache of one KV head. [`Layer`] holds the heads of a layer for one
-//! sequence, and [`attend_batch_into`] runs attention for a batch of sequences.
+//! A crate implements [`Store`] for its compressed tokens of one KV head. [`Windowed`] adds sinks and window,
+//! [`Layer`] holds the heads of a layer for one sequence, and [`attend_batch_into`] runs attention for a batch
+//! of sequences.
 
 mod batch;
 mod bytes;
 mod exact_rows;
-mod head;
 mod layer;
 #[cfg(feature = "serde")]
 pub mod serde;
+mod store;
+mod windowed;
 mod workspace;
 
 pub use batch::{attend_batch_into, attend_batch_into_with};
 pub use bytes::{Reader, Writer};
-pub use exact_rows::ExactRows;
-pub use head::{Head, check_queries};
+pub use exact_rows::EvictedRows;
+use exact_rows::ExactRows;
 pub use layer::Layer;
+pub use store::{Queries, Store};
+pub use windowed::Windowed;
 pub use workspace::Workspace;

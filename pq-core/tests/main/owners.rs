@@ -68,9 +68,9 @@ fn expected<E: Element>(
             .collect()
     };
     let (mut keys, mut values) = (column(keys, DIM), column(values, DIM_V));
-    let middle = cache.sinks()..cache.sinks() + cache.coded();
-    let coded = cache.books();
-    let (key_codes, value_codes) = cache.codes();
+    let middle = cache.sinks()..cache.sinks() + cache.compressed();
+    let coded = cache.store().books();
+    let (key_codes, value_codes) = (cache.store().keys(), cache.store().values());
     decode_into(&coded.keys(), &key_codes, 0, &mut keys[middle.start * DIM..middle.end * DIM]).unwrap();
     decode_into(&coded.values(), &value_codes, 0, &mut values[middle.start * DIM_V..middle.end * DIM_V])
         .unwrap();
@@ -131,7 +131,7 @@ proptest! {
         prop_assert_eq!(head.sinks(), window.sinks.min(cache.len()));
         prop_assert!(head.recent() < window.recent + window.batch.max(1));
         let rows = (head.sinks() + head.recent()) * (DIM + DIM_V) * 4;
-        let codes = head.coded().div_ceil(BLOCK) * 8 * (4 * 4 + 2 * 5);
+        let codes = head.compressed().div_ceil(BLOCK) * 8 * (4 * 4 + 2 * 5);
         prop_assert_eq!(cache.size(), HEADS * (rows + codes));
         check(&cache, &keys, &values, &queries);
     }
@@ -293,7 +293,7 @@ fn turned_bits_of_checked_bytes_are_errors() {
     let mut cache = LayerCache::<f16>::new(&books, window).unwrap();
     let (keys, values) = tokens(5, 30);
     append(&mut cache, &keys, &values);
-    let codes = cache.heads()[0].codes().0;
+    let codes = cache.heads()[0].store().keys();
     let codes = CodesBuf::from_packed(codes.shape(), codes.n(), codes.bytes().to_vec()).unwrap();
     let book = CodebookBuf::new(books[0].keys().shape(), &vec![0.5; books[0].keys().shape().codebook_len()]);
     let book = book.unwrap();
@@ -377,9 +377,9 @@ fn arguments_that_do_not_fit_change_nothing() {
     );
     // No sequences have no outputs.
     let none = Rows::contiguous(&keys[..0], HEADS * DIM).unwrap();
-    assert_eq!(attend_batch_into::<HeadCache<f32>, f32>(&[], &one, none, &mut workspace, &mut []), Ok(()));
+    assert_eq!(attend_batch_into::<HeadCodes, f32, f32>(&[], &one, none, &mut workspace, &mut []), Ok(()));
     assert!(matches!(
-        attend_batch_into::<HeadCache<f32>, f32>(&[], &one, none, &mut workspace, &mut out),
+        attend_batch_into::<HeadCodes, f32, f32>(&[], &one, none, &mut workspace, &mut out),
         Err(Error::Length { what: "out", .. })
     ));
     assert_eq!(out, [7.0; HEADS * DIM_V]);
@@ -395,5 +395,5 @@ fn arguments_that_do_not_fit_change_nothing() {
         assert_eq!(cache.heads()[0].attend_into(&one, query, &mut [], &mut [], &mut []), Ok(()));
         cache.append(k, v).unwrap();
     }
-    assert!(cache.heads()[0].coded() > 0);
+    assert!(cache.heads()[0].compressed() > 0);
 }

@@ -115,7 +115,7 @@ impl Tokens {
 }
 
 fn attend(cache: &LayerCache<f32>, attention: &Attention, queries: &[f32]) -> Vec<f32> {
-    let transform = cache.heads()[0].codes().transform();
+    let transform = cache.heads()[0].store().transform();
     let (dim, dim_v) = (transform.keys().dim(), transform.values().dim());
     let rows = Rows::contiguous(queries, HEADS * GROUP * dim).unwrap();
     let mut out = vec![f32::NAN; rows.rows() * HEADS * GROUP * dim_v];
@@ -146,7 +146,7 @@ proptest! {
             &transforms(dims, 8, block, small), Window { sinks: 3, recent: 8, batch: 1 }).unwrap();
         tokens.append(&mut cache, 0, n);
         prop_assert_eq!(cache.len(), n);
-        prop_assert_eq!(cache.heads()[0].coded(), (n.saturating_sub(11)) / block * block);
+        prop_assert_eq!(cache.heads()[0].compressed(), (n.saturating_sub(11)) / block * block);
         let out = attend(&cache, &attention, &queries);
         for (x, y) in out.iter().zip(tokens.exact(&attention, &queries, n)) {
             prop_assert!((f64::from(*x) - y).abs() < 0.02, "{x} {y}");

@@ -77,7 +77,7 @@ fn caches_of_both_crates_share_window_workspace_and_functions() {
     low_rank.append(tokens, tokens).unwrap();
     let (head, low_rank_head): (&HeadCache<f32>, &LowRankHeadCache<f32>) =
         (&coded.heads()[0], &low_rank.heads()[0]);
-    assert_eq!((head.coded(), low_rank_head.reduced()), (5, 5));
+    assert_eq!((head.compressed(), low_rank_head.compressed()), (5, 5));
 
     let (attention, queries) = (Attention::scaled(0.5), Rows::from(&QUERY[..]));
     let (mut workspace, mut outs) = (Workspace::default(), [vec![0.0; dim], vec![0.0; dim]]);

@@ -88,10 +88,10 @@ fn compare(
 ) -> (Vec<f64>, f32) {
     const GROUP: usize = 4;
     let head = &cache.heads()[0];
-    let (key_rank, value_rank) = (head.maps().keys().rank(), head.maps().values().rank());
+    let (key_rank, value_rank) = (head.store().maps().keys().rank(), head.store().maps().values().rank());
     let (query_map, value_map) =
         (rotation.dual_map(key_rank).unwrap(), rotation.dual_map(value_rank).unwrap());
-    let [keys, values] = head.reduced_rows();
+    let [keys, values] = head.store().rows();
     let reduced = ExactTokens::contiguous(keys, key_rank, values, value_rank).unwrap();
     let recent = &rows[rows.len() - head.recent() * DIM..];
     let queries: Vec<f32> = rows[..GROUP * DIM].iter().map(|x| x.to_f32() / 16.0).collect();

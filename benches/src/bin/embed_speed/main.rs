@@ -216,7 +216,7 @@ fn cache(rows: &[f32]) {
         cache.append(all, all).unwrap();
         let queries: Vec<f32> = rows[..group * DIM].iter().map(|x| x / 16.0).collect();
         let head = &cache.heads()[0];
-        let (key_codes, value_codes) = head.codes();
+        let (key_codes, value_codes) = (head.store().keys(), head.store().values());
         let coded = CodedTokens::new(key_codes, value_codes, books[0].values()).unwrap();
         let (sinks, recent) = (&rows[..4 * DIM], &rows[rows.len() - head.recent() * DIM..]);
         for backend in backends() {

@@ -2,12 +2,12 @@
 
 use alloc::vec::Vec;
 
-use super::head::{check_causal, check_dims, count};
-use super::{Head, Layer, Workspace};
+use super::store::{check_causal, check_dims, count};
+use super::{Layer, Store, Workspace};
 use crate::error::check_len;
 use crate::{Attention, Backend, Element, Rows, SoftmaxStats, normalize_all};
 
-impl<H: Head> Layer<H> {
+impl<S: Store<E>, E: Element> Layer<S, E> {
     /// Attention of all query heads over all tokens, for one or several query tokens.
     ///
     /// Query token i of T is at the position of the cache's token `len - T + i`, since a step appends its
@@ -28,7 +28,7 @@ impl<H: Head> Layer<H> {
         queries: Rows<'_, Q>,
         workspace: &mut Workspace,
         out: &mut [f32],
-    ) -> Result<(), H::Error> {
+    ) -> Result<(), S::Error> {
         attend_batch_into(&[self], attention, queries, workspace, out)
     }
 }
@@ -43,13 +43,13 @@ impl<H: Head> Layer<H> {
 /// dimensions. `out` is then untouched.
 /// # Examples
 /// See `LayerCache` in pq-core.
-pub fn attend_batch_into<H: Head, Q: Element>(
-    caches: &[&Layer<H>],
+pub fn attend_batch_into<S: Store<E>, E: Element, Q: Element>(
+    caches: &[&Layer<S, E>],
     attention: &Attention,
     queries: Rows<'_, Q>,
     workspace: &mut Workspace,
     out: &mut [f32],
-) -> Result<(), H::Error> {
+) -> Result<(), S::Error> {
     attend_batch_into_with(Backend::detect(), caches, attention, queries, workspace, out)
 }
 
@@ -57,14 +57,14 @@ pub fn attend_batch_into<H: Head, Q: Element>(
 ///
 /// # Errors
 /// As [`attend_batch_into`], and [`Error::BackendUnavailable`](crate::Error::BackendUnavailable).
-pub fn attend_batch_into_with<H: Head, Q: Element>(
+pub fn attend_batch_into_with<S: Store<E>, E: Element, Q: Element>(
     backend: Backend,
-    caches: &[&Layer<H>],
+    caches: &[&Layer<S, E>],
     attention: &Attention,
     queries: Rows<'_, Q>,
     workspace: &mut Workspace,
     out: &mut [f32],
-) -> Result<(), H::Error> {
+) -> Result<(), S::Error> {
     backend.check()?;
     attention.check()?;
     let Some(first) = caches.first() else {
@@ -74,7 +74,7 @@ pub fn attend_batch_into_with<H: Head, Q: Element>(
     let ([dim, dim_v], heads) = (first.heads()[0].dims(), first.heads().len());
     for cache in caches {
         check_len("heads of a cache", cache.heads().len(), heads)?;
-        check_dims(&cache.heads()[0], &first.heads()[0])?;
+        check_dims(cache.heads()[0].dims(), [dim, dim_v])?;
     }
     let query_tokens = count("query tokens", queries.rows(), caches.len())?;
     let group = count("queries", queries.components(), heads.saturating_mul(dim))?;
@@ -100,16 +100,16 @@ pub fn attend_batch_into_with<H: Head, Q: Element>(
 }
 
 /// The checked arguments of [`attend_batch_into`].
-struct Batch<'a, H, Q> {
+struct Batch<'a, S, E, Q> {
     backend: Backend,
-    caches: &'a [&'a Layer<H>], // at least one
+    caches: &'a [&'a Layer<S, E>], // at least one
     attention: &'a Attention,
     queries: Rows<'a, Q>, // (sequences * query_tokens, heads * group * dim)
     query_tokens: usize,
     group: usize,
 }
 
-impl<H: Head, Q: Element> Batch<'_, H, Q> {
+impl<S: Store<E>, E: Element, Q: Element> Batch<'_, S, E, Q> {
     /// Attends with every head of every sequence to `out` (sequences, heads, query tokens, group, dim of the
     /// values).
     fn attend(
@@ -117,7 +117,7 @@ impl<H: Head, Q: Element> Batch<'_, H, Q> {
         scratch: &mut Vec<f32>,
         stats: &mut Vec<SoftmaxStats>,
         out: &mut [f32],
-    ) -> Result<(), H::Error> {
+    ) -> Result<(), S::Error> {
         let Self { caches, query_tokens, group, .. } = *self;
         let heads = caches.iter().flat_map(|cache| cache.heads());
         let scratch_len = heads.map(|head| head.scratch_len(query_tokens, group)).max().unwrap_or(0).max(1);
@@ -154,7 +154,7 @@ impl<H: Head, Q: Element> Batch<'_, H, Q> {
         scratch: &mut [f32],
         out: &mut [f32],
         stats: &mut [SoftmaxStats],
-    ) -> Result<(), H::Error> {
+    ) -> Result<(), S::Error> {
         let Self { backend, caches, attention, queries, query_tokens, group } = *self;
         let (heads, [dim, dim_v]) = (caches[0].heads().len(), caches[0].heads()[0].dims());
         let rows = stats

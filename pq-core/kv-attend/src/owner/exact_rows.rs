@@ -16,6 +16,34 @@ pub struct ExactRows<E> {
     sides: [Side<E>; 2], // keys, values; as many rows
 }
 
+/// The tokens that an append moves out of the window.
+#[derive(Clone, Copy, Debug)]
+pub struct EvictedRows<'a, E> {
+    first: usize,
+    sides: [[Rows<'a, E>; 2]; 2], // keys, values: rows of the window, then new ones that skip it
+}
+
+impl<'a, E> EvictedRows<'a, E> {
+    /// The position of the first token.
+    #[must_use]
+    pub const fn first(&self) -> usize {
+        self.first
+    }
+
+    /// Number of tokens.
+    #[must_use]
+    pub fn tokens(&self) -> usize {
+        self.sides[0].iter().map(Rows::rows).sum()
+    }
+
+    /// The keys and the values: of each the rows that were in the window, then the new rows that skip it,
+    /// maybe none.
+    #[must_use]
+    pub const fn sides(&self) -> &[[Rows<'a, E>; 2]; 2] {
+        &self.sides
+    }
+}
+
 /// The exact rows of the keys, or of the values.
 #[derive(Clone, Debug)]
 struct Side<E> {
@@ -56,27 +84,29 @@ impl<E: Element> ExactRows<E> {
         self.sides.iter().map(|side| size_of_val(&side.sinks[..]) + size_of_val(side.recent())).sum()
     }
 
-    /// Appends tokens, given that the owner holds `between` tokens, and passes the evicted ones to `evict` in
-    /// order, with 0 for keys and 1 for values: first all keys, then all values, in two calls each. Returns
-    /// the number of evicted tokens.
+    /// Appends tokens, given that the owner holds `between` tokens, and passes those that leave the window to
+    /// `evict`, whose result it returns.
     ///
     /// # Errors
-    /// [`Error::Length`] if rows do not fit; nothing is then changed. Also the errors of `evict`.
-    pub fn append<T: From<Error>>(
+    /// [`Error::Length`] if rows do not fit, and the errors of `evict`; nothing is then changed.
+    pub fn append<R, T: From<Error>>(
         &mut self,
         between: usize,
         [keys, values]: [Rows<'_, E>; 2],
-        mut evict: impl FnMut(usize, Rows<'_, E>) -> Result<(), T>,
-    ) -> Result<usize, T> {
+        evict: impl FnOnce(EvictedRows<'_, E>) -> Result<R, T>,
+    ) -> Result<R, T> {
         check_len("values", values.rows(), keys.rows())?;
         check_len("row of keys", keys.components(), self.sides[0].dim)?;
         check_len("row of values", values.components(), self.sides[1].dim)?;
         let (sinks, recent) = (self.sinks(), self.recent());
         let moves = Moves::new(&self.window, sinks + between + recent, recent, keys.rows());
-        for (i, (side, new)) in self.sides.iter_mut().zip([keys, values]).enumerate() {
-            side.push(new, &moves, |rows| evict(i, rows))?;
+        let [of_keys, of_values] = &self.sides;
+        let sides = [of_keys.evicted(keys, &moves)?, of_values.evicted(values, &moves)?];
+        let report = evict(EvictedRows { first: sinks + moves.to_sinks + between, sides })?;
+        for (side, new) in self.sides.iter_mut().zip([keys, values]) {
+            side.push(new, &moves)?;
         }
-        Ok(moves.leaving + moves.passing.len())
+        Ok(report)
     }
 
     /// Keeps the first `len` tokens. Returns how many of the owner's `between` remain.
@@ -104,37 +134,34 @@ impl<E: Element> ExactRows<E> {
         Ok([sinks.first_query(first_query), recent.starting_at(start).first_query(first_query)])
     }
 
-    /// Writes the token counts, then the rows of the keys, then those of the values. After each side
-    /// `compressed` writes the owner's tokens, given 0 for keys and 1 for values.
-    pub fn write(&self, writer: &mut Writer, between: usize, mut compressed: impl FnMut(&mut Writer, usize)) {
+    /// Writes the token counts, `between` being those of the owner, then the rows of the keys, then those of
+    /// the values.
+    pub fn write(&self, writer: &mut Writer, between: usize) {
         [self.sinks(), between, self.recent()].into_iter().for_each(|n| writer.usize(n));
-        for (i, side) in self.sides.iter().enumerate() {
+        for side in &self.sides {
             writer.elements(side.sinks.iter().chain(side.recent()).copied());
-            compressed(writer, i);
         }
     }
 
-    /// Reads what [`write`](Self::write) wrote. `compressed` reads the owner's tokens, given 0 for keys and 1
-    /// for values, and the number of tokens.
+    /// Reads what [`write`](Self::write) wrote, for an owner of `between` tokens.
     ///
     /// # Errors
     /// [`Error::BadField`] for numbers of tokens that the window cannot hold, [`Error::TooLarge`],
-    /// [`Error::Truncated`]; the errors of `compressed`.
-    pub fn read<T: From<Error>>(
+    /// [`Error::Truncated`].
+    pub fn read(
         reader: &mut Reader<'_>,
         dims: [usize; 2],
         window: Window,
-        mut compressed: impl FnMut(&mut Reader<'_>, usize, usize) -> Result<(), T>,
-    ) -> Result<Self, T> {
+        between: usize,
+    ) -> Result<Self, Error> {
         let mut exact = Self::new(dims, window);
-        let [sinks, between, recent] = [reader.usize()?, reader.usize()?, reader.usize()?];
-        if !window.can_hold(sinks, between, recent) {
-            return Err(Error::BadField { what: "number of tokens" }.into());
+        let [sinks, stored, recent] = [reader.usize()?, reader.usize()?, reader.usize()?];
+        if stored != between || !window.can_hold(sinks, between, recent) {
+            return Err(Error::BadField { what: "number of tokens" });
         }
-        for (i, side) in exact.sides.iter_mut().enumerate() {
+        for side in &mut exact.sides {
             let mut rows = |n: usize| reader.elements(n.checked_mul(side.dim).ok_or(Error::TooLarge)?);
             (side.sinks, side.recent) = (rows(sinks)?, rows(recent)?);
-            compressed(reader, i, between)?;
         }
         Ok(exact)
     }
@@ -150,17 +177,16 @@ impl<E: Element> Side<E> {
         &self.recent[self.start..]
     }
 
-    /// Appends `new` rows and passes the evicted ones to `evict`, in order.
-    fn push<T: From<Error>>(
-        &mut self,
-        new: Rows<'_, E>,
-        moves: &Moves,
-        mut evict: impl FnMut(Rows<'_, E>) -> Result<(), T>,
-    ) -> Result<(), T> {
+    /// The rows that leave the window when `new` ones are appended.
+    fn evicted<'a>(&'a self, new: Rows<'a, E>, moves: &Moves) -> Result<[Rows<'a, E>; 2], Error> {
+        let leaving = Rows::contiguous(&self.recent()[..moves.leaving * self.dim], self.dim)?;
+        Ok([leaving, new.slice(moves.passing.clone())?])
+    }
+
+    /// Appends `new` rows and drops the evicted ones.
+    fn push(&mut self, new: Rows<'_, E>, moves: &Moves) -> Result<(), Error> {
         self.sinks.extend(new.slice(0..moves.to_sinks)?.iter().flatten());
-        evict(Rows::contiguous(&self.recent()[..moves.leaving * self.dim], self.dim)?)?;
         self.forget(moves.leaving);
-        evict(new.slice(moves.passing.clone())?)?;
         self.recent.extend(new.slice(moves.to_recent.clone())?.iter().flatten());
         Ok(())
     }

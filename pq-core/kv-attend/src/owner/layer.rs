@@ -3,34 +3,34 @@
 use alloc::sync::Arc;
 use alloc::vec::Vec;
 
-use super::head::{check_dims, count};
-use super::{Head, Reader, Writer};
+use super::store::{check_dims, count};
+use super::{Reader, Store, Windowed, Writer};
 use crate::error::check_len;
-use crate::{Backend, Error, Rows, Window};
+use crate::{Backend, Element, Error, Rows, Window};
 
 /// The keys and values of all heads of a layer of one sequence.
 ///
 /// With feature `rayon`, appends and attention divide the heads among the threads; results do not depend on
 /// their number.
 #[derive(Clone, Debug)]
-pub struct Layer<H> {
-    heads: Vec<H>, // at least one; all have the same window, dimensions and number of tokens
+pub struct Layer<S, E> {
+    heads: Vec<Windowed<S, E>>, // at least one; all have the same window, dimensions and number of tokens
     window: Window,
 }
 
-impl<H: Head> Layer<H> {
+impl<S: Store<E>, E: Element> Layer<S, E> {
     /// Creates an empty cache with a head for each element of `shared`.
     ///
     /// # Errors
     /// [`Error::Zero`] for no head, [`Error::Length`] when the heads differ in their dimensions.
-    pub fn new(shared: &[Arc<H::Shared>], window: Window) -> Result<Self, H::Error> {
-        Self::from_heads(shared.iter().map(|shared| H::new(shared.clone(), window)).collect(), window)
+    pub fn new(shared: &[Arc<S::Shared>], window: Window) -> Result<Self, S::Error> {
+        Self::from_heads(shared.iter().map(|shared| Windowed::new(shared.clone(), window)).collect(), window)
     }
 
-    fn from_heads(heads: Vec<H>, window: Window) -> Result<Self, H::Error> {
+    fn from_heads(heads: Vec<Windowed<S, E>>, window: Window) -> Result<Self, S::Error> {
         let first = heads.first().ok_or(Error::Zero { what: "number of heads" })?;
         for head in &heads {
-            check_dims(head, first)?;
+            check_dims(head.dims(), first.dims())?;
             check_len("tokens of a head", head.len(), first.len())?;
         }
         Ok(Self { heads, window })
@@ -38,7 +38,7 @@ impl<H: Head> Layer<H> {
 
     /// The caches of the heads.
     #[must_use]
-    pub fn heads(&self) -> &[H] {
+    pub fn heads(&self) -> &[Windowed<S, E>] {
         &self.heads
     }
 
@@ -57,7 +57,7 @@ impl<H: Head> Layer<H> {
     /// Bytes of all tokens of all heads, without the shared state.
     #[must_use]
     pub fn size(&self) -> usize {
-        self.heads.iter().map(H::size).sum()
+        self.heads.iter().map(Windowed::size).sum()
     }
 
     /// Appends tokens to all heads. Returns the report on the tokens that left the window.
@@ -69,11 +69,7 @@ impl<H: Head> Layer<H> {
     /// [`Error::Length`]; the cache is then unchanged.
     /// # Cost
     /// That of the append of each head.
-    pub fn append(
-        &mut self,
-        keys: Rows<'_, H::Element>,
-        values: Rows<'_, H::Element>,
-    ) -> Result<H::Evicted, H::Error> {
+    pub fn append(&mut self, keys: Rows<'_, E>, values: Rows<'_, E>) -> Result<S::Report, S::Error> {
         self.append_with(Backend::detect(), keys, values)
     }
 
@@ -84,9 +80,9 @@ impl<H: Head> Layer<H> {
     pub fn append_with(
         &mut self,
         backend: Backend,
-        keys: Rows<'_, H::Element>,
-        values: Rows<'_, H::Element>,
-    ) -> Result<H::Evicted, H::Error> {
+        keys: Rows<'_, E>,
+        values: Rows<'_, E>,
+    ) -> Result<S::Report, S::Error> {
         let [dim, dim_v] = self.heads[0].dims();
         check_len("row of keys", keys.components(), self.heads.len() * dim)?;
         check_len("row of values", values.components(), self.heads.len() * dim_v)?;
@@ -100,11 +96,7 @@ impl<H: Head> Layer<H> {
     /// `keys` (heads * n, dim), `values` (heads * n, dim of the values).
     /// # Errors
     /// [`Error::PartialRow`] or [`Error::Length`]; the cache is then unchanged.
-    pub fn append_heads(
-        &mut self,
-        keys: Rows<'_, H::Element>,
-        values: Rows<'_, H::Element>,
-    ) -> Result<H::Evicted, H::Error> {
+    pub fn append_heads(&mut self, keys: Rows<'_, E>, values: Rows<'_, E>) -> Result<S::Report, S::Error> {
         let [dim, dim_v] = self.heads[0].dims();
         let n = count("keys", keys.rows(), self.heads.len())?;
         check_len("values", values.rows(), keys.rows())?;
@@ -118,9 +110,9 @@ impl<H: Head> Layer<H> {
     fn append_each<'a>(
         &mut self,
         backend: Backend,
-        rows: impl Fn(usize) -> Result<(Rows<'a, H::Element>, Rows<'a, H::Element>), Error> + Sync,
-    ) -> Result<H::Evicted, H::Error> {
-        let append = |(h, head): (usize, &mut H)| {
+        rows: impl Fn(usize) -> Result<(Rows<'a, E>, Rows<'a, E>), Error> + Sync,
+    ) -> Result<S::Report, S::Error> {
+        let append = |(h, head): (usize, &mut Windowed<S, E>)| {
             let (keys, values) = rows(h)?;
             head.append_with(backend, keys, values)
         };
@@ -147,37 +139,37 @@ impl<H: Head> Layer<H> {
         self.saved().finish()
     }
 
-    /// [`to_bytes`](Self::to_bytes) with a checksum, which [`from_bytes`](Self::from_bytes) compares: without it
-    /// most single wrong bits are read as other values.
+    /// [`to_bytes`](Self::to_bytes) with a checksum, which [`from_bytes`](Self::from_bytes) compares: without
+    /// it most single wrong bits are read as other values.
     #[must_use]
     pub fn to_bytes_checked(&self) -> Vec<u8> {
         self.saved().finish_checked()
     }
 
     fn saved(&self) -> Writer {
-        let mut writer = Writer::new(H::MAGIC, H::VERSION);
-        writer.tag::<H::Element>();
+        let mut writer = Writer::new(S::MAGIC, S::VERSION);
+        writer.tag::<E>();
         writer.window(self.window);
         writer.usize(self.heads.len());
         self.heads.iter().for_each(|head| head.write(&mut writer));
         writer
     }
 
-    /// Reads what [`to_bytes`](Self::to_bytes) or [`to_bytes_checked`](Self::to_bytes_checked) wrote; `shared`
-    /// must be the codebooks or maps of the saved cache.
+    /// Reads what [`to_bytes`](Self::to_bytes) or [`to_bytes_checked`](Self::to_bytes_checked) wrote;
+    /// `shared` must be the codebooks or maps of the saved cache.
     ///
     /// # Errors
     /// [`Error::BadMagic`], [`Error::Version`], [`Error::Truncated`], [`Error::TrailingBytes`],
     /// [`Error::BadChecksum`];
     /// [`Error::BadField`] for another element type, other codebooks or maps, or numbers of tokens that a
     /// window cannot hold; [`Error::Length`] for another number of heads, or heads that differ in length.
-    pub fn from_bytes(bytes: &[u8], shared: &[Arc<H::Shared>]) -> Result<Self, H::Error> {
-        let mut reader = Reader::new(H::NAME, H::MAGIC, H::VERSION, bytes)?;
-        reader.tag::<H::Element>()?;
+    pub fn from_bytes(bytes: &[u8], shared: &[Arc<S::Shared>]) -> Result<Self, S::Error> {
+        let mut reader = Reader::new(S::NAME, S::MAGIC, S::VERSION, bytes)?;
+        reader.tag::<E>()?;
         let window = reader.window()?;
         check_len("heads", reader.usize()?, shared.len())?;
-        let heads = shared.iter().map(|shared| H::read(&mut reader, shared, window));
-        let heads = heads.collect::<Result<_, _>>()?;
+        let heads = shared.iter().map(|shared| Windowed::read(&mut reader, shared, window));
+        let heads = heads.collect::<Result<_, S::Error>>()?;
         reader.finish()?;
         Self::from_heads(heads, window)
     }
