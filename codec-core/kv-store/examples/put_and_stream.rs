@@ -3,7 +3,7 @@
 
 use codec_core::{FitOptions, LayerRows, ModelInfo, Place, PlaneBuf, Plans, Profile, StreamPolicy};
 use kv_store::{Grid, KvStore, Options, Space, StoreLink, encode_chunk};
-use kv_stream::{ChunkFrame, ChunkId, Payload, PrefillTime, RealClock, Speeds, serve_into};
+use kv_stream::{ChunkFrame, Payload, PrefillTime, RealClock, RequestChunk, Speeds, serve_into};
 
 const MODEL: ModelInfo = ModelInfo { model_id: 7, layers: 4, heads: 2, head_dim: 64, keys_rotated: true };
 const PLACE: Place<'_> = Place::nhd(MODEL.heads, MODEL.head_dim);
@@ -39,7 +39,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     }
     let prompt = [&context[..2_100], &[1, 2, 3]].concat();
     let found = store.find(&space, &prompt)?;
-    let take = |chunk: ChunkId, payload| {
+    let take = |chunk: RequestChunk, payload| {
         let tokens = found[chunk.index].key().tokens.clone();
         let Payload::Level(level, bytes) = payload else { return prefill(&mut cache, &prompt, tokens) };
         let frame = ChunkFrame::parse(&profile, &bytes, &tokens, level)?;

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use futures_util::FutureExt;
-use kv_stream::{ChunkCost, ChunkId, Clock, Link, RealClock, Speeds};
+use kv_stream::{ChunkCost, Clock, Link, RealClock, RequestChunk, Speeds};
 use tokio::task::AbortHandle;
 use tracing::info;
 
@@ -63,7 +63,7 @@ impl Link for StoreLink<'_> {
         self.clock.now()
     }
 
-    fn start(&mut self, chunk: ChunkId, level: usize) -> kv_stream::Result<()> {
+    fn start(&mut self, chunk: RequestChunk, level: usize) -> kv_stream::Result<()> {
         let stored = self.chunks.get(chunk.index);
         let Some((stored, total)) = stored.and_then(|stored| Some((stored, stored.sizes().nth(level)?)))
         else {

@@ -9,8 +9,8 @@ use std::thread;
 use bytes::Bytes;
 
 use crate::{
-    ChunkCost, ChunkId, Clock, Computed, Error, Link, Options, Payload, RealClock, Receiver, Result, Trace,
-    serve,
+    ChunkCost, Clock, Computed, Error, Link, Options, Payload, RealClock, Receiver, RequestChunk, Result,
+    Trace, serve,
 };
 
 /// Maximum chunks queued for decoding. Beyond that the link waits.
@@ -30,7 +30,7 @@ pub trait Caches {
     ///
     /// # Errors
     /// If the caches can accept no more.
-    fn arriving(&mut self, _chunk: ChunkId, _level: usize, _start: Bytes) -> Result<()> {
+    fn arriving(&mut self, _chunk: RequestChunk, _level: usize, _start: Bytes) -> Result<()> {
         Ok(())
     }
 
@@ -38,7 +38,7 @@ pub trait Caches {
     ///
     /// # Errors
     /// If the caches can accept no more, which ends the stream.
-    fn begin(&mut self, chunk: ChunkId, payload: Payload) -> Result<()>;
+    fn begin(&mut self, chunk: RequestChunk, payload: Payload) -> Result<()>;
 
     /// Waits until the oldest chunk that has begun is in its cache. Returns the reason if its bytes could not
     /// be decoded and it was recomputed.
@@ -51,8 +51,8 @@ pub trait Caches {
 }
 
 /// A function that holds a chunk when it returns.
-impl<F: FnMut(ChunkId, Payload) -> Result<()>> Caches for F {
-    fn begin(&mut self, chunk: ChunkId, payload: Payload) -> Result<()> {
+impl<F: FnMut(RequestChunk, Payload) -> Result<()>> Caches for F {
+    fn begin(&mut self, chunk: RequestChunk, payload: Payload) -> Result<()> {
         self(chunk, payload)
     }
 }
@@ -70,8 +70,8 @@ struct CacheReceiver<'a> {
 
 /// A job of the thread.
 enum Job {
-    Begin(ChunkId, Payload),
-    Arriving(ChunkId, usize, Bytes),
+    Begin(RequestChunk, Payload),
+    Arriving(RequestChunk, usize, Bytes),
 }
 
 /// The expected seconds of a chunk.
@@ -134,7 +134,7 @@ struct Worker<'a> {
 
 /// A chunk that has begun.
 struct Begun {
-    chunk: ChunkId,
+    chunk: RequestChunk,
     start: f64,
     is_text: bool,
     damaged: Option<String>, // in transfer
@@ -210,7 +210,7 @@ pub fn serve_into<C: Caches>(
 }
 
 impl Receiver for CacheReceiver<'_> {
-    fn submit(&mut self, _: f64, chunk: ChunkId, payload: Payload) -> Result<()> {
+    fn submit(&mut self, _: f64, chunk: RequestChunk, payload: Payload) -> Result<()> {
         let cost = &self.costs[chunk.request][chunk.index];
         let is_text = !payload.is_level();
         self.waiting
@@ -226,7 +226,7 @@ impl Receiver for CacheReceiver<'_> {
         self.takes_arriving
     }
 
-    fn arriving(&mut self, chunk: ChunkId, level: usize, start: Bytes) -> Result<()> {
+    fn arriving(&mut self, chunk: RequestChunk, level: usize, start: Bytes) -> Result<()> {
         match self.jobs.try_send(Job::Arriving(chunk, level, start)) {
             // More bytes will be offered next time, or the whole chunk.
             Ok(()) | Err(TrySendError::Full(_)) => Ok(()),
@@ -266,11 +266,11 @@ mod tests {
     struct Chunks;
 
     impl Source for Chunks {
-        fn bytes(&self, _: ChunkId, _: usize) -> Result<u64> {
+        fn bytes(&self, _: RequestChunk, _: usize) -> Result<u64> {
             Ok(1000)
         }
 
-        fn read(&self, _: ChunkId, _: usize) -> Result<Bytes> {
+        fn read(&self, _: RequestChunk, _: usize) -> Result<Bytes> {
             Ok(vec![0; 1000].into())
         }
     }
@@ -287,7 +287,7 @@ mod tests {
     impl Caches for &mut Ahead {
         const AHEAD: usize = 2;
 
-        fn begin(&mut self, chunk: ChunkId, _: Payload) -> Result<()> {
+        fn begin(&mut self, chunk: RequestChunk, _: Payload) -> Result<()> {
             assert_eq!(chunk.index, self.begun);
             if self.begin_fails == Some(chunk.index) {
                 return Err(Error::Caches("begin".into()));
@@ -348,13 +348,13 @@ mod tests {
         const AHEAD: usize = 0;
         const TAKES_ARRIVING: bool = true;
 
-        fn arriving(&mut self, chunk: ChunkId, _: usize, start: Bytes) -> Result<()> {
+        fn arriving(&mut self, chunk: RequestChunk, _: usize, start: Bytes) -> Result<()> {
             self.0.resize(chunk.index + 1, vec![]);
             self.0[chunk.index].push(start.len());
             Ok(())
         }
 
-        fn begin(&mut self, chunk: ChunkId, payload: Payload) -> Result<()> {
+        fn begin(&mut self, chunk: RequestChunk, payload: Payload) -> Result<()> {
             assert!(matches!(payload, Payload::Level(0, bytes) if bytes.len() == 1000));
             assert_eq!(chunk.index + 1, self.0.len());
             Ok(())

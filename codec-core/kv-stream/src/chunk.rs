@@ -4,7 +4,7 @@ use bytes::Bytes;
 
 /// A chunk of a request's context.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ChunkId {
+pub struct RequestChunk {
     /// The request, in the order of the arguments of [`serve`](crate::serve).
     pub request: usize,
     /// The chunk's index in the context.

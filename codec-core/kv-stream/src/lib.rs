@@ -21,7 +21,7 @@ mod waiting;
 pub use bandwidth::{Bandwidth, GBPS};
 pub use bytes::Bytes;
 pub use caches::{Caches, serve_into};
-pub use chunk::{ChunkCost, ChunkId, Payload};
+pub use chunk::{ChunkCost, Payload, RequestChunk};
 pub use clock::{Clock, RealClock, SimulatedClock};
 pub use error::{BoxError, Error, Result};
 pub use frame::{ChunkFrame, LayerKv, check_tokens, encode_frames};

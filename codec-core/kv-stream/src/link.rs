@@ -2,7 +2,7 @@
 
 use bytes::Bytes;
 
-use crate::{ChunkId, Result};
+use crate::{RequestChunk, Result};
 
 /// The transport of chunks: one transfer at a time.
 pub trait Link {
@@ -13,7 +13,7 @@ pub trait Link {
     ///
     /// # Errors
     /// Any error of the link.
-    fn start(&mut self, chunk: ChunkId, level: usize) -> Result<()>;
+    fn start(&mut self, chunk: RequestChunk, level: usize) -> Result<()>;
 
     /// Waits until the transfer has ended or the clock reaches `until`; returns the bytes received so far.
     ///

@@ -2,7 +2,7 @@
 
 use bytes::Bytes;
 
-use crate::{ChunkId, Payload, Result};
+use crate::{Payload, RequestChunk, Result};
 
 /// Turns arrived chunks into keys and values, in the order in which it gets them, while the link works.
 pub trait Receiver {
@@ -11,7 +11,7 @@ pub trait Receiver {
     /// # Errors
     /// If the receiver can accept no more chunks. A chunk that cannot be decoded is recomputed, and
     /// [`Computed`] says so.
-    fn submit(&mut self, now: f64, chunk: ChunkId, payload: Payload) -> Result<()>;
+    fn submit(&mut self, now: f64, chunk: RequestChunk, payload: Payload) -> Result<()>;
 
     /// Whether it decodes chunks while they are in flight.
     fn takes_arriving(&self) -> bool {
@@ -23,7 +23,7 @@ pub trait Receiver {
     ///
     /// # Errors
     /// If the receiver can accept no more chunks.
-    fn arriving(&mut self, _chunk: ChunkId, _level: usize, _start: Bytes) -> Result<()> {
+    fn arriving(&mut self, _chunk: RequestChunk, _level: usize, _start: Bytes) -> Result<()> {
         Ok(())
     }
 
@@ -47,7 +47,7 @@ pub trait Receiver {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Computed {
     /// The chunk.
-    pub chunk: ChunkId,
+    pub chunk: RequestChunk,
     /// Start of its decoding or recomputation.
     pub start: f64,
     /// End of its decoding or recomputation.

@@ -5,7 +5,7 @@ use codec_core::{Decision, Encoding, Progress, StreamPolicy};
 use crate::meter::Meter;
 use crate::waiting::{Mean, Waiting};
 use crate::{
-    Choice, ChunkCost, ChunkId, Error, Event, Link, MOST_SECONDS, Options, Outcome, Payload, Receiver,
+    Choice, ChunkCost, Error, Event, Link, MOST_SECONDS, Options, Outcome, Payload, Receiver, RequestChunk,
     Result, Trace,
 };
 
@@ -121,7 +121,7 @@ impl Stream<'_> {
                 again => again,
             };
             let Some((request, decision)) = next else { return Ok(()) };
-            let id = ChunkId { request: first + request, index: waiting.next[request] };
+            let id = RequestChunk { request: first + request, index: waiting.next[request] };
             let now = self.link.now();
             let mut event = Event::new(id, waiting.chunk(request), &decision, now - self.arrival);
             let Encoding::Level(level) = decision.encoding else {
@@ -196,7 +196,7 @@ impl Stream<'_> {
     /// comes first.
     fn transfer(
         &mut self,
-        id: ChunkId,
+        id: RequestChunk,
         level: usize,
         chunks: &[Mean],
         event: &mut Event,
@@ -254,7 +254,7 @@ impl Stream<'_> {
 
     /// Waits until a transfer of `total` bytes has ended or the clock reaches `until`, and offers the arrived
     /// bytes to the receiver; returns the bytes received so far.
-    fn wait(&mut self, id: ChunkId, level: usize, total: u64, until: f64) -> Result<u64> {
+    fn wait(&mut self, id: RequestChunk, level: usize, total: u64, until: f64) -> Result<u64> {
         while self.receiver.takes_arriving()
             && let Some(start) = self.link.arrived()?
         {
@@ -285,11 +285,11 @@ mod tests {
     struct Ones;
 
     impl Source for Ones {
-        fn bytes(&self, _: ChunkId, _: usize) -> Result<u64> {
+        fn bytes(&self, _: RequestChunk, _: usize) -> Result<u64> {
             Ok(1)
         }
 
-        fn read(&self, _: ChunkId, _: usize) -> Result<Bytes> {
+        fn read(&self, _: RequestChunk, _: usize) -> Result<Bytes> {
             Ok(vec![1].into())
         }
     }
@@ -298,7 +298,7 @@ mod tests {
     struct Paced(Option<f64>, Vec<Payload>);
 
     impl Receiver for Paced {
-        fn submit(&mut self, _: f64, _: ChunkId, payload: Payload) -> Result<()> {
+        fn submit(&mut self, _: f64, _: RequestChunk, payload: Payload) -> Result<()> {
             self.1.push(payload);
             Ok(())
         }

@@ -2,7 +2,7 @@
 
 use bytes::Bytes;
 
-use crate::{Bandwidth, ChunkId, Clock, Error, Link, Result};
+use crate::{Bandwidth, Clock, Error, Link, RequestChunk, Result};
 
 /// The source of a shaped link's chunks.
 pub trait Source {
@@ -10,13 +10,13 @@ pub trait Source {
     ///
     /// # Errors
     /// For a chunk or a level that does not exist.
-    fn bytes(&self, chunk: ChunkId, level: usize) -> Result<u64>;
+    fn bytes(&self, chunk: RequestChunk, level: usize) -> Result<u64>;
 
     /// The chunk itself; empty if only time is simulated.
     ///
     /// # Errors
     /// As [`Self::bytes`].
-    fn read(&self, chunk: ChunkId, level: usize) -> Result<Bytes>;
+    fn read(&self, chunk: RequestChunk, level: usize) -> Result<Bytes>;
 }
 
 /// A link over which the bytes of a source arrive at a given bandwidth.
@@ -29,7 +29,7 @@ pub struct ShapedLink<C, S> {
 }
 
 struct Running {
-    chunk: ChunkId,
+    chunk: RequestChunk,
     level: usize,
     total: f64,    // bytes
     received: f64, // bytes by `at`
@@ -51,7 +51,7 @@ impl<C: Clock, S: Source> Link for ShapedLink<C, S> {
         self.clock.now()
     }
 
-    fn start(&mut self, chunk: ChunkId, level: usize) -> Result<()> {
+    fn start(&mut self, chunk: RequestChunk, level: usize) -> Result<()> {
         let total = self.source.bytes(chunk, level)? as f64;
         let at = self.clock.now() + self.latency;
         self.transfer = Some(Running { chunk, level, total, received: 0.0, at });
@@ -111,16 +111,16 @@ mod tests {
     struct Sevens(u64);
 
     impl Source for Sevens {
-        fn bytes(&self, _: ChunkId, _: usize) -> Result<u64> {
+        fn bytes(&self, _: RequestChunk, _: usize) -> Result<u64> {
             Ok(self.0)
         }
 
-        fn read(&self, _: ChunkId, _: usize) -> Result<Bytes> {
+        fn read(&self, _: RequestChunk, _: usize) -> Result<Bytes> {
             Ok(vec![7; self.0 as usize].into())
         }
     }
 
-    const CHUNK: ChunkId = ChunkId { request: 0, index: 0 };
+    const CHUNK: RequestChunk = RequestChunk { request: 0, index: 0 };
 
     #[test]
     fn bytes_arrive_at_the_rate_of_the_moment() {

@@ -3,8 +3,8 @@
 use bytes::Bytes;
 
 use crate::{
-    Bandwidth, ChunkCost, ChunkId, Clock, Computed, Error, MOST_CHUNKS, Options, Payload, Receiver, Result,
-    ShapedLink, SimulatedClock, Source, Speeds, Trace, serve,
+    Bandwidth, ChunkCost, Clock, Computed, Error, MOST_CHUNKS, Options, Payload, Receiver, RequestChunk,
+    Result, ShapedLink, SimulatedClock, Source, Speeds, Trace, serve,
 };
 
 /// The sizes of a model and its codec, and the speeds of a machine.
@@ -62,11 +62,11 @@ pub fn simulate(
 struct Sizes<'a>(&'a [Vec<ChunkCost>]);
 
 impl Source for Sizes<'_> {
-    fn bytes(&self, chunk: ChunkId, level: usize) -> Result<u64> {
+    fn bytes(&self, chunk: RequestChunk, level: usize) -> Result<u64> {
         Ok(self.0[chunk.request][chunk.index].levels[level])
     }
 
-    fn read(&self, _: ChunkId, _: usize) -> Result<Bytes> {
+    fn read(&self, _: RequestChunk, _: usize) -> Result<Bytes> {
         Ok(Bytes::new())
     }
 }
@@ -80,7 +80,7 @@ struct SimulatedReceiver<'a> {
 }
 
 impl Receiver for SimulatedReceiver<'_> {
-    fn submit(&mut self, now: f64, chunk: ChunkId, payload: Payload) -> Result<()> {
+    fn submit(&mut self, now: f64, chunk: RequestChunk, payload: Payload) -> Result<()> {
         let cost = &self.requests[chunk.request][chunk.index];
         let start = self.free.max(now);
         self.free = start + if payload.is_level() { cost.decode } else { cost.recompute };

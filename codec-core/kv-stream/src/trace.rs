@@ -2,7 +2,7 @@
 
 use codec_core::{Decision, Encoding, Reason, Throughput};
 
-use crate::{ChunkCost, ChunkId, Computed};
+use crate::{ChunkCost, Computed, RequestChunk};
 
 /// A stream from the requests to their full caches. Times are seconds since the requests.
 #[derive(Clone, Debug)]
@@ -122,7 +122,7 @@ pub struct Event {
 }
 
 impl Event {
-    pub(super) fn new(id: ChunkId, cost: &ChunkCost, decision: &Decision, now: f64) -> Self {
+    pub(super) fn new(id: RequestChunk, cost: &ChunkCost, decision: &Decision, now: f64) -> Self {
         let (encoding, outcome, level) = match decision.encoding {
             Encoding::Text => ("text".into(), Outcome::Recomputed, None),
             Encoding::Level(level) => (format!("level {level}"), Outcome::Loaded, Some(level)),
@@ -157,7 +157,7 @@ impl Event {
     }
 
     /// Whether it is the source of this chunk's keys and values, which are not computed yet.
-    pub(super) fn is_of(&self, chunk: ChunkId) -> bool {
+    pub(super) fn is_of(&self, chunk: RequestChunk) -> bool {
         let led = matches!(self.outcome, Outcome::Loaded | Outcome::Recomputed) && self.computed_at.is_none();
         led && (self.request, self.chunk) == (chunk.request, chunk.index)
     }

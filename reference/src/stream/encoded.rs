@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use codec_core::Place;
-use kv_stream::{Bytes, ChunkCost, ChunkId, LayerKv, PrefillTime, Source, Speeds, encode_frames};
+use kv_stream::{Bytes, ChunkCost, LayerKv, PrefillTime, RequestChunk, Source, Speeds, encode_frames};
 
 use super::target::{Context, decode};
 use crate::cache::KvCache;
@@ -214,11 +214,11 @@ impl EncodedContext {
 pub struct Memory(pub Vec<Arc<EncodedContext>>);
 
 impl Source for Memory {
-    fn bytes(&self, chunk: ChunkId, level: usize) -> kv_stream::Result<u64> {
+    fn bytes(&self, chunk: RequestChunk, level: usize) -> kv_stream::Result<u64> {
         Ok(self.0[chunk.request].frame(chunk.index, level)?.len() as u64)
     }
 
-    fn read(&self, chunk: ChunkId, level: usize) -> kv_stream::Result<Bytes> {
+    fn read(&self, chunk: RequestChunk, level: usize) -> kv_stream::Result<Bytes> {
         Ok(self.0[chunk.request].frame(chunk.index, level)?.clone())
     }
 }

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use codec_core::Profile;
-use kv_stream::{Caches, ChunkFrame, ChunkId, LayerKv, Payload};
+use kv_stream::{Caches, ChunkFrame, LayerKv, Payload, RequestChunk};
 use rayon::prelude::*;
 
 use crate::cache::KvCache;
@@ -50,7 +50,7 @@ struct Added<'a> {
 impl Caches for Added<'_> {
     const AHEAD: usize = 0;
 
-    fn begin(&mut self, chunk: ChunkId, payload: Payload) -> kv_stream::Result<()> {
+    fn begin(&mut self, chunk: RequestChunk, payload: Payload) -> kv_stream::Result<()> {
         self.damaged = self.target.add(chunk, payload)?;
         Ok(())
     }
@@ -73,7 +73,7 @@ impl<'a> Target<'a> {
     }
 
     /// Appends a chunk to its cache. Returns the reason if bytes could not be decoded and it was recomputed.
-    fn add(&mut self, id: ChunkId, payload: Payload) -> Result<Option<String>> {
+    fn add(&mut self, id: RequestChunk, payload: Payload) -> Result<Option<String>> {
         let context = &self.contexts[id.request];
         let (range, coded) = (context.chunks[id.index].clone(), context.coded(id.index));
         let cache = &mut *self.caches[id.request];

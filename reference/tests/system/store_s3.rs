@@ -15,7 +15,7 @@ use kv_reference::stream::prompt::{FillOptions, Filled, PromptStore};
 use kv_reference::stream::target::{Context, Target};
 use kv_store::object_store::path::Path;
 use kv_store::{AsyncStore, Check, Grid, KvStore, Options, Space, StoreLink};
-use kv_stream::{Bytes, Choice, ChunkId, Link, Outcome, RealClock, Speeds, serve_into};
+use kv_stream::{Bytes, Choice, Link, Outcome, RealClock, RequestChunk, Speeds, serve_into};
 
 use crate::support::kv::run;
 use crate::support::s3::{bucket_is_missing, s3};
@@ -128,7 +128,7 @@ impl Link for Dying<'_> {
         self.inner.now()
     }
 
-    fn start(&mut self, chunk: ChunkId, level: usize) -> kv_stream::Result<()> {
+    fn start(&mut self, chunk: RequestChunk, level: usize) -> kv_stream::Result<()> {
         self.transfers += 1;
         if self.transfers == 3
             && let Some(server) = self.server.take()

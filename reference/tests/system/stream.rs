@@ -16,8 +16,8 @@ use kv_reference::model::{Model, Rope};
 use kv_reference::stream::encoded::{EncodedContext, Memory, levels};
 use kv_reference::stream::target::Target;
 use kv_stream::{
-    Bandwidth, Bytes, Choice, ChunkId, Error, GBPS, Link, Options, Outcome, RealClock, ShapedLink, Trace,
-    serve_into,
+    Bandwidth, Bytes, Choice, Error, GBPS, Link, Options, Outcome, RealClock, RequestChunk, ShapedLink,
+    Trace, serve_into,
 };
 
 const TEXT: Encoding = Encoding::Text;
@@ -187,7 +187,7 @@ impl Link for Breaks {
         self.inner.now()
     }
 
-    fn start(&mut self, chunk: ChunkId, level: usize) -> kv_stream::Result<()> {
+    fn start(&mut self, chunk: RequestChunk, level: usize) -> kv_stream::Result<()> {
         self.transfers += 1;
         if (self.transfers, self.way) == (self.at, 0) {
             Err(broken())

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::time::Instant;
 
-use kv_stream::{Bytes, Caches, ChunkId, Payload, PrefillTime, Speeds};
+use kv_stream::{Bytes, Caches, Payload, PrefillTime, RequestChunk, Speeds};
 
 use super::{FRAMES, Loader};
 use crate::device::{CHUNK, Chunk, Decoder};
@@ -108,7 +108,7 @@ impl Caches for StreamTarget<'_> {
     const AHEAD: usize = FRAMES - 1;
     const TAKES_ARRIVING: bool = true;
 
-    fn arriving(&mut self, chunk: ChunkId, level: usize, start: Bytes) -> kv_stream::Result<()> {
+    fn arriving(&mut self, chunk: RequestChunk, level: usize, start: Bytes) -> kv_stream::Result<()> {
         let (tokens, coded) = (self.context.chunks[chunk.index].clone(), self.context.coded(chunk.index));
         // Tokens before those of the frame are recomputed when the chunk begins.
         if coded.is_empty() || coded.start > tokens.start {
@@ -122,7 +122,7 @@ impl Caches for StreamTarget<'_> {
         }
     }
 
-    fn begin(&mut self, chunk: ChunkId, payload: Payload) -> kv_stream::Result<()> {
+    fn begin(&mut self, chunk: RequestChunk, payload: Payload) -> kv_stream::Result<()> {
         let mut tokens = self.context.chunks[chunk.index].clone();
         let damaged = match payload {
             Payload::Text => None,
