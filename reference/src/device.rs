@@ -7,15 +7,22 @@
 //! values, a [`Decoder`] runs steps.
 
 mod all_programs;
+#[path = "../../gpu/kv-device/src/bases.rs"]
 mod bases;
+#[path = "../../gpu/kv-device/src/cache.rs"]
 mod cache;
 mod gemm;
 mod gemv;
+#[path = "../../gpu/kv-device/src/host_memory.rs"]
 mod host_memory;
+#[path = "../../gpu/kv-device/src/ledger.rs"]
 mod ledger;
+#[path = "../../gpu/kv-device/src/load.rs"]
 mod load;
+#[path = "../../gpu/kv-device/src/memory.rs"]
 mod memory;
 mod programs;
+#[path = "../../gpu/kv-device/src/rotate.rs"]
 mod rotate;
 mod score;
 mod serve;

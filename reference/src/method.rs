@@ -14,6 +14,7 @@ mod offload;
 mod on_device;
 mod paged;
 #[cfg(feature = "cuda")]
+#[path = "../../gpu/kv-device/src/plan.rs"]
 mod plan;
 mod pq_code;
 mod pqklt;

@@ -1,23 +1,42 @@
 //! KV caches on the device: [`DeviceCache`] mirrors [`KvCache`](crate::cache::KvCache), for a batch.
 
+#[path = "cache/cachegen.rs"]
 mod cachegen;
+#[path = "cache/codes.rs"]
 mod codes;
+#[path = "cache/dense.rs"]
 mod dense;
+#[path = "cache/eviction.rs"]
 mod eviction;
+#[path = "cache/full_rank.rs"]
 mod full_rank;
+#[path = "cache/hybrid.rs"]
 mod hybrid;
+#[path = "cache/int4.rs"]
 mod int4;
+#[path = "cache/key_means.rs"]
 mod key_means;
+#[path = "cache/million.rs"]
 mod million;
+#[path = "build.rs"]
 mod of_method;
+#[path = "cache/paged.rs"]
 mod paged;
+#[path = "cache/pages.rs"]
 mod pages;
+#[path = "cache/pqcache.rs"]
 mod pqcache;
+#[path = "cache/prompt_rows.rs"]
 mod prompt_rows;
+#[path = "cache/row_store.rs"]
 mod row_store;
+#[path = "cache/span.rs"]
 mod span;
+#[path = "cache/step_budget.rs"]
 mod step_budget;
+#[path = "cache/window.rs"]
 mod window;
+#[path = "cache/zack.rs"]
 mod zack;
 
 use kv_gpu::pq::{Pages, Prefetch};

@@ -1,5 +1,6 @@
 //! ZACK on a device: rows of reduced rank, with ranks of their own for each head.
 
+#[path = "zack/launch.rs"]
 mod launch;
 
 use kv_gpu::svd::{Attend, AttendShape};

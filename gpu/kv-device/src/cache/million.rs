@@ -1,5 +1,6 @@
 //! MILLION on a device: attention on codes of keys and values.
 
+#[path = "million/prefix.rs"]
 mod prefix;
 
 use kv_gpu::pq::{Attend, AttendArguments, AttendShape, ExactTokens, Paging};

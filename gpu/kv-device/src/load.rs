@@ -11,9 +11,13 @@
 //! rows layer by layer and cannot give them back, so a frame is decoded to staging rows of the loader, and
 //! the cache takes them once the whole frame is verified.
 
+#[path = "load/buffers.rs"]
 mod buffers;
+#[path = "load/launch.rs"]
 mod launch;
+#[path = "load/staging.rs"]
 mod staging;
+#[path = "../../../reference/src/device/stream_target.rs"]
 mod target;
 
 use std::collections::VecDeque;

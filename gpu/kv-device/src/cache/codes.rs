@@ -1,5 +1,6 @@
 //! Codes of all tokens of a batch, and their encoding.
 
+#[path = "codes/prepare.rs"]
 mod prepare;
 
 use cudarc::driver::CudaStream;

@@ -1,7 +1,10 @@
 //! PQCache on a device: attention to exact rows of the host, selected by codes of their keys.
 
+#[path = "pqcache/index.rs"]
 mod index;
+#[path = "pqcache/launch.rs"]
 mod launch;
+#[path = "pqcache/train.rs"]
 mod train;
 
 use kv_gpu::pq::{GatherAttend, GatherAttendShape, Prefetch, TrainShape};

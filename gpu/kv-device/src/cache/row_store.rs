@@ -1,6 +1,8 @@
 //! Exact rows of all tokens in host or device memory, of which a step reads a few.
 
+#[path = "row_store/int8.rs"]
 mod int8;
+#[path = "row_store/residency.rs"]
 mod residency;
 
 use cudarc::driver::CudaStream;

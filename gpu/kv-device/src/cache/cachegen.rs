@@ -1,5 +1,6 @@
 //! CacheGen on a device: rows that leave the window become bits and rows again.
 
+#[path = "cachegen/codec.rs"]
 mod codec;
 
 use std::sync::Arc;
