@@ -6,7 +6,7 @@
     python benches/peers/decode.py target/release/decode_speed benches/results
     python benches/peers/decode.py target/release/decode_speed benches/results --prefill
 
-All have the same weights and the same cache: hashes of their index (reference/src/device/kernels/random.cuh), so nothing is stored.
+All have the same weights and the same cache: hashes of their index (gpu/src/kernels/random.cuh), so nothing is stored.
 Their logits after token 1 check those of `decode_speed`. All run in one call, one after the other; a peer that cannot run, because it is not
 installed or out of memory, is reported as missing.
 

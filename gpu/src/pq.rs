@@ -28,7 +28,8 @@ pub use encode_generic::{EncodeGeneric, EncodeGenericArguments, EncodeGenericSha
 pub use gather::{Gather, GatherArguments, Prefetch};
 pub use gather_attend::{GatherAttend, GatherAttendArguments, GatherAttendShape, MissingRows};
 pub use hybrid::{ExactRows, Hybrid, HybridArguments, HybridShape, RowIndex};
-pub use layout::{CodeLayout, Paging, Side, TILE};
+pub use kv_attend::owner::Side;
+pub use layout::{CodeLayout, Paging, TILE};
 pub use lut::{Lut, LutArguments, LutShape};
 pub use rope_mean_scores::{RopeMeanScores, RopeMeanScoresArguments, RopeMeanScoresShape};
 pub use scan::{Scan, ScanArguments, ScanShape};

@@ -61,6 +61,7 @@ mod shape;
 mod simd;
 mod softmax;
 pub mod sq;
+mod token_budget;
 #[allow(unsafe_code)]
 mod topk;
 #[cfg(feature = "alloc")]
@@ -112,6 +113,7 @@ pub use rope_mean::RopeMean;
 pub use rope_mean::RopeMeanBuf;
 pub use shape::PqShape;
 pub use simd::BLOCK;
+pub use token_budget::TokenBudget;
 pub use topk::{top_k_into, top_k_into_with};
 #[cfg(feature = "alloc")]
 pub use train::{Start, TrainOptions, Trained, train, train_batch, train_batch_with, train_with};

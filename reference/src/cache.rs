@@ -12,6 +12,7 @@ mod store;
 
 use std::sync::Arc;
 
+pub use kv_attend::owner::Footprint;
 use pq_core::Window;
 use rayon::prelude::*;
 use svd_core::SoftmaxStats;
@@ -23,7 +24,6 @@ pub use fetched::{Fetched, FetchedPerStep};
 pub use fit::Fit;
 pub(crate) use fit::{CodingError, unseen_error};
 pub(crate) use offloaded::{BlockRule, Offload, OffloadedRows, RowFormat};
-pub use store::Footprint;
 pub(crate) use store::{Geometry, RotatedStore, Store, merge_part};
 
 use crate::model::{Config, LayerAttention, Rope};

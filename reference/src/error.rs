@@ -78,50 +78,14 @@ pub enum Error {
     /// An error of `codec-core`.
     #[error("codec-core: {0}")]
     Codec(#[from] codec_core::Error),
-    /// The device has no memory for a buffer, or the memory limit is reached.
-    #[cfg(feature = "cuda")]
-    #[error("{bytes} bytes of device memory for {purpose}: {reason}")]
-    DeviceMemory {
-        /// Bytes requested.
-        bytes: usize,
-        /// Their purpose.
-        purpose: &'static str,
-        /// The reason.
-        reason: String,
-    },
-    /// The page pool of a cache on a device is too small for the tokens of its sequences.
-    #[cfg(feature = "cuda")]
-    #[error(
-        "{needed} more pages of {page} tokens are needed, and {free} of {pages} are free: end a sequence, or give \
-         the pool more tokens (pool=)"
-    )]
-    Pages {
-        /// Missing pages.
-        needed: usize,
-        /// Free pages.
-        free: usize,
-        /// All pages.
-        pages: usize,
-        /// Tokens per page.
-        page: usize,
-    },
-    /// The host has no memory for rows that the device reads.
-    #[cfg(feature = "cuda")]
-    #[error("{bytes} bytes of host memory: {reason}")]
-    HostMemory {
-        /// Bytes requested.
-        bytes: usize,
-        /// The reason.
-        reason: String,
-    },
     /// An error of a store of caches.
     #[cfg(feature = "store")]
     #[error("store: {0}")]
     Store(#[from] kv_store::Error),
-    /// An error of the GPU.
+    /// An error of the GPU, or of a cache on it.
     #[cfg(feature = "cuda")]
-    #[error("device: {0}")]
-    Device(#[from] kv_gpu::Error),
+    #[error("{0}")]
+    Device(kv_device::Error),
     /// cuBLASLt, which prefill on the GPU needs, is missing or rejected a matrix product.
     #[cfg(feature = "cuda")]
     #[error("cuBLASLt: {0}")]
@@ -171,6 +135,28 @@ impl From<kv_stream::Error> for Error {
             }
             e => Self::Stream(e),
         }
+    }
+}
+
+/// Those that both crates have map to each other.
+#[cfg(feature = "cuda")]
+impl From<kv_device::Error> for Error {
+    fn from(e: kv_device::Error) -> Self {
+        match e {
+            kv_device::Error::Argument(what) => Self::Argument(what),
+            kv_device::Error::Profile(what) => Self::Profile(what),
+            kv_device::Error::Pq(e) => Self::Pq(e),
+            kv_device::Error::Codec(e) => Self::Codec(e),
+            kv_device::Error::Stream(e) => Self::from(e),
+            e => Self::Device(e),
+        }
+    }
+}
+
+#[cfg(feature = "cuda")]
+impl From<kv_gpu::Error> for Error {
+    fn from(e: kv_gpu::Error) -> Self {
+        Self::Device(e.into())
     }
 }
 

@@ -17,10 +17,9 @@ mod profile;
 pub mod report;
 mod rng;
 mod sample;
-mod side;
 pub mod stream;
 
 pub use error::{Error, Result};
+pub use kv_attend::owner::Side;
 pub use profile::{KindOfText, Profile, ProfileFile};
 pub use sample::{Sampler, Sampling};
-pub use side::Side;

@@ -13,9 +13,6 @@ mod offload;
 #[cfg(feature = "cuda")]
 mod on_device;
 mod paged;
-#[cfg(feature = "cuda")]
-#[path = "../../gpu/kv-device/src/plan.rs"]
-mod plan;
 mod pq_code;
 mod pqklt;
 mod registry;
@@ -38,21 +35,10 @@ use crate::cache::{ElementType, Geometry, KvCache, WindowedCache};
 use crate::calibrate::Calibration;
 use crate::model::{Config, Model, Rope};
 use crate::{Error, Profile, Result};
-#[cfg(feature = "cuda")]
-pub(crate) use budget::Budget;
 use kind::{Kind, Site};
-#[cfg(feature = "cuda")]
-pub(crate) use paged::PagedMemory;
-#[cfg(feature = "cuda")]
-pub(crate) use plan::{
-    Bitstream, CodedRows, DeviceCuts, HeadMaps, Heads, HybridPlan, Plan, Retrieval, RowForm, RowHome,
-    TransformedHead,
-};
 #[cfg(feature = "cuda")]
 pub use registry::device_help;
 pub use registry::{DEFAULT_METHODS, methods_help};
-#[cfg(feature = "cuda")]
-pub(crate) use retrieval::training_step;
 use serde::Serialize;
 use settings::Layers;
 

@@ -20,6 +20,8 @@ use sha2::{Digest, Sha256};
 pub use checkpoint::Checkpoint;
 pub use config::{Config, LayerAttention, RopeScaling, Yarn};
 pub use rope::Rope;
+#[cfg(feature = "cuda")]
+pub(crate) use rope::frequencies as rope_frequencies;
 pub use tokenizer::{TextStream, Tokenizer};
 
 use crate::ops::{add, matmul};

@@ -4,20 +4,18 @@
 //! of a stored context, which another model has computed, do not.
 
 use half::{bf16, f16};
-use kv_gpu::{AnyElement, DevicePtr, Element, Grid, Kernel};
+use kv_gpu::{AnyElement, DevicePtr, Element, Grid, Kernel, Program};
 
-use super::cache::{Chunk, Rows};
-use super::memory::Buffer;
-use super::{Gpu, hashed, programs};
-use crate::method::HeadMaps;
-use crate::model::Config;
+use crate::gpu::Gpu;
+use crate::hashed::{RANDOM_MAPS, hashed};
+use crate::memory::Buffer;
+use crate::plan::HeadMaps;
+use crate::rows::{Chunk, Rows};
+use crate::shape::CacheShape;
 use crate::{Error, Result};
 
-/// Index of the hashed tensor of the key maps; the next two are those of queries and values.
-const RANDOM_MAPS: u32 = 5 << 16;
-
 /// Columns of the maps of all layers and heads, (layer, heads, head_dim, head_dim) each.
-pub(super) struct BasisMaps {
+pub(crate) struct BasisMaps {
     pub keys: Vec<f32>,
     pub queries: Vec<f32>,
     pub values: Vec<f32>,
@@ -37,9 +35,9 @@ impl BasisMaps {
     }
 
     /// Hashed maps, for timing.
-    pub fn random(config: &Config) -> Self {
-        let dim = config.head_dim;
-        let len = (config.n_layers * config.n_kv_heads * dim * dim) as u64;
+    pub fn random(shape: &CacheShape) -> Self {
+        let dim = shape.head_dim;
+        let len = (shape.layers * shape.heads * dim * dim) as u64;
         let map = |tensor| (0..len).map(|i| hashed(tensor, i, (3.0 / dim as f32).sqrt())).collect();
         Self {
             keys: map(RANDOM_MAPS),
@@ -54,7 +52,7 @@ impl BasisMaps {
 /// queries and keys after RoPE.
 ///
 /// Dot products of queries and keys are unchanged, so a cache sees the transformed rows alone.
-pub struct Bases {
+pub(crate) struct Bases {
     kernel: Kernel,
     maps: Buffer<u16>, // (layer, heads, MAPS, head_dim, head_dim), in the order of `packed`
     value_means: Option<Buffer<f32>>, // (layer, heads, head_dim)
@@ -67,7 +65,7 @@ pub struct Bases {
 
 /// Rows that [`Bases::turn`] replaces.
 #[derive(Clone, Copy)]
-pub(super) struct TurnedRows {
+pub(crate) struct TurnedRows {
     /// Elements (tokens, n_heads, head_dim).
     pub queries: DevicePtr<u16>,
     /// Elements (heads, capacity, head_dim) of the first token's sequence.
@@ -82,7 +80,7 @@ pub(super) struct TurnedRows {
 
 /// Rows of keys of several tokens.
 #[derive(Clone, Copy)]
-pub(super) enum Place {
+pub(crate) enum Place {
     /// `u32` (tokens,): rows of the first head, as [`Sequences`](super::cache::Sequences) has them.
     Slots(DevicePtr<u32>),
     /// One sequence, from this row on.
@@ -111,14 +109,20 @@ const MAPS: usize = 3;
 /// Tokens of a tile of the kernel.
 const TILE: usize = 16;
 
+/// `turn` of queries and keys; without queries (a group of 0) of keys or values alone.
+pub(crate) fn program(element: Element, head_dim: usize, group: usize) -> Program {
+    let defines = [("ELEMENT", element as usize), ("HEAD_DIM", head_dim), ("GROUP", group)];
+    Program::own("bases.cu", include_str!("kernels/bases.cu"), &[], &defines)
+}
+
 impl Bases {
     /// Bases with these maps, rounded to elements.
     ///
     /// # Errors
-    /// [`Error::Profile`] for maps with components beyond the range of elements; [`Error::Device`].
-    pub(super) fn new(gpu: &Gpu, config: &Config, element: Element, maps: &BasisMaps) -> Result<Self> {
-        let (heads, head_dim) = (config.n_kv_heads, config.head_dim);
-        let program = programs::bases(element, head_dim, config.gqa_group());
+    /// [`Error::Profile`] for maps with components beyond the range of elements; [`Error::Gpu`].
+    pub fn new(gpu: &Gpu, shape: &CacheShape, maps: &BasisMaps) -> Result<Self> {
+        let &CacheShape { heads, group, head_dim, element, .. } = shape;
+        let program = program(element, head_dim, group);
         let one = head_dim * head_dim;
         let [queries, keys, values] = [&maps.queries, &maps.keys, &maps.values].map(|m| m.chunks_exact(one));
         let all = queries.zip(keys).zip(values).flat_map(|((queries, keys), values)| [queries, keys, values]);
@@ -140,7 +144,7 @@ impl Bases {
     ///
     /// # Safety
     /// The rows exist, and nothing else uses them at the same time.
-    pub(super) unsafe fn turn(&self, gpu: &Gpu, layer: usize, rows: &TurnedRows) -> Result<()> {
+    pub(crate) unsafe fn turn(&self, gpu: &Gpu, layer: usize, rows: &TurnedRows) -> Result<()> {
         let TurnedRows { queries, keys, capacity, tokens, place } = *rows;
         let (slots, first) = match place {
             Place::Slots(slots) => (Some(slots), 0),
@@ -167,14 +171,14 @@ impl Bases {
     ///
     /// # Safety
     /// As [`Self::turn`].
-    pub(super) unsafe fn turn_stored(
+    pub(crate) unsafe fn turn_stored(
         &self,
         gpu: &Gpu,
         layer: usize,
         chunk: &Chunk,
         rows: &Rows,
     ) -> Result<()> {
-        let program = programs::bases(self.element, self.head_dim, 0);
+        let program = program(self.element, self.head_dim, 0);
         let kernel = gpu.device.kernel(&program, "turn", 0)?;
         let value_means = self.value_means.as_ref();
         let value_means = value_means.map(|all| all.pointer().offset(layer * self.heads * self.head_dim));
@@ -206,7 +210,7 @@ impl Bases {
     }
 
     /// Maps of a layer's keys; the next head's are [`MAPS`] maps later.
-    pub(super) fn key_maps(&self, layer: usize) -> DevicePtr<u16> {
+    pub(crate) fn key_maps(&self, layer: usize) -> DevicePtr<u16> {
         self.maps_of(layer).offset(self.head_dim * self.head_dim)
     }
 
@@ -221,7 +225,7 @@ impl Bases {
     }
 
     /// Bytes of device memory.
-    pub(super) fn bytes(&self) -> usize {
+    pub(crate) fn bytes(&self) -> usize {
         self.maps.bytes() + self.value_means.as_ref().map_or(0, Buffer::bytes)
     }
 }

@@ -1,177 +1,167 @@
-//! The cache that a method has on a device.
+//! Builds the cache of a plan.
 
-use kv_gpu::Element;
+use kv_attend::owner::Pair;
+use pq_core::CodebookBuf;
 
-use super::codes::{Codebooks, check_encoders, paging};
-use super::zack::{Cuts, uniform_ranks};
-use super::{
-    CacheGenCache, DenseCache, DeviceCache, HybridCache, Int4Cache, MillionCache, PagedCache, PqCache,
-    ZackCache, cachegen, hybrid, million, pqcache,
-};
-use crate::device::bases::{Bases, BasisMaps};
-use crate::device::ledger::Allocating;
-use crate::device::{Gpu, Weights, hashed};
-use crate::method::{CodedRows, Heads, Method, Plan, RowForm, TransformedHead};
-use crate::model::Config;
-use crate::{Error, Profile, Result};
+use crate::bases::{Bases, BasisMaps};
+use crate::cache::DeviceCache;
+use crate::cache::cachegen::{CacheGenCache, hashed_planes};
+use crate::cache::codes::{check_encoders, paging};
+use crate::cache::dense::DenseCache;
+use crate::cache::hybrid::{self, HybridCache};
+use crate::cache::int4::Int4Cache;
+use crate::cache::million::{self, MillionCache};
+use crate::cache::paged::PagedCache;
+use crate::cache::pqcache::{self, PqCache};
+use crate::cache::transformed::TransformedCodes;
+use crate::cache::zack::{Cuts, ZackCache, uniform_ranks};
+use crate::gpu::Gpu;
+use crate::ledger::Allocating;
+use crate::plan::{CodedRows, DeviceCuts, HeadMaps, Heads, HybridPlan, Plan, RowHome, TransformedHead};
+use crate::shape::CacheShape;
+use crate::{Error, Result};
 
-/// The same method for a model on a device, where defaults are those that a device supports. Needs neither
-/// weights nor a device: what is refused here is refused before any work.
-///
-/// # Errors
-/// [`Error::Argument`] for a model that no device runs, for settings that do not fit it or that no device
-/// supports, and for codes that the kernels do not: what is wrong, and what to pass instead.
-pub fn fitted(method: &Method, config: &Config) -> Result<Method> {
-    Weights::check(config)?;
-    let method = method.on_device(config)?;
-    let (element, plan) = (method.device_element()?, method.device_plan(config, None)?);
-    match check_kernels(&plan, config, element) {
-        Err(Error::Device(kv_gpu::Error::Unsupported { supported, .. })) => Err(Error::Argument(format!(
-            "method {}: kernels on a device take {supported}: pass other codes, or --device cpu",
-            method.spec()
-        ))),
-        checked => checked.map(|()| method),
-    }
-}
-
-/// Rejects shapes of codes that the kernels of a cache do not support.
-fn check_kernels(plan: &Plan, config: &Config, element: Element) -> Result<()> {
-    match plan {
-        // Every model that a device runs has them.
-        Plan::Dense(_) | Plan::Int4 | Plan::Cuts(..) | Plan::Bitstream(..) => Ok(()),
-        Plan::Codes { quantizers, rows, pages } => {
-            let form = match rows {
-                CodedRows::Plain(_) => None,
-                CodedRows::Transformed(form, _) => Some(*form),
-            };
-            let paging = paging(pages.is_some());
-            check_encoders(*quantizers, element, paging)?;
-            Ok(million::kernel(config, element, *quantizers, form, paging).check()?)
-        }
-        Plan::Hybrid(plan, _) => {
-            check_encoders(plan.quantizers, element, paging(false))?;
-            Ok(hybrid::kernels(config, element, plan).check()?)
-        }
-        Plan::Retrieval(retrieval, _) => pqcache::check_kernels(config, element, retrieval),
-    }
-}
-
-/// The cache of a method for `batch` sequences of at most `capacity` tokens; codebooks are from the profile,
-/// or hashed without one.
-///
-/// # Errors
-/// As [`fitted`]; [`Error::Profile`]; [`Error::DeviceMemory`] and [`Error::HostMemory`]; [`Error::Device`].
-pub fn method_cache(
-    gpu: &Gpu,
-    method: &Method,
-    config: &Config,
-    element: Element,
-    profile: Option<&Profile>,
-    batch: usize,
-    capacity: usize,
-) -> Result<Box<dyn DeviceCache>> {
-    let _purpose = Allocating::new("caches");
-    let method = fitted(method, config)?;
-    let window = method.window();
-    Ok(match method.device_plan(config, profile)? {
-        Plan::Dense(Some(pages)) => Box::new(PagedCache::new(gpu, config, element, pages, batch, capacity)?),
-        Plan::Dense(None) => Box::new(DenseCache::new(gpu, config, element, batch, capacity)?),
-        Plan::Int4 => Box::new(Int4Cache::new(gpu, config, element, window, batch, capacity)?),
-        Plan::Retrieval(retrieval, codebooks) => {
-            Box::new(PqCache::new(gpu, config, element, retrieval, codebooks, window, batch, capacity)?)
-        }
-        Plan::Hybrid(plan, heads) => {
-            let codes = TransformedCodes::new(config, plan.form, heads);
-            Box::new(HybridCache::new(gpu, config, element, plan, codes, window, batch, capacity)?)
-        }
-        Plan::Cuts(cuts, heads) => {
-            let (maps, ranks) = match heads {
-                Some(heads) => {
-                    let ranks = heads.iter().map(|layer| layer.iter().map(|head| head.ranks).collect());
-                    (BasisMaps::of(heads.iter().flatten().map(|head| &head.maps)), ranks.collect())
+impl Plan {
+    /// Rejects sizes and codes that the kernels of the cache do not support. Needs no device.
+    ///
+    /// # Errors
+    /// [`Error::Argument`]; [`Error::Gpu`] with the codes that kernels support.
+    pub fn check(&self, shape: &CacheShape) -> Result<()> {
+        shape.check()?;
+        match self {
+            // Kernels support them for all sizes.
+            Self::Dense(_) | Self::Int4 | Self::Cuts(..) | Self::Bitstream(..) => Ok(()),
+            Self::Codes { quantizers, rows, pages } => {
+                let form = match rows {
+                    CodedRows::Plain(_) => None,
+                    CodedRows::Transformed(form, _) => Some(*form),
+                };
+                let paging = paging(pages.is_some());
+                check_encoders(*quantizers, shape.element, paging)?;
+                Ok(million::kernel(shape, *quantizers, form, paging).check()?)
+            }
+            Self::Hybrid(plan, _) => {
+                if plan.form.norms {
+                    return Err(Error::argument("hybrid attention selects by codes without norms"));
                 }
-                None => (BasisMaps::random(config), uniform_ranks(config, cuts.fractions)),
-            };
-            let bases = Bases::new(gpu, config, element, &maps)?;
-            let cuts = Cuts { bases, ranks, cuts_prompts: cuts.cuts_prompts };
-            Box::new(ZackCache::new(gpu, config, element, cuts, window, batch, capacity)?)
-        }
-        Plan::Bitstream(bitstream, planes) => {
-            let planes = planes.map_or_else(|| cachegen::hashed_planes(config, &bitstream), Ok)?;
-            Box::new(CacheGenCache::new(gpu, config, element, &planes, window, batch, capacity)?)
-        }
-        Plan::Codes { quantizers, rows, pages } => {
-            let (codebooks, transformed) = match rows {
-                CodedRows::Plain(codebooks) => (codebooks, None),
-                CodedRows::Transformed(form, heads) => {
-                    let mut codes = TransformedCodes::new(config, form, heads);
-                    (codes.codebooks.take(), Some(codes))
+                check_encoders(plan.quantizers, shape.element, paging(false))?;
+                Ok(hybrid::kernels(shape, plan).check()?)
+            }
+            Self::Retrieval(retrieval, _) => {
+                if retrieval.home == RowHome::Device {
+                    return Err(Error::argument("retrieval reads rows from memory of the host"));
                 }
-            };
-            Box::new(MillionCache::new(
-                gpu,
-                config,
-                element,
-                quantizers,
-                codebooks,
-                transformed,
-                window,
-                pages,
-                batch,
-                capacity,
-            )?)
+                pqcache::check_kernels(shape, retrieval)
+            }
         }
-    })
-}
+    }
 
-/// What hashed codes of values count as: a number with which a bound has some effect on how many rows a step
-/// reads.
-const HASHED_VALUE_ERROR: f32 = 0.5;
+    /// An empty cache of these sizes.
+    ///
+    /// # Errors
+    /// As [`Self::check`]; [`Error::Argument`] for data of other sizes; [`Error::Profile`] for data that no
+    /// 16-bit element holds; [`Error::DeviceMemory`], [`Error::HostMemory`], [`Error::Gpu`].
+    pub fn build(self, gpu: &Gpu, shape: &CacheShape) -> Result<Box<dyn DeviceCache>> {
+        let _purpose = Allocating::new("caches");
+        self.check(shape)?;
+        self.check_data(shape)?;
+        Ok(match self {
+            Self::Dense(Some(pages)) => Box::new(PagedCache::new(gpu, shape, pages)?),
+            Self::Dense(None) => Box::new(DenseCache::new(gpu, shape)?),
+            Self::Int4 => Box::new(Int4Cache::new(gpu, shape)?),
+            Self::Retrieval(retrieval, codebooks) => {
+                Box::new(PqCache::new(gpu, shape, retrieval, codebooks)?)
+            }
+            Self::Hybrid(plan, heads) => {
+                let codes = TransformedCodes::new(shape, plan.form, heads);
+                Box::new(HybridCache::new(gpu, shape, plan, codes)?)
+            }
+            Self::Cuts(cuts, heads) => {
+                let (maps, ranks) = match heads {
+                    Some(heads) => {
+                        let ranks = heads.iter().map(|layer| layer.iter().map(|head| head.ranks).collect());
+                        (BasisMaps::of(heads.iter().flatten().map(|head| &head.maps)), ranks.collect())
+                    }
+                    None => (BasisMaps::random(shape), uniform_ranks(shape, cuts.fractions)),
+                };
+                let bases = Bases::new(gpu, shape, &maps)?;
+                let cuts = Cuts { bases, ranks, cuts_prompts: cuts.cuts_prompts };
+                Box::new(ZackCache::new(gpu, shape, cuts)?)
+            }
+            Self::Bitstream(bitstream, planes) => {
+                let planes = planes.map_or_else(|| hashed_planes(shape, &bitstream), Ok)?;
+                Box::new(CacheGenCache::new(gpu, shape, &planes)?)
+            }
+            Self::Codes { quantizers, rows, pages } => {
+                let (codebooks, transformed) = match rows {
+                    CodedRows::Plain(codebooks) => (codebooks, None),
+                    CodedRows::Transformed(form, heads) => {
+                        let mut codes = TransformedCodes::new(shape, form, heads);
+                        (codes.codebooks.take(), Some(codes))
+                    }
+                };
+                Box::new(MillionCache::new(gpu, shape, quantizers, codebooks, transformed, pages)?)
+            }
+        })
+    }
 
-/// The number of the hashed tensor that means of keys are.
-const RANDOM_MEANS: u32 = 6 << 16;
-
-/// Codes of transformed rows.
-pub(super) struct TransformedCodes {
-    pub form: RowForm,
-    pub codebooks: Option<Codebooks>, // or hashed ones
-    pub maps: BasisMaps,
-    pub key_means: Vec<f32>,    // (layer, heads, head_dim)
-    pub key_errors: Vec<f32>,   // (layer, heads, head_dim): mean squares
-    pub value_errors: Vec<f32>, // (layer, heads): mean squares over the variance
-}
-
-impl TransformedCodes {
-    /// Those of these heads, or hashed ones.
-    fn new(config: &Config, form: RowForm, heads: Option<Heads<TransformedHead>>) -> Self {
-        let Some(heads) = heads else {
-            let keys = config.n_layers * config.kv_dim();
-            return Self {
-                form,
-                codebooks: None,
-                maps: BasisMaps::random(config),
-                key_means: (0..keys as u64).map(|i| hashed(RANDOM_MEANS, i, 1.0)).collect(),
-                key_errors: vec![0.0; keys],
-                value_errors: vec![HASHED_VALUE_ERROR; config.n_layers * config.n_kv_heads],
-            };
+    /// Rejects data of other layers, heads or sizes.
+    fn check_data(&self, shape: &CacheShape) -> Result<()> {
+        let dim = shape.head_dim;
+        let has_maps = |maps: &HeadMaps| {
+            [&maps.keys, &maps.queries, &maps.values].into_iter().all(|map| map.len() == dim * dim)
         };
-        let all = || heads.iter().flatten();
-        let of_all = |part: fn(&TransformedHead) -> &[f32]| all().flat_map(part).copied().collect();
-        Self {
-            form,
-            maps: BasisMaps {
-                value_means: Some(of_all(|head| &head.value_mean)),
-                ..BasisMaps::of(all().map(|head| &head.maps))
-            },
-            key_means: of_all(|head| &head.key_mean),
-            key_errors: of_all(|head| &head.key_errors),
-            value_errors: all().map(|head| head.value_error).collect(),
-            codebooks: Some(
-                heads
-                    .into_iter()
-                    .map(|layer| layer.into_iter().map(|head| head.codebooks).collect())
-                    .collect(),
-            ),
+        match self {
+            Self::Dense(_) | Self::Int4 => Ok(()),
+            Self::Retrieval(retrieval, books) => {
+                check_heads(shape, books, |book: &CodebookBuf| book.view().shape() == retrieval.quantizer)
+            }
+            Self::Codes { quantizers, rows: CodedRows::Plain(books), .. } => {
+                check_heads(shape, books, |pair| shapes(pair) == *quantizers)
+            }
+            Self::Codes { quantizers, rows: CodedRows::Transformed(_, heads), .. }
+            | Self::Hybrid(HybridPlan { quantizers, .. }, heads) => {
+                check_heads(shape, heads, |head: &TransformedHead| {
+                    let rows = [&head.key_mean, &head.value_mean, &head.key_errors];
+                    shapes(&head.codebooks) == *quantizers
+                        && has_maps(&head.maps)
+                        && rows.into_iter().all(|row| row.len() == dim)
+                })
+            }
+            Self::Cuts(_, heads) => check_heads(shape, heads, |head| {
+                let fits = |&rank: &usize| rank <= dim && rank.is_multiple_of(DeviceCuts::MULTIPLE);
+                has_maps(&head.maps) && head.ranks.iter().all(fits)
+            }),
+            Self::Bitstream(_, planes) => {
+                let layers =
+                    planes.as_ref().map(|layers| layers.iter().flat_map(Pair::iter).collect::<Vec<_>>());
+                match layers {
+                    Some(planes)
+                        if planes.len() != 2 * shape.layers
+                            || planes.iter().any(|plane| plane.channels() != shape.kv_dim()) =>
+                    {
+                        Err(Error::argument("the planes are of a model of another shape"))
+                    }
+                    _ => Ok(()),
+                }
+            }
         }
+    }
+}
+
+/// The shapes of a head's codebooks.
+fn shapes(books: &Pair<CodebookBuf>) -> Pair<pq_core::PqShape> {
+    Pair::of(|side| books[side].view().shape())
+}
+
+/// Rejects other numbers of layers or heads, and heads that do not fit.
+fn check_heads<T>(shape: &CacheShape, heads: &Option<Heads<T>>, fits: impl Fn(&T) -> bool) -> Result<()> {
+    let Some(layers) = heads else { return Ok(()) };
+    match layers.len() == shape.layers
+        && layers.iter().all(|heads| heads.len() == shape.heads)
+        && layers.iter().flatten().all(fits)
+    {
+        true => Ok(()),
+        false => Err(Error::argument("the data of the heads are of a model of another shape")),
     }
 }

@@ -1,134 +1,104 @@
-//! KV caches on the device: [`DeviceCache`] mirrors [`KvCache`](crate::cache::KvCache), for a batch.
+//! KV caches on a device: the traits that an engine calls.
 
-#[path = "cache/cachegen.rs"]
-mod cachegen;
-#[path = "cache/codes.rs"]
-mod codes;
-#[path = "cache/dense.rs"]
-mod dense;
-#[path = "cache/eviction.rs"]
-mod eviction;
-#[path = "cache/full_rank.rs"]
+pub(crate) mod cachegen;
+pub(crate) mod codes;
+pub(crate) mod dense;
+pub(crate) mod eviction;
 mod full_rank;
-#[path = "cache/hybrid.rs"]
-mod hybrid;
-#[path = "cache/int4.rs"]
-mod int4;
-#[path = "cache/key_means.rs"]
+pub(crate) mod hybrid;
+pub(crate) mod int4;
 mod key_means;
-#[path = "cache/million.rs"]
-mod million;
-#[path = "build.rs"]
-mod of_method;
-#[path = "cache/paged.rs"]
-mod paged;
-#[path = "cache/pages.rs"]
+pub(crate) mod million;
+pub(crate) mod paged;
 mod pages;
-#[path = "cache/pqcache.rs"]
-mod pqcache;
-#[path = "cache/prompt_rows.rs"]
+pub(crate) mod pqcache;
 mod prompt_rows;
-#[path = "cache/row_store.rs"]
-mod row_store;
-#[path = "cache/span.rs"]
+pub(crate) mod row_store;
 mod span;
-#[path = "cache/step_budget.rs"]
 mod step_budget;
-#[path = "cache/window.rs"]
+pub(crate) mod transformed;
 mod window;
-#[path = "cache/zack.rs"]
-mod zack;
+pub(crate) mod zack;
 
+use kv_attend::owner::Footprint;
 use kv_gpu::pq::{Pages, Prefetch};
 use kv_gpu::{AnyElement, DevicePtr};
 
-pub use cachegen::CacheGenCache;
-pub use dense::DenseCache;
-pub use hybrid::HybridCache;
-pub use int4::Int4Cache;
+use crate::Result;
+use crate::bases::{Bases, Place, TurnedRows};
+use crate::gpu::Gpu;
+use crate::rows::{Chunk, Room, Rows, Sequences};
 use key_means::KeyMeans;
-pub use million::MillionCache;
-use of_method::TransformedCodes;
-pub use of_method::{fitted, method_cache};
-pub use paged::PagedCache;
-pub use pqcache::PqCache;
-pub use zack::ZackCache;
 
-use super::Gpu;
-use super::bases::Bases;
-use super::memory::Buffer;
-use crate::cache::Footprint;
-use crate::side::Side;
-use crate::{Error, Result};
-
-/// The sequences of a batch, on the device. (batch,) each.
-pub struct Sequences {
-    pub(crate) tokens: Buffer<u32>,        // to be fed next
-    pub(crate) positions: Buffer<u32>,     // of these tokens
-    pub(crate) running: Buffer<u32>,       // 0 once a sequence has ended
-    pub(crate) slots: Buffer<u32>,         // their rows among all exact rows, for the first head
-    pub(crate) exact_lengths: Buffer<u32>, // exact tokens, these included
-    pub(crate) coded_lengths: Buffer<u32>, // tokens that are not exact
-}
-
-/// Consecutive tokens of one sequence of a batch that run at once: a prompt, or a part of one.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Chunk {
-    /// The sequence.
-    pub sequence: usize,
-    /// Position of the first token: the number of tokens before the chunk.
-    pub position: usize,
-    /// Tokens.
-    pub count: usize,
-}
-
-impl Chunk {
-    /// Length of the sequence, the chunk included.
-    #[must_use]
-    pub const fn end(&self) -> usize {
-        self.position + self.count
-    }
-}
-
-/// Rows of a layer's exact tokens: elements (pages or batch, heads, capacity, head_dim).
-#[derive(Clone, Copy)]
-pub struct Rows {
-    /// Keys, rotated.
-    pub keys: DevicePtr<AnyElement>,
-    /// Values.
-    pub values: DevicePtr<AnyElement>,
-    /// Rows per head, in a sequence or a page.
-    pub capacity: usize,
-}
-
-impl Rows {
-    /// The rows of one side.
-    pub(crate) const fn side(&self, side: Side) -> DevicePtr<AnyElement> {
-        match side {
-            Side::Keys => self.keys,
-            Side::Values => self.values,
-        }
-    }
-}
-
-/// The bases in which a cache takes rotated queries and keys.
+/// The bases in which a cache takes rotated queries and keys: what an engine applies to them after RoPE.
 #[derive(Clone, Copy)]
 pub struct RowTransform<'a> {
-    pub(super) bases: &'a Bases,
+    pub(crate) bases: &'a Bases,
     /// Means less which keys are coded. A step computes their part of the scores before queries leave the
     /// model's basis.
-    pub(super) means: Option<&'a KeyMeans>,
+    pub(crate) means: Option<&'a KeyMeans>,
 }
 
-/// Tokens of a sequence that a cache has room for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Room {
-    /// First tokens, whose rows stay exact.
-    pub sinks: usize,
-    /// Exact rows that later tokens share as a ring; 0 if all tokens are sinks.
-    pub ring: usize,
-    /// Maximum tokens.
-    pub capacity: usize,
+impl RowTransform<'_> {
+    /// Launches the transform of a step's rotated queries (batch, n_heads, head_dim), and of the keys in the
+    /// rows of a layer, the `slots`, `u32` (batch,), of all rows of its first head.
+    ///
+    /// # Errors
+    /// [`Error::Gpu`](crate::Error::Gpu).
+    /// # Safety
+    /// As [`DeviceCache::attend`]; the rows at the slots are written.
+    pub unsafe fn step(
+        &self,
+        gpu: &Gpu,
+        layer: usize,
+        sequences: &Sequences,
+        queries: DevicePtr<u16>,
+        rows: &Rows,
+        (slots, batch): (DevicePtr<u32>, usize),
+    ) -> Result<()> {
+        if let Some(means) = self.means {
+            // SAFETY: the caller's contract.
+            unsafe { means.launch(gpu, layer, sequences, queries.cast()) }?;
+        }
+        let (keys, capacity) = (rows.keys, rows.capacity);
+        let rows = TurnedRows { queries, keys, capacity, tokens: batch, place: Place::Slots(slots) };
+        // SAFETY: the caller's contract.
+        unsafe { self.bases.turn(gpu, layer, &rows) }
+    }
+
+    /// Launches the transform of a chunk's rotated queries (count, n_heads, head_dim), and of its keys in the
+    /// rows of [`ChunkCache::chunk_rows`].
+    ///
+    /// # Errors
+    /// [`Error::Gpu`](crate::Error::Gpu).
+    /// # Safety
+    /// The [contract of a launch](DevicePtr#launches) holds; the chunk's keys are written.
+    pub unsafe fn chunk(
+        &self,
+        gpu: &Gpu,
+        layer: usize,
+        chunk: &Chunk,
+        queries: DevicePtr<u16>,
+        rows: &Rows,
+    ) -> Result<()> {
+        let (keys, capacity) = (rows.keys, rows.capacity);
+        let place = Place::From(chunk.position);
+        let rows = TurnedRows { queries, keys, capacity, tokens: chunk.count, place };
+        // SAFETY: the caller's contract.
+        unsafe { self.bases.turn(gpu, layer, &rows) }
+    }
+
+    /// Launches the transform of a chunk's keys and values in the rows of [`ChunkCache::chunk_rows`], both as
+    /// a model computes them without the maps that are folded into its weights.
+    ///
+    /// # Errors
+    /// [`Error::Gpu`](crate::Error::Gpu).
+    /// # Safety
+    /// As [`Self::chunk`].
+    pub unsafe fn stored(&self, gpu: &Gpu, layer: usize, chunk: &Chunk, rows: &Rows) -> Result<()> {
+        // SAFETY: the caller's contract.
+        unsafe { self.bases.turn_stored(gpu, layer, chunk, rows) }
+    }
 }
 
 /// The keys and values of a batch of sequences, in a method's form on the device.
@@ -156,8 +126,12 @@ pub trait DeviceCache: ChunkCache + Timed {
     /// Launches attention of (batch, n_heads, head_dim) rotated queries over the tokens of a layer.
     ///
     /// # Errors
-    /// [`Error::Device`].
-    fn attend(
+    /// [`Error::Gpu`](crate::Error::Gpu).
+    /// # Safety
+    /// The [contract of a launch](DevicePtr#launches) holds. Lengths and positions are of sequences within
+    /// the capacity and as long as [`ChunkCache::set_lengths`] and the steps since then have made them; the
+    /// kernel before does not write them. The rows of these tokens are written.
+    unsafe fn attend(
         &self,
         gpu: &Gpu,
         layer: usize,
@@ -173,14 +147,14 @@ pub trait DeviceCache: ChunkCache + Timed {
     /// Empties all sequences.
     ///
     /// # Errors
-    /// [`Error::Device`].
+    /// [`Error::Gpu`](crate::Error::Gpu).
     fn clear(&mut self, gpu: &Gpu) -> Result<()>;
 
     /// Empties one sequence, so that others can use its pages. It is idle at its first token until the next
     /// chunks.
     ///
     /// # Errors
-    /// [`Error::Device`].
+    /// [`Error::Gpu`](crate::Error::Gpu).
     fn end(&mut self, _gpu: &Gpu, _sequence: usize) -> Result<()> {
         Ok(())
     }
@@ -188,9 +162,12 @@ pub trait DeviceCache: ChunkCache + Timed {
     /// Work before a step, outside of its graph, such as encoding tokens that leave the window.
     ///
     /// # Errors
-    /// [`Error::Pages`] if there is no page for a sequence's next token; nothing has changed then.
-    /// [`Error::Device`].
-    fn before_step(&mut self, _gpu: &Gpu, _sequences: &Sequences) -> Result<()> {
+    /// [`Error::Pages`](crate::Error::Pages) if there is no page for a sequence's next token; nothing has
+    /// changed then.
+    /// [`Error::Gpu`](crate::Error::Gpu).
+    /// # Safety
+    /// As [`Self::attend`].
+    unsafe fn before_step(&mut self, _gpu: &Gpu, _sequences: &Sequences) -> Result<()> {
         Ok(())
     }
 
@@ -200,8 +177,7 @@ pub trait DeviceCache: ChunkCache + Timed {
         0
     }
 
-    /// Bytes by purpose with `tokens` in every sequence, counted as in
-    /// [`KvCache::footprint`](crate::cache::KvCache): only what these tokens take of the capacity.
+    /// Bytes by purpose with `tokens` in every sequence: only what these tokens take of the capacity.
     fn footprint(&self, tokens: usize) -> Footprint;
 
     /// Bytes of device memory.
@@ -215,7 +191,7 @@ pub trait DeviceCache: ChunkCache + Timed {
     /// Rows (a token's key and value of one head) read from the host so far. Waits for the last step.
     ///
     /// # Errors
-    /// [`Error::Device`].
+    /// [`Error::Gpu`](crate::Error::Gpu).
     fn fetched_rows(&self, _gpu: &Gpu) -> Result<u64> {
         Ok(0)
     }
@@ -224,7 +200,7 @@ pub trait DeviceCache: ChunkCache + Timed {
     /// last step.
     ///
     /// # Errors
-    /// [`Error::Device`].
+    /// [`Error::Gpu`](crate::Error::Gpu).
     fn chosen_rows(&self, _gpu: &Gpu) -> Result<Option<u64>> {
         Ok(None)
     }
@@ -241,16 +217,14 @@ pub trait Timed {
     /// without a prefill.
     ///
     /// # Errors
-    /// [`Error::Device`].
+    /// [`Error::Gpu`](crate::Error::Gpu).
     fn fill_random(&mut self, gpu: &Gpu, tokens: usize) -> Result<()>;
 
     /// Bytes that a step reads with `tokens` in every sequence.
     fn step_bytes(&self, tokens: usize) -> usize;
 
-    /// Makes steps wait for the encoding of tokens that leave the window, for timing. Call it before a
-    /// [`Decoder`] is made.
-    ///
-    /// [`Decoder`]: super::Decoder
+    /// Makes steps wait for the encoding of tokens that leave the window, for timing. Call it before the
+    /// first step.
     fn encode_synchronously(&mut self) {}
 
     /// Counts this share of the rows that a step would read from the host as cache hits, for timing: random
@@ -264,7 +238,8 @@ pub trait ChunkCache {
     /// Reserves memory for sequences that have these lengths after the next prompts.
     ///
     /// # Errors
-    /// [`Error::Pages`] if there is not enough; nothing has changed then. [`Error::Device`].
+    /// [`Error::Pages`](crate::Error::Pages) if there is not enough; nothing has changed then.
+    /// [`Error::Gpu`](crate::Error::Gpu).
     fn reserve(&mut self, _gpu: &Gpu, _lengths: &[usize]) -> Result<()> {
         Ok(())
     }
@@ -276,7 +251,7 @@ pub trait ChunkCache {
     /// Several chunks may pass through a layer before the first of them enters the next one.
     ///
     /// # Errors
-    /// [`Error::Device`].
+    /// [`Error::Gpu`](crate::Error::Gpu).
     fn chunk_rows(&mut self, gpu: &Gpu, layer: usize, chunk: &Chunk) -> Result<Rows>;
 
     /// `u32` (heads,) each: the number of components of a layer's keys, and of its values, that the queries
@@ -300,26 +275,18 @@ pub trait ChunkCache {
     /// Appends the chunk's tokens from the rows of [`Self::chunk_rows`], after attention.
     ///
     /// # Errors
-    /// [`Error::Device`].
+    /// [`Error::Gpu`](crate::Error::Gpu).
     fn append(&mut self, gpu: &Gpu, layer: usize, chunk: &Chunk) -> Result<()>;
 
     /// Sets the lengths of the sequences, at which the last chunks ended. The next step may follow.
     ///
     /// # Errors
-    /// [`Error::Device`].
+    /// [`Error::Gpu`](crate::Error::Gpu).
     fn set_lengths(&mut self, gpu: &Gpu, lengths: &[usize]) -> Result<()>;
 
     /// As [`Self::set_lengths`] for one sequence. The others continue where they are.
     ///
     /// # Errors
-    /// [`Error::Device`].
+    /// [`Error::Gpu`](crate::Error::Gpu).
     fn set_length(&mut self, gpu: &Gpu, sequence: usize, length: usize) -> Result<()>;
-}
-
-/// Refuses more tokens than kernels count.
-fn check_tokens(capacity: usize) -> Result<()> {
-    match u32::try_from(capacity) {
-        Ok(_) => Ok(()),
-        Err(_) => Err(Error::Argument(format!("a sequence of {capacity} tokens: 32 bits count them"))),
-    }
 }

@@ -5,6 +5,7 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 use std::{fs, ptr, slice};
 
+use bytemuck::Pod;
 use cudarc::driver::sys::CUmem_advise::{
     CU_MEM_ADVISE_SET_ACCESSED_BY, CU_MEM_ADVISE_SET_PREFERRED_LOCATION,
 };
@@ -14,11 +15,11 @@ use cudarc::driver::sys::CUmemLocationType::{
 use cudarc::driver::{CudaContext, DriverError, result, sys};
 use kv_gpu::DevicePtr;
 
-use super::{Gpu, driver};
+use crate::gpu::{Gpu, driver};
 use crate::{Error, Result};
 
 /// Elements in page-locked or managed host memory, which the device accesses at the same address. Their
-/// initial values are undefined. As with [`Buffer`](super::memory::Buffer), streams order all work on them.
+/// initial values are undefined. As with [`Buffer`](crate::Buffer), streams order all work on them.
 pub(crate) struct HostBuffer<T> {
     address: *mut c_void,
     len: usize,
@@ -38,7 +39,7 @@ unsafe impl<T: Send> Send for HostBuffer<T> {}
 // SAFETY: as above.
 unsafe impl<T: Sync> Sync for HostBuffer<T> {}
 
-impl<T: Copy> HostBuffer<T> {
+impl<T: Pod> HostBuffer<T> {
     /// Allocates page-locked memory for `len` elements.
     ///
     /// # Errors
@@ -124,8 +125,10 @@ impl AsRef<[u8]> for PageLocked {
 }
 
 /// A word in page-locked host memory that kernels write.
+#[cfg(feature = "load")]
 pub(crate) struct HostWord(HostBuffer<u32>);
 
+#[cfg(feature = "load")]
 impl HostWord {
     /// A word of 0.
     ///
@@ -157,8 +160,8 @@ impl HostWord {
 impl<T> Drop for HostBuffer<T> {
     fn drop(&mut self) {
         if self.context.bind_to_thread().is_ok() {
-            // SAFETY: allocated once and freed once. Freeing waits for the device's work, as with device memory:
-            // `tests/device/faults.rs` drops caches inside a step.
+            // SAFETY: allocated once and freed once. Freeing waits for the device's work, as with device
+            // memory: tests drop caches inside a step.
             let _ = unsafe {
                 match self.kind {
                     Kind::PageLocked => result::free_host(self.address),

@@ -12,12 +12,15 @@ thread_local! {
     static PURPOSE: Cell<&'static str> = const { Cell::new("buffers") };
 }
 
-/// While it lives, buffers allocated by this thread count for one purpose.
-pub(crate) struct Allocating {
+/// While it lives, [buffers](crate::Buffer) allocated by this thread count for one purpose, which an error
+/// names.
+pub struct Allocating {
     before: &'static str,
 }
 
 impl Allocating {
+    /// Begins to count for `purpose`.
+    #[must_use]
     pub fn new(purpose: &'static str) -> Self {
         Self { before: PURPOSE.replace(purpose) }
     }

@@ -11,14 +11,9 @@
 //! rows layer by layer and cannot give them back, so a frame is decoded to staging rows of the loader, and
 //! the cache takes them once the whole frame is verified.
 
-#[path = "load/buffers.rs"]
 mod buffers;
-#[path = "load/launch.rs"]
 mod launch;
-#[path = "load/staging.rs"]
 mod staging;
-#[path = "../../../reference/src/device/stream_target.rs"]
-mod target;
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -32,15 +27,13 @@ use kv_stream::{Bytes, ChunkFrame};
 use buffers::{DecodeStream, FrameBuffers};
 pub use launch::Stages;
 use launch::{Part, Place, parts};
-pub(super) use staging::Staging;
-pub use target::StreamTarget;
+pub use staging::Staging;
 
-use super::cache::{Chunk, Rows};
-use super::host_memory::HostWord;
-use super::memory::Buffer;
-use super::rotate::{Rotate, decoder};
-use super::{Gpu, driver};
-use crate::model::Config;
+use crate::gpu::{Gpu, driver};
+use crate::host_memory::HostWord;
+use crate::memory::Buffer;
+use crate::rotate::{Rotate, decoder};
+use crate::rows::{Chunk, Rows};
 use crate::{Error, Result};
 
 /// Frames that may be on their way at once.
@@ -59,7 +52,6 @@ pub struct Loader {
     gpu: Arc<Gpu>,
     element: Element,
     profile: Arc<Profile>,
-    config: Config,
     levels: Vec<Level>,
     rotate: Option<Rotate>, // of keys before RoPE, if the decoder of a level does not rotate them
     check: Check,
@@ -68,7 +60,7 @@ pub struct Loader {
     decode_streams: Vec<DecodeStream>, // STREAMS
     slots: Vec<FrameBuffers>,          // FRAMES
     rows: Vec<DevicePtr<AnyElement>>,  // (layer, 2): keys, then values
-    rows_on_device: Buffer<DevicePtr<AnyElement>>,
+    rows_on_device: Buffer<u64>,       // their addresses
     begun: VecDeque<Begun>,
     arriving: Option<Arriving>,
     next: usize, // slot
@@ -111,7 +103,8 @@ struct Begun {
 }
 
 /// A frame that has been decoded.
-pub(super) struct Ended<'a> {
+pub struct Ended<'a> {
+    /// Its tokens.
     pub chunk: Chunk,
     /// Where it has landed; none if it is in the cache.
     pub staging: Option<&'a Staging>,
@@ -120,7 +113,7 @@ pub(super) struct Ended<'a> {
 }
 
 /// Where a frame goes.
-pub(super) struct Destination<'a> {
+pub struct Destination<'a> {
     /// Rows of every layer, up to the frame's last token at least; none for staging rows.
     pub rows: Option<&'a [Rows]>,
     /// Cosines and sines (position, head_dim / 2) of the same tokens.
@@ -130,12 +123,13 @@ pub(super) struct Destination<'a> {
 }
 
 impl Loader {
-    /// As [`Decoder::loader`](super::Decoder::loader).
-    pub(super) fn new(gpu: &Arc<Gpu>, profile: &Profile, config: &Config, element: Element) -> Result<Self> {
+    /// A loader of frames of this profile into caches with this element.
+    ///
+    /// # Errors
+    /// [`Error::DeviceMemory`]; [`Error::Gpu`], also for planes that the device does not decode: anchors and
+    /// the range coder.
+    pub fn new(gpu: &Arc<Gpu>, profile: &Profile, element: Element) -> Result<Self> {
         let info = profile.info();
-        if !has_shape(profile, config) {
-            return Err(Error::Profile("the levels are of a model of another shape".into()));
-        }
         let elements = VectorElement::from(element);
         let level = |level: usize| {
             let sides = |layer| [Side::Keys, Side::Values].map(|side| profile.plane(level, layer, side));
@@ -162,7 +156,6 @@ impl Loader {
             gpu: gpu.clone(),
             element,
             profile: Arc::new(profile.clone()),
-            config: config.clone(),
             levels,
             rotate: rotates.then(rotate).transpose()?,
             check: Check::new(&gpu.device)?,
@@ -170,7 +163,7 @@ impl Loader {
             checks: stream()?,
             decode_streams: (0..STREAMS).map(on).collect::<Result<_>>()?,
             slots: (0..FRAMES).map(slot).collect::<Result<_>>()?,
-            rows_on_device: Buffer::of(gpu, &rows)?,
+            rows_on_device: Buffer::zeros(gpu, 2 * info.layers)?,
             rows,
             begun: VecDeque::new(),
             arriving: None,
@@ -178,14 +171,22 @@ impl Loader {
         })
     }
 
-    /// Whether frames go to caches of such a model with this element on this device.
-    pub(super) fn is_for(&self, gpu: &Arc<Gpu>, config: &Config, element: Element) -> bool {
-        Arc::ptr_eq(&self.gpu, gpu) && self.element == element && has_shape(&self.profile, config)
+    /// Whether frames go to caches with this element on this device.
+    #[must_use]
+    pub fn is_for(&self, gpu: &Arc<Gpu>, element: Element) -> bool {
+        Arc::ptr_eq(&self.gpu, gpu) && self.element == element
+    }
+
+    /// The profile of the frames.
+    #[must_use]
+    pub fn profile(&self) -> &Profile {
+        &self.profile
     }
 
     /// Tokens of a sequence with the frames that its cache is still to take, and that have begun since it was
     /// emptied last; none if there are none.
-    pub(super) fn staged_end(&self, sequence: usize, clears: u64) -> Option<usize> {
+    #[must_use]
+    pub fn staged_end(&self, sequence: usize, clears: u64) -> Option<usize> {
         let is_of = |b: &&Begun| b.is_staged && b.chunk.sequence == sequence && b.clears == clears;
         self.begun.iter().rev().find(is_of).map(|b| b.chunk.end())
     }
@@ -195,8 +196,14 @@ impl Loader {
     /// decoding.
     ///
     /// # Errors
-    /// As [`Decoder::begin_load`](super::Decoder::begin_load).
-    pub(super) fn begin(
+    /// [`Error::Argument`] if too many frames are on their way, or one of these or later tokens;
+    /// [`Error::Codec`] and
+    /// [`Error::Stream`] for bytes that are no frame of these tokens, of this level and profile;
+    /// [`Error::Gpu`].
+    /// # Safety
+    /// The rows and angles of the destination exist until the frame has [ended](Self::end), and nothing else
+    /// uses these rows.
+    pub unsafe fn begin(
         &mut self,
         chunk: Chunk,
         level: usize,
@@ -244,8 +251,10 @@ impl Loader {
     /// frame begins later, in the same memory, or another one in its place.
     ///
     /// # Errors
-    /// As [`Decoder::begin_load`](super::Decoder::begin_load).
-    pub(super) fn begin_start(
+    /// As [`Self::begin`]; [`Error::Codec`] also for less than the header and index.
+    /// # Safety
+    /// As [`Self::begin`].
+    pub unsafe fn begin_start(
         &mut self,
         chunk: Chunk,
         level: usize,
@@ -302,7 +311,10 @@ impl Loader {
     }
 
     /// Drops a frame of which the first bytes have begun.
-    pub(super) fn forget_start(&mut self) -> Result<()> {
+    ///
+    /// # Errors
+    /// [`Error::Gpu`].
+    pub fn forget_start(&mut self) -> Result<()> {
         // Its bytes are freed when nothing copies them.
         self.arriving.is_some().then(|| self.wait()).transpose()?;
         self.arriving = None;
@@ -311,15 +323,17 @@ impl Loader {
 
     /// The chunks of the frames on their way, in order, that are decoded into the cache, which has not been
     /// emptied since.
-    pub(super) fn in_place(&self, clears: u64) -> Vec<Chunk> {
+    #[must_use]
+    pub fn in_place(&self, clears: u64) -> Vec<Chunk> {
         self.begun.iter().filter(|b| !b.is_staged && b.clears == clears).map(|b| b.chunk).collect()
     }
 
     /// Waits for the oldest frame. After an error no frame is on its way.
     ///
     /// # Errors
-    /// As [`Decoder::end_load`](super::Decoder::end_load).
-    pub(super) fn end(&mut self) -> Result<Ended<'_>> {
+    /// [`Error::Codec`] for a frame with a wrong checksum, or that no encoder writes though they are right;
+    /// [`Error::Argument`] if none is on its way; [`Error::Gpu`].
+    pub fn end(&mut self) -> Result<Ended<'_>> {
         let Some(begun) = self.begun.pop_front() else {
             return Err(Error::argument("no frame is on its way"));
         };
@@ -360,12 +374,6 @@ impl Drop for Loader {
         // Buffers and bytes are freed next; an error of the device has been reported by what caused it.
         let _ = self.wait();
     }
-}
-
-/// Whether a profile is of a model of this shape.
-fn has_shape(profile: &Profile, config: &Config) -> bool {
-    let info = profile.info();
-    (info.layers, info.heads, info.head_dim) == (config.n_layers, config.n_kv_heads, config.head_dim)
 }
 
 /// Makes what follows on a stream wait for another one.

@@ -2,19 +2,20 @@
 
 use std::sync::Arc;
 
+use bytemuck::Pod;
 use cudarc::driver::sys::CUresult;
 use cudarc::driver::{CudaContext, result};
 use kv_gpu::DevicePtr;
 
-use super::ledger::Ledger;
-use super::{Gpu, driver};
+use crate::gpu::{Gpu, driver};
+use crate::ledger::Ledger;
 use crate::{Error, Result};
 
 /// Elements on the device, freed on drop. Nothing tracks their uses: all work on them is ordered by the
 /// streams of a [`Gpu`], which are synchronized before a buffer is dropped.
 ///
 /// N.B. cudarc's own slices record events for every use, which a captured stream cannot wait for.
-pub(crate) struct Buffer<T> {
+pub struct Buffer<T> {
     pointer: DevicePtr<T>,
     len: usize,
     context: Arc<CudaContext>,
@@ -22,11 +23,11 @@ pub(crate) struct Buffer<T> {
     purpose: &'static str,
 }
 
-impl<T: Copy> Buffer<T> {
+impl<T: Pod> Buffer<T> {
     /// Elements whose bytes are all zero.
     ///
     /// # Errors
-    /// [`Error::DeviceMemory`] if they do not fit; [`Error::Device`].
+    /// [`Error::DeviceMemory`] if they do not fit; [`Error::Gpu`].
     pub fn zeros(gpu: &Gpu, len: usize) -> Result<Self> {
         let bytes =
             len.checked_mul(size_of::<T>()).ok_or_else(|| Error::argument("more memory than addresses"))?;
@@ -49,25 +50,43 @@ impl<T: Copy> Buffer<T> {
     }
 
     /// A copy of elements of the host.
+    ///
+    /// # Errors
+    /// As [`Self::zeros`].
     pub fn of(gpu: &Gpu, data: &[T]) -> Result<Self> {
         let buffer = Self::zeros(gpu, data.len())?;
         buffer.write(gpu, data)?;
         Ok(buffer)
     }
 
+    /// The address of the first element.
+    #[must_use]
     pub const fn pointer(&self) -> DevicePtr<T> {
         self.pointer
     }
 
+    /// Number of elements.
+    #[must_use]
     pub const fn len(&self) -> usize {
         self.len
     }
 
+    /// Whether there are none.
+    #[must_use]
+    pub const fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Their bytes.
+    #[must_use]
     pub const fn bytes(&self) -> usize {
         self.len * size_of::<T>()
     }
 
     /// Sets every byte, in stream order.
+    ///
+    /// # Errors
+    /// [`Error::Gpu`].
     pub fn fill(&self, gpu: &Gpu, byte: u8) -> Result<()> {
         self.context.bind_to_thread().map_err(|e| driver("use device on this thread", e))?;
         // SAFETY: the buffer has as many bytes, whose elements are plain numbers.
@@ -78,7 +97,7 @@ impl<T: Copy> Buffer<T> {
     /// Replaces the elements, in stream order.
     ///
     /// # Errors
-    /// [`Error::Argument`] for another number of elements.
+    /// [`Error::Argument`] for another number of elements; [`Error::Gpu`].
     pub fn write(&self, gpu: &Gpu, data: &[T]) -> Result<()> {
         if data.len() != self.len {
             return Err(Error::Argument(format!("{} elements for a buffer of {}", data.len(), self.len)));
@@ -89,7 +108,7 @@ impl<T: Copy> Buffer<T> {
     /// Replaces the first `data.len()` elements, in stream order.
     ///
     /// # Errors
-    /// [`Error::Argument`] for more elements than the buffer has.
+    /// [`Error::Argument`] for more elements than the buffer has; [`Error::Gpu`].
     pub fn write_first(&self, gpu: &Gpu, data: &[T]) -> Result<()> {
         self.write_at(gpu, 0, data)
     }
@@ -97,7 +116,7 @@ impl<T: Copy> Buffer<T> {
     /// Replaces the `data.len()` elements from `at` on, in stream order.
     ///
     /// # Errors
-    /// [`Error::Argument`] for elements out of bounds.
+    /// [`Error::Argument`] for elements out of bounds; [`Error::Gpu`].
     pub fn write_at(&self, gpu: &Gpu, at: usize, data: &[T]) -> Result<()> {
         let end = at.saturating_add(data.len());
         if end > self.len {
@@ -113,7 +132,7 @@ impl<T: Copy> Buffer<T> {
     /// order.
     ///
     /// # Errors
-    /// [`Error::Argument`] for elements out of bounds of either buffer.
+    /// [`Error::Argument`] for elements out of bounds of either buffer; [`Error::Gpu`].
     pub fn copy(&self, gpu: &Gpu, at: usize, source: &Self, from: usize, count: usize) -> Result<()> {
         let (end, last) = (at.saturating_add(count), from.saturating_add(count));
         if end > self.len || last > source.len {
@@ -128,6 +147,9 @@ impl<T: Copy> Buffer<T> {
     }
 
     /// Reads the first `out.len()` elements, after all work on the stream.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for more elements than the buffer has; [`Error::Gpu`].
     pub fn read_into(&self, gpu: &Gpu, out: &mut [T]) -> Result<()> {
         let end = out.len();
         if end > self.len {

@@ -1,37 +1,52 @@
-//! A method's cache on a device, as plain data: `device::method_cache` builds it.
+//! Caches as plain data: [`Plan::build`] builds them.
 //!
-//! What a profile holds is `None` without one: the cache then has hashed numbers, for timing.
+//! What a calibration holds is `None` without one: the cache then has hashed numbers, to time it.
 
 use codec_core::{ModelKind, PlaneBuf};
-use pq_core::{CodebookBuf, PqShape};
-
-use super::budget::Budget;
-use super::paged::PagedMemory;
-use crate::side::Pair;
+use kv_attend::owner::Pair;
+use pq_core::{CodebookBuf, PqShape, TokenBudget};
 
 /// One of every layer and head.
-pub(crate) type Heads<T> = Vec<Vec<T>>;
+pub type Heads<T> = Vec<Vec<T>>;
 
 /// A cache on a device.
-pub(crate) enum Plan {
+#[derive(Clone, Debug)]
+pub enum Plan {
     /// Exact rows of all tokens; without pages each sequence has memory for its maximum length.
     Dense(Option<PagedMemory>),
-    /// Attention on codes of all tokens.
-    Codes { quantizers: Pair<PqShape>, rows: CodedRows, pages: Option<PagedMemory> },
+    /// Attention on codes of all tokens (MILLION).
+    Codes {
+        /// The quantizers of keys and of values.
+        quantizers: Pair<PqShape>,
+        /// The rows that are coded.
+        rows: CodedRows,
+        /// The memory of the codes; without pages each sequence has memory for its maximum length.
+        pages: Option<PagedMemory>,
+    },
     /// Codes of all tokens and exact rows of a few, in one softmax.
     Hybrid(HybridPlan, Option<Heads<TransformedHead>>),
-    /// Exact rows that codes of their keys select.
+    /// Exact rows that codes of their keys select (PQCache).
     Retrieval(Retrieval, Option<Heads<CodebookBuf>>),
-    /// Rows of reduced rank.
+    /// Rows of reduced rank (ZACK).
     Cuts(DeviceCuts, Option<Heads<CutHead>>),
-    /// Rows as a bitstream, with the planes of every layer.
+    /// Rows as a bitstream (CacheGen), with the planes of every layer.
     Bitstream(Bitstream, Option<Vec<Pair<PlaneBuf>>>),
     /// Uniform codes: 4-bit keys per channel over 64 tokens, 4-bit values per token over 64 channels.
     Int4,
 }
 
+/// Paged memory for the tokens of a batch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PagedMemory {
+    /// Tokens per page: a multiple of 16 for rows, of 32 for codes.
+    pub page: usize,
+    /// Tokens of all sequences together; `None` for the sum of their maximum lengths.
+    pub pool: Option<usize>,
+}
+
 /// The rows that are coded.
-pub(crate) enum CodedRows {
+#[derive(Clone, Debug)]
+pub enum CodedRows {
     /// Those of the model.
     Plain(Option<Heads<Pair<CodebookBuf>>>),
     /// Rows in another basis.
@@ -40,7 +55,7 @@ pub(crate) enum CodedRows {
 
 /// The form of transformed rows that is coded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct RowForm {
+pub struct RowForm {
     /// Whether the rotated mean is subtracted from keys.
     pub rotated_mean: bool,
     /// Whether keys and values are divided by their norms, which are stored.
@@ -48,8 +63,11 @@ pub(crate) struct RowForm {
 }
 
 /// One head's codes of transformed rows.
-pub(crate) struct TransformedHead {
+#[derive(Clone, Debug)]
+pub struct TransformedHead {
+    /// Codebooks of the rows in their bases.
     pub codebooks: Pair<CodebookBuf>,
+    /// The bases.
     pub maps: HeadMaps,
     /// Mean of the keys before RoPE, (head_dim,).
     pub key_mean: Vec<f32>,
@@ -62,43 +80,72 @@ pub(crate) struct TransformedHead {
 }
 
 /// Columns of a head's maps (head_dim, head_dim): of keys and queries to a basis that preserves scores, and
-/// of values to theirs.
-pub(crate) struct HeadMaps {
+/// of values to theirs. The model has the maps of values folded into its weights.
+#[derive(Clone, Debug)]
+pub struct HeadMaps {
+    /// Of keys.
     pub keys: Vec<f32>,
+    /// Of queries.
     pub queries: Vec<f32>,
+    /// Of values.
     pub values: Vec<f32>,
 }
 
 /// Hybrid attention.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct HybridPlan {
+pub struct HybridPlan {
+    /// The quantizers of keys and of values.
     pub quantizers: Pair<PqShape>,
+    /// The form of the coded rows, without norms.
     pub form: RowForm,
     /// The rows per step, or their maximum.
-    pub budget: Budget,
+    pub budget: TokenBudget,
     /// The error bound that sets the number of rows per head, if there is one.
     pub bound: Option<f32>,
+    /// Where exact rows are.
     pub home: RowHome,
     /// Rows per head that stay resident on the device, if a step selects fewer.
     pub held: usize,
 }
 
 /// Attention over exact rows retrieved by codes of their keys.
-#[derive(Clone, Debug)]
-pub(crate) struct Retrieval {
+#[derive(Clone, Copy, Debug)]
+pub struct Retrieval {
+    /// The quantizer of keys.
     pub quantizer: PqShape,
-    pub budget: Budget,
-    /// Iterations for codebooks trained on the prompt; `None` for the profile's codebooks.
-    pub training: Option<usize>,
+    /// The rows per step.
+    pub budget: TokenBudget,
+    /// How codebooks are trained on each prompt; `None` for those of the plan.
+    pub training: Option<Training>,
+    /// Where exact rows are: not on the device.
     pub home: RowHome,
     /// Rows per head that stay resident on the device, if a step selects fewer.
     pub held: usize,
 }
 
+/// The training of codebooks on a prompt.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Training {
+    /// Iterations of k-means.
+    pub iterations: usize,
+    /// Maximum keys per head to train on, at least one: of more, every n-th one is taken.
+    pub most: usize,
+}
+
+impl Training {
+    /// The stride at which `keys` keys are sampled.
+    #[must_use]
+    pub const fn step(&self, keys: usize) -> usize {
+        if keys == 0 || self.most == 0 { 1 } else { keys.div_ceil(self.most) }
+    }
+}
+
 /// Location and format of exact rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum RowHome {
+pub enum RowHome {
+    /// Device memory.
     Device,
+    /// Host memory.
     Host,
     /// Host memory, 8 bits.
     HostInt8,
@@ -106,8 +153,8 @@ pub(crate) enum RowHome {
 
 /// Attention to rows of reduced rank.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct DeviceCuts {
-    /// Fractions of the dimensions to keep.
+pub struct DeviceCuts {
+    /// Fractions of the dimensions to keep, where ranks are not given.
     pub fractions: Pair<f64>,
     /// Whether prompt tokens also attend to truncated rows.
     pub cuts_prompts: bool,
@@ -120,15 +167,18 @@ impl DeviceCuts {
 
 /// A head with truncated rows: the first components, up to the rank, in the basis of the maps (keys) or of
 /// the folded weights (values).
-pub(crate) struct CutHead {
+#[derive(Clone, Debug)]
+pub struct CutHead {
+    /// The bases.
     pub maps: HeadMaps,
+    /// Components that are kept, multiples of [`DeviceCuts::MULTIPLE`].
     pub ranks: Pair<usize>,
 }
 
 /// Rows stored as a bitstream.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Bitstream {
-    /// Whether planes have a transform.
+pub struct Bitstream {
+    /// Whether hashed planes have a transform.
     pub has_transform: bool,
     /// The kind of their models.
     pub models: ModelKind,

@@ -5,24 +5,30 @@ use std::ops::Range;
 
 use cudarc::driver::sys::CUstream;
 use kv_gpu::codec::{CodecShape, Decode};
-use kv_gpu::{AnyElement, DevicePtr, Element, Grid, Kernel};
+use kv_gpu::{AnyElement, DevicePtr, Element, Grid, Kernel, Program};
 
-use super::{Gpu, programs};
 use crate::Result;
+use crate::gpu::Gpu;
 
 /// Threads per block, and maximum blocks per layer.
 const THREADS: u32 = 256;
 const BLOCKS: usize = 1024;
 
+/// `rotate`.
+pub(crate) fn program(element: Element, head_dim: usize) -> Program {
+    let defines = [("ELEMENT", element as usize), ("HEAD_DIM", head_dim)];
+    Program::own("rotate.cu", include_str!("kernels/rotate.cu"), &[], &defines)
+}
+
 /// A decoder of keys that are stored before RoPE. It rotates them itself if it can: without a transform the
 /// halves of a head are decoded by different thread blocks, and [`Rotate`] follows.
-pub(super) fn decoder(gpu: &Gpu, shape: CodecShape) -> Result<Decode> {
+pub(crate) fn decoder(gpu: &Gpu, shape: CodecShape) -> Result<Decode> {
     let compile = if shape.supports_rope() { Decode::rotating } else { Decode::new };
     Ok(compile(&gpu.device, shape)?)
 }
 
 /// Rotates keys of several layers.
-pub(super) struct Rotate {
+pub(crate) struct Rotate {
     kernel: Kernel,
     heads: usize,
     head_dim: usize,
@@ -30,13 +36,13 @@ pub(super) struct Rotate {
 
 /// Rotates keys to their positions, or undoes it.
 #[derive(Clone, Copy)]
-pub(super) enum Direction {
+pub(crate) enum Direction {
     Forward,
     Back,
 }
 
 /// Keys of consecutive tokens of one sequence.
-pub(super) struct KeyRows {
+pub(crate) struct KeyRows {
     /// Pointers (layers, 2) to the rows (heads, capacity, head_dim) of keys, then values, of each layer.
     pub rows: DevicePtr<DevicePtr<AnyElement>>,
     /// Number of layers.
@@ -70,7 +76,7 @@ const _: () = assert!(size_of::<Arguments>() == 48);
 impl Rotate {
     /// Compiles the kernel.
     pub fn new(gpu: &Gpu, element: Element, heads: usize, head_dim: usize) -> Result<Self> {
-        let kernel = gpu.device.kernel(&programs::prompt(element, head_dim), "rotate", 0)?;
+        let kernel = gpu.device.kernel(&program(element, head_dim), "rotate", 0)?;
         Ok(Self { kernel, heads, head_dim })
     }
 

@@ -1,6 +1,7 @@
 //! Encoding of the few tokens of a step: lanes are vectors, and warps divide the subspaces.
 
 use cudarc::driver::sys::CUstream;
+use kv_attend::owner::Side;
 use pq_core::PqShape;
 
 use crate::compile::source;
@@ -8,7 +9,7 @@ use crate::device::Kernel;
 use crate::launch::Operation;
 use crate::pointer::{AnyElement, DevicePtr};
 use crate::pq::attend::Pages;
-use crate::pq::layout::{CodeLayout, Paging, Side};
+use crate::pq::layout::{CodeLayout, Paging};
 use crate::{Device, Error, Program, VectorElement};
 
 /// Compile-time shape of [`Append`].

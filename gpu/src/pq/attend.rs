@@ -2,6 +2,7 @@
 
 use cudarc::driver::sys::CUstream;
 use half::f16;
+use kv_attend::owner::Side;
 use pq_core::PqShape;
 
 use crate::compile::source;
@@ -9,7 +10,7 @@ use crate::device::Kernel;
 use crate::launch::Operation;
 use crate::pointer::{AnyElement, DevicePtr};
 use crate::pq::Addends;
-use crate::pq::layout::{CodeLayout, Paging, Side};
+use crate::pq::layout::{CodeLayout, Paging};
 use crate::{Device, Element, Error, Program};
 
 /// Bytes of a row of the codebook tables in shared memory: `ROW` of the kernel.

@@ -1,6 +1,7 @@
 //! Encoding of many tokens, keys or values, into the tiles that attention reads.
 
 use cudarc::driver::sys::CUstream;
+use kv_attend::owner::Side;
 use pq_core::PqShape;
 
 use crate::compile::source;
@@ -9,7 +10,7 @@ use crate::launch::Operation;
 use crate::pointer::{AnyElement, DevicePtr};
 use crate::pq::append::{AppendKernel, AppendSide, NewTokens};
 use crate::pq::attend::Pages;
-use crate::pq::layout::{CodeLayout, Paging, Side, TILE};
+use crate::pq::layout::{CodeLayout, Paging, TILE};
 use crate::{Device, Error, Program, VectorElement};
 
 /// Compile-time shape of [`Encode`].

@@ -2,6 +2,7 @@
 
 use cudarc::driver::sys::CUstream;
 use half::f16;
+use kv_attend::owner::Side;
 use pq_core::{GroupRule, PqShape};
 
 use crate::compile::source;
@@ -10,7 +11,6 @@ use crate::launch::Operation;
 use crate::pointer::{AnyElement, DevicePtr};
 use crate::pq::addends::Addends;
 use crate::pq::attend::{ExactTokens, Pages};
-use crate::pq::layout::Side;
 use crate::pq::select::{
     CommonArguments, ErrorBound, PLAN_BYTES, ROW, Select, SelectArguments, SelectShape, check_quantizer,
     has_clusters,

@@ -2,6 +2,7 @@
 //! them.
 
 use half::f16;
+use kv_attend::owner::Side;
 use pq_core::{Codebook, Codes, PqShape};
 
 use crate::{Error, Program};
@@ -33,16 +34,8 @@ impl Paging {
     }
 }
 
-/// Keys or values. Attention reads keys along tokens and values along elements.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Side {
-    /// Keys.
-    Keys,
-    /// Values.
-    Values,
-}
-
-/// The device layout of the codes of one KV head, and of its codebook.
+/// The device layout of the codes of one KV head, and of its codebook. Attention reads keys along tokens and
+/// values along elements.
 ///
 /// Codes are in tiles of [`TILE`] tokens, with exactly `nbits` bits per code. A vector is `dim / 2` words of
 /// two halves. A code decodes to `dsub / 2` words, `m` words apart. If a subspace has one element, two codes

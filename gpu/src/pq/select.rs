@@ -2,6 +2,7 @@
 
 use cudarc::driver::sys::CUstream;
 use half::f16;
+use kv_attend::owner::Side;
 use pq_core::{GroupRule, PqShape};
 
 use crate::compile::{Source, source};
@@ -11,7 +12,7 @@ use crate::pointer::{AnyElement, DevicePtr};
 use crate::pq::addends::Addends;
 use crate::pq::attend::{ExactTokens, Pages};
 use crate::pq::clusters::Clusters;
-use crate::pq::layout::{CodeLayout, Side, TILE};
+use crate::pq::layout::{CodeLayout, TILE};
 use crate::pq::scan::CHUNK;
 use crate::pq::search::{ROW_BYTES, SELECT_THREADS};
 use crate::{Device, Element, Error, Program};

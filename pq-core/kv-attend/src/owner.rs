@@ -1,16 +1,18 @@
-//! For crates that own caches: sinks, window, eviction, truncation, batches and serialization, generic over how
-//! the other tokens are compressed.
+//! For crates that own caches: sinks, window, eviction, truncation, batches and serialization, generic over
+//! how the other tokens are compressed; pairs of keys and values; and the bytes of a cache by purpose.
 //!
 //! A crate implements [`Store`] for its compressed tokens of one KV head. [`Windowed`] adds sinks and window,
-//! [`Layer`] holds the heads of a layer for one sequence, and [`attend_batch_into`] runs attention for a batch
-//! of sequences.
+//! [`Layer`] holds the heads of a layer for one sequence, and [`attend_batch_into`] runs attention for a
+//! batch of sequences.
 
 mod batch;
 mod bytes;
 mod exact_rows;
+mod footprint;
 mod layer;
 #[cfg(feature = "serde")]
 pub mod serde;
+mod side;
 mod store;
 mod windowed;
 mod workspace;
@@ -19,7 +21,9 @@ pub use batch::{attend_batch_into, attend_batch_into_with};
 pub use bytes::{Reader, Writer};
 pub use exact_rows::EvictedRows;
 use exact_rows::ExactRows;
+pub use footprint::Footprint;
 pub use layer::Layer;
+pub use side::{Pair, Side};
 pub use store::{Queries, Store};
 pub use windowed::Windowed;
 pub use workspace::Workspace;

@@ -4,11 +4,12 @@ use std::sync::Arc;
 
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
+use kv_attend::owner::{Pair, Side};
 use svd_core::{Attention, Element, ExactTokens, Rows, SoftmaxStats, attend_exact_into};
 
-use crate::cache::store::{Footprint, Geometry, RotatedStore, Store};
+use crate::cache::Footprint;
+use crate::cache::store::{Geometry, RotatedStore, Store};
 use crate::model::Rope;
-use crate::side::{Pair, Side};
 use crate::{Error, Result};
 
 /// The element type of exact rows.

@@ -1,8 +1,7 @@
 //! Whether codes that were fitted to a calibration text fit the tokens of a sequence.
 
+use kv_attend::owner::Side;
 use serde::Serialize;
-
-use crate::side::Side;
 
 /// The codes of one head's keys or values: their error on the tokens coded so far beside that on the
 /// calibration text. Errors are sums of squares, relative to those of the rows in the space of the codes.

@@ -1,37 +1,11 @@
 //! The interface of a method: a store of the tokens between sinks and window; and helpers shared by all
 //! stores.
 
-use std::ops::AddAssign;
-
 use svd_core::SoftmaxStats;
 
 use crate::Result;
-use crate::cache::{Fetched, Fit, PromptRows};
+use crate::cache::{Fetched, Fit, Footprint, PromptRows};
 use crate::model::Config;
-
-/// Bytes of a cache by purpose.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
-pub struct Footprint {
-    /// The representation of the tokens: rows, codes, bitstreams, scales, norms, codebooks trained for this
-    /// sequence.
-    pub kept: usize,
-    /// Exact rows of which a step reads some (PQCache). They are in files with the setting `offload=`;
-    /// without it they are in memory but still counted here.
-    pub offloaded: usize,
-    /// Copies that could be recomputed: decoded rows (CacheGen), cached blocks of offloaded rows.
-    pub working: usize,
-    /// Computed once per model and shared by all its sequences: codebooks, rotations, probability models.
-    pub shared: usize,
-}
-
-impl AddAssign for Footprint {
-    fn add_assign(&mut self, other: Self) {
-        self.kept += other.kept;
-        self.offloaded += other.offloaded;
-        self.working += other.working;
-        self.shared += other.shared;
-    }
-}
 
 /// The tokens between the sinks and the window of one layer.
 pub(crate) trait Store: Send + Sync {

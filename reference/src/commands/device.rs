@@ -99,7 +99,7 @@ impl DeviceArgs {
                 Err(e) => Some(on_cpu(&e)),
             },
             Choice::Cpu => None,
-            Choice::Cuda(ordinal) => return Gpu::open_within(ordinal, most).map(Chosen::Gpu),
+            Choice::Cuda(ordinal) => return Ok(Chosen::Gpu(Gpu::open_within(ordinal, most)?)),
         };
         if self.device_memory.is_some() {
             let reason = note.as_deref().unwrap_or("the command runs on the CPU");

@@ -1,9 +1,9 @@
 //! The matrix products of a decode step: `kernels/gemv.cu`.
 
+use kv_device::Gpu;
 use kv_gpu::{AnyElement, DevicePtr, Element, Grid, Kernel, Program};
 
 use super::weights::Packed;
-use super::{Gpu, programs};
 use crate::{Error, Result};
 
 /// Maximum columns (sequences) of a launch.
@@ -76,7 +76,7 @@ impl GemvShape {
             Output::Rope => "ROPE",
             Output::Store => "STORE",
         };
-        programs::gemv(&[
+        let defines = [
             ("N_IN", self.n_in),
             ("COLUMNS", self.columns),
             ("ELEMENT", self.element as usize),
@@ -84,9 +84,10 @@ impl GemvShape {
             ("WARPS", self.warps()),
             ("DEPTH", depth),
             ("SHARED_BYTES", self.shared_bytes(depth)),
-        ])
-        .define_if(self.input == Input::Residual, "NORM")
-        .define_if(true, output)
+        ];
+        Program::own("gemv.cu", include_str!("kernels/gemv.cu"), &[], &defines)
+            .define_if(self.input == Input::Residual, "NORM")
+            .define_if(true, output)
     }
 }
 
@@ -162,10 +163,10 @@ impl Gemv {
                 shape.columns, shape.n_in
             )));
         }
-        let memory = gpu.device.shared_memory().saturating_sub(reserved);
+        let memory = gpu.device().shared_memory().saturating_sub(reserved);
         let shared = shape.shared_bytes(shape.depth(memory));
-        let kernel = gpu.device.kernel(&shape.program(memory), "gemv", shared)?;
-        Ok(Self { kernel, threads: 32 * shape.warps() as u32, sm_count: gpu.device.sm_count() })
+        let kernel = gpu.device().kernel(&shape.program(memory), "gemv", shared)?;
+        Ok(Self { kernel, threads: 32 * shape.warps() as u32, sm_count: gpu.device().sm_count() })
     }
 
     /// Launches it.

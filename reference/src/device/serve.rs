@@ -11,8 +11,8 @@ use crate::{Error, Result};
 ///
 /// # Errors
 /// [`Error::Argument`] for a prompt that the decoder does not accept, and for a sequence that outgrows its
-/// slot; [`Error::Pages`] if the running sequences need more than there are; those of `push`; [`Error::Blas`]
-/// and [`Error::Device`]. An error ends all prompts.
+/// slot; [`kv_device::Error::Pages`] if the running sequences need more than there are; those of `push`;
+/// [`Error::Blas`] and [`Error::Device`]. An error ends all prompts.
 pub fn serve(
     decoder: &mut Decoder,
     prompts: &[Vec<u32>],
@@ -32,7 +32,9 @@ pub fn serve(
             }
             match decoder.prefill_one(place, &prompts[next], chunk) {
                 Ok(()) => places[place] = Some(next),
-                Err(Error::Pages { .. }) if places.iter().any(Option::is_some) => break,
+                Err(Error::Device(kv_device::Error::Pages { .. })) if places.iter().any(Option::is_some) => {
+                    break;
+                }
                 Err(e) => return Err(e),
             }
             fresh.push(place);

@@ -2,22 +2,20 @@
 
 mod launch;
 mod load;
-mod picks;
-mod prompt;
+pub(super) mod picks;
+pub(super) mod prompt;
 mod sequences;
 
 use std::sync::Arc;
 
 use cudarc::driver::CudaGraph;
+use kv_device::{Allocating, Buffer, DeviceCache, Gpu};
 use kv_gpu::Kernel;
 use kv_gpu::pq::Prefetch;
 
-use super::cache::{DeviceCache, Sequences};
+use super::driver;
 use super::gemv::{Gemv, GemvShape, Input, MOST_COLUMNS, Output};
-use super::ledger::Allocating;
-use super::memory::Buffer;
 use super::weights::Weights;
-use super::{Gpu, driver, programs};
 use crate::model::Rope;
 use crate::{Error, Result, Sampling};
 use picks::{NO_TOKEN, Picks};
@@ -47,6 +45,27 @@ pub struct Decoder {
     lengths: Option<Vec<usize>>,        // of the sequences, until a step may end one
     clears: u64,                        // how often the sequences have been emptied
     ended: Vec<bool>,                   // whether a sequence is empty and idle
+}
+
+/// The sequences of a batch, on the device. (batch,) each.
+struct Sequences {
+    tokens: Buffer<u32>,        // to be fed next
+    positions: Buffer<u32>,     // of these tokens
+    running: Buffer<u32>,       // 0 once a sequence has ended
+    slots: Buffer<u32>,         // their rows among all exact rows, for the first head
+    exact_lengths: Buffer<u32>, // exact tokens, these included
+    coded_lengths: Buffer<u32>, // tokens that are not exact
+}
+
+impl Sequences {
+    /// What caches read of them.
+    const fn of_cache(&self) -> kv_device::Sequences {
+        kv_device::Sequences {
+            positions: self.positions.pointer(),
+            exact_lengths: self.exact_lengths.pointer(),
+            coded_lengths: self.coded_lengths.pointer(),
+        }
+    }
 }
 
 /// The product kernels of a layer, and of the end.
@@ -119,7 +138,7 @@ impl Decoder {
         let (cos, sin) = rope.tables();
         let decoder = Self {
             products,
-            begin: gpu.device.kernel(&programs::step(weights.element), "begin", 0)?,
+            begin: gpu.device().kernel(&picks::step_program(weights.element), "begin", 0)?,
             sequences: Sequences {
                 tokens: words(batch)?,
                 positions: words(batch)?,
@@ -200,8 +219,8 @@ impl Decoder {
     /// Launches a step of the whole batch: its graph, which the first call captures. Waits for nothing.
     ///
     /// # Errors
-    /// [`Error::Argument`] if the cache is full, and [`Error::Pages`] if its pages are; the sequences are
-    /// unchanged then. [`Error::Device`].
+    /// [`Error::Argument`] if the cache is full, and [`kv_device::Error::Pages`] if its pages are; the
+    /// sequences are unchanged then. [`Error::Device`].
     pub fn step(&mut self) -> Result<()> {
         self.prepare()?;
         let graph = match self.graph.take() {
@@ -231,7 +250,9 @@ impl Decoder {
         if self.longest >= capacity {
             return Err(Error::Argument(format!("the cache of {capacity} tokens is full")));
         }
-        self.cache.before_step(&self.gpu, &self.sequences)?;
+        // SAFETY: the sequences have numbers of the batch, and are within the capacity, as has just been
+        // checked.
+        unsafe { self.cache.before_step(&self.gpu, &self.sequences.of_cache()) }?;
         self.longest += 1;
         self.lengths = None;
         Ok(())
@@ -293,7 +314,7 @@ impl Decoder {
     /// # Errors
     /// [`Error::Device`].
     pub fn fetched_rows(&self) -> Result<u64> {
-        self.cache.fetched_rows(&self.gpu)
+        Ok(self.cache.fetched_rows(&self.gpu)?)
     }
 
     /// Exact rows that steps have read so far: [`DeviceCache::chosen_rows`].
@@ -301,7 +322,7 @@ impl Decoder {
     /// # Errors
     /// [`Error::Device`].
     pub fn chosen_rows(&self) -> Result<Option<u64>> {
-        self.cache.chosen_rows(&self.gpu)
+        Ok(self.cache.chosen_rows(&self.gpu)?)
     }
 
     /// Milliseconds of each of `rounds` steps, on the device's clock.
@@ -327,7 +348,7 @@ impl Decoder {
 
     fn timed(&mut self, run: impl FnOnce(&mut Self) -> Result<()>) -> Result<f32> {
         use cudarc::driver::sys::CUevent_flags::CU_EVENT_DEFAULT;
-        let stream = self.gpu.stream.clone();
+        let stream = self.gpu.cuda_stream().clone();
         let event = || stream.record_event(Some(CU_EVENT_DEFAULT)).map_err(|e| driver("record an event", e));
         let start = event()?;
         run(self)?;

@@ -4,10 +4,10 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::time::Instant;
 
+use kv_device::{Chunk, FRAMES, Loader};
 use kv_stream::{Bytes, Caches, Payload, PrefillTime, RequestChunk, Speeds};
 
-use super::{FRAMES, Loader};
-use crate::device::{CHUNK, Chunk, Decoder};
+use super::{CHUNK, Decoder};
 use crate::stream::target::Context;
 use crate::{Error, Result};
 

@@ -1,11 +1,9 @@
 //! The weights of a model on the device, packed for the products of a decode step.
 
+use kv_device::{Allocating, Buffer, Gpu, fill_hashed};
 use kv_gpu::pq::Prefetch;
-use kv_gpu::{DevicePtr, Element, Grid, Kernel};
+use kv_gpu::{DevicePtr, Element, Grid, Kernel, Program};
 
-use super::ledger::Allocating;
-use super::memory::Buffer;
-use super::{Gpu, programs};
 use crate::model::{Config, LayerAttention, Linear, Model, RopeScaling};
 use crate::{Error, Result};
 
@@ -15,18 +13,9 @@ pub const RANDOM_MODELS: [&str; 3] = ["llama-2-7b", "llama-3.1-8b", "llama-3.1-7
 /// Amplitude of hashed weights: a standard deviation of 0.02.
 const AMPLITUDE: f32 = 0.034_641_016;
 
-/// Element `i` of hashed tensor `tensor`, before it is rounded: `hashed` of `kernels/random.cuh`.
-///
-/// Tensor 0 is the embedding, 1 the output projection; layer `l` has 2 + 4 l (rows of q, k and v), 3 + 4 l
-/// (o), 4 + 4 l (gate and up) and 5 + 4 l (down). Elements are counted row by row. Norms are ones.
-#[must_use]
-pub fn hashed(tensor: u32, i: u64, amplitude: f32) -> f32 {
-    let mix = |mut x: u32| {
-        x = (x ^ x >> 16).wrapping_mul(0x7feb_352d);
-        x = (x ^ x >> 15).wrapping_mul(0x846c_a68b);
-        x ^ x >> 16
-    };
-    ((mix(i as u32 ^ mix(tensor)) >> 8) as f32 * (-23.0_f32).exp2() - 1.0) * amplitude
+/// `pack` and `unpack`.
+pub(super) fn program(element: Element) -> Program {
+    Program::own("weights.cu", include_str!("kernels/weights.cu"), &[], &[("ELEMENT", element as usize)])
 }
 
 /// How the rows of a matrix are paired: `order` of `kernels/weights.cu`.
@@ -86,22 +75,12 @@ enum Source<'a> {
     Hashed(u32),
 }
 
-/// The kernels that fill and pack.
+/// The kernel that packs.
 struct Packer<'a> {
     gpu: &'a Gpu,
     element: Element,
-    fill: Kernel,
     pack: Kernel,
     head_dim: usize,
-}
-
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct FillArguments {
-    out: DevicePtr<u16>,
-    n: u64,
-    tensor: u32,
-    amplitude: f32,
 }
 
 #[derive(Clone, Copy)]
@@ -117,13 +96,11 @@ struct PackArguments {
     amplitude: f32,
 }
 
-const _: () = assert!(size_of::<FillArguments>() == 24 && size_of::<PackArguments>() == 40);
+const _: () = assert!(size_of::<PackArguments>() == 40);
 
 impl<'a> Packer<'a> {
     fn new(gpu: &'a Gpu, element: Element, head_dim: usize) -> Result<Self> {
-        let program = programs::weights(element as usize);
-        let kernel = |name| gpu.device.kernel(&program, name, 0);
-        Ok(Self { gpu, element, fill: kernel("fill")?, pack: kernel("pack")?, head_dim })
+        Ok(Self { gpu, element, pack: gpu.device().kernel(&program(element), "pack", 0)?, head_dim })
     }
 
     fn pack(&self, source: &Source<'_>, order: Order, rows: usize, n_in: usize) -> Result<Packed> {
@@ -167,9 +144,7 @@ impl<'a> Packer<'a> {
 
     fn hashed_table(&self, tensor: u32, len: usize) -> Result<Buffer<u16>> {
         let table = Buffer::zeros(self.gpu, len)?;
-        let arguments = FillArguments { out: table.pointer(), n: len as u64, tensor, amplitude: AMPLITUDE };
-        // SAFETY: the kernel writes `len` elements.
-        unsafe { self.fill.launch(self.gpu.stream(), Grid::new([1024, 1, 1])?, 256, false, &arguments) }?;
+        fill_hashed(self.gpu, self.element, &table, tensor, AMPLITUDE)?;
         Ok(table)
     }
 
@@ -225,8 +200,10 @@ impl Weights {
         })
     }
 
-    /// A model of one of [`RANDOM_MODELS`], whose weights are [`hashed`]. `llama-3.1-70b/8` is one of eight
-    /// shards of tensor parallelism, without their communication.
+    /// A model of one of [`RANDOM_MODELS`], whose weights are [hashed](kv_device::hashed): tensor 0 is the
+    /// embedding, 1 the output projection; layer `l` has 2 + 4 l (rows of q, k and v), 3 + 4 l (o), 4 + 4 l
+    /// (gate and up) and 5 + 4 l (down). Elements are counted row by row. Norms are ones. `llama-3.1-70b/8`
+    /// is one of eight shards of tensor parallelism, without their communication.
     ///
     /// # Errors
     /// [`Error::Argument`] for another name; [`Error::Device`].
@@ -234,7 +211,7 @@ impl Weights {
         Self::hashed(gpu, name, random_config(name)?, element)
     }
 
-    /// A model of this shape whose weights are [`hashed`], without biases.
+    /// A model of this shape whose weights are hashed, without biases.
     pub(super) fn hashed(gpu: &Gpu, name: &str, config: Config, element: Element) -> Result<Self> {
         let _purpose = Allocating::new("weights");
         let config = checked(config)?;
@@ -336,26 +313,4 @@ fn random_config(name: &str) -> Result<Config> {
         attention: vec![LayerAttention::FULL; n_layers],
         eos_tokens: vec![],
     })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn hashes_are_those_of_the_description() {
-        // Computed in Python from the description in `random.cuh`.
-        for (tensor, i, expected) in [
-            (0, 0, -1.0),
-            (0, 1, -0.183_301_93),
-            (5, 12345, 0.447_405_34),
-            (65536, 4294967303, -0.201_639_89),
-        ] {
-            assert_eq!(
-                hashed(tensor, i, 1.0).to_bits(),
-                f32::to_bits(expected),
-                "tensor {tensor}, element {i}"
-            );
-        }
-    }
 }

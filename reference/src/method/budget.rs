@@ -1,74 +1,19 @@
 //! How many tokens a method retrieves per step.
 
+use pq_core::TokenBudget;
+
 use super::settings::Settings;
 use crate::Result;
 
-/// The tokens that a step retrieves.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) enum Budget {
-    /// A fraction of all tokens, sinks and window included.
-    Ratio(f64),
-    /// A fraction of the tokens outside sinks and window.
-    Share(f64),
-    /// A number of tokens outside sinks and window.
-    Tokens(usize),
-}
-
-impl Budget {
-    /// Takes the setting `tokens`, or `ratio` if it is not given.
-    pub(super) fn take(s: &mut Settings<'_>) -> Result<Self> {
-        Ok(match s.is_first(["tokens", "ratio"])? {
-            true => Self::Tokens(s.some_tokens("tokens", 1)?),
-            false => Self::Ratio(s.fraction("ratio", 0.2)?),
-        })
-    }
-
-    /// The factor of a number of tokens that, rounded up, gives what the decimal `fraction` stands for: 0.07 of
-    /// 100 is 7, although the product of the nearest `f64` is larger.
-    pub fn factor(fraction: f64) -> f64 {
-        fraction * (1.0 - 2.0 * f64::EPSILON)
-    }
-
-    /// Tokens to retrieve of `n`, with `reserved` tokens in sinks and window. A ratio gives at least one if
-    /// there are any.
-    pub fn k(self, n: usize, reserved: usize) -> usize {
-        let k = match self {
-            Self::Ratio(ratio) => part(ratio, n.saturating_add(reserved)).saturating_sub(reserved).max(1),
-            Self::Share(share) => part(share, n),
-            Self::Tokens(tokens) => tokens,
-        };
-        k.min(n)
-    }
+/// Takes the setting `tokens`, or `ratio` if it is not given.
+pub(super) fn take_budget(s: &mut Settings<'_>) -> Result<TokenBudget> {
+    Ok(match s.is_first(["tokens", "ratio"])? {
+        true => TokenBudget::Tokens(s.some_tokens("tokens", 1)?),
+        false => TokenBudget::Ratio(s.fraction("ratio", 0.2)?),
+    })
 }
 
 /// A fraction of `n`, rounded up.
 pub(super) fn part(fraction: f64, n: usize) -> usize {
-    (Budget::factor(fraction) * n as f64).ceil() as usize
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn budgets_count_what_they_say() {
-        let fifth = Budget::Ratio(0.2);
-        let of_all = [(0, 0), (1, 1), (272, 1), (432, 32), (932, 132)];
-        assert_eq!(of_all.map(|(n, _)| fifth.k(n, 68)), of_all.map(|(_, k)| k));
-        let many = [(0, 0), (1, 1), (2047, 2047), (2048, 2048), (1 << 20, 2048)];
-        assert_eq!(many.map(|(n, _)| Budget::Tokens(2048).k(n, 68)), many.map(|(_, k)| k));
-        assert_eq!(Budget::Ratio(1.0).k(1000, 68), 1000);
-        let shares = [(0, 0.5, 0), (1, 0.01, 1), (101, 0.01, 2), (1000, 0.0, 0), (1000, 1.0, 1000)];
-        assert_eq!(shares.map(|(n, share, _)| Budget::Share(share).k(n, 68)), shares.map(|(_, _, k)| k));
-    }
-
-    #[test]
-    fn fractions_are_those_of_their_decimals() {
-        for thousandths in 0..=1000_usize {
-            let fraction = thousandths as f64 / 1000.0;
-            for n in [0, 1, 10, 100, 999, 1000, 1300, 4096, 131_072, 1 << 32] {
-                assert_eq!(part(fraction, n), (thousandths * n).div_ceil(1000), "{fraction} of {n}");
-            }
-        }
-    }
+    TokenBudget::Share(fraction).k(n, 0)
 }

@@ -7,18 +7,18 @@ mod transform;
 use std::sync::Arc;
 
 use codec_core::{Coder, FitOptions, LayerRows, ModelInfo, ModelKind, Place, PlaneBuf, PredictorKind, Steps};
+use kv_attend::owner::{Pair, Side};
+#[cfg(feature = "cuda")]
+use kv_device::plan::{Bitstream, Plan};
 
 use super::kind::{Entry, Kind, Site};
 #[cfg(feature = "cuda")]
 use super::on_device::{DeviceKind, Limit};
-#[cfg(feature = "cuda")]
-use super::plan::{Bitstream, Plan};
 use super::settings::{Bits, Settings, words};
 use crate::cache::Store;
 use crate::calibrate::Calibration;
 use crate::model::{Config, Model, Rope};
 use crate::ops::mean_row;
-use crate::side::{Pair, Side};
 use crate::{Error, Profile, Result};
 use store::CacheGenStore;
 use transform::PlaneTransform;
@@ -37,6 +37,9 @@ pub(super) const CACHE_GEN: Entry = Entry {
 ",
     parse: |s| Ok(Arc::new(parse(s)?)),
 };
+
+/// The codec's sides.
+const CODEC_SIDES: Pair<codec_core::Side> = Pair::new(codec_core::Side::Keys, codec_core::Side::Values);
 
 #[derive(Debug)]
 struct CacheGen {
@@ -217,7 +220,10 @@ impl Kind for CacheGen {
         let tokens = rows.first().map_or(0, |layer| layer.keys.len() / config.kv_dim());
         let place = Place::nhd(config.n_kv_heads, config.head_dim);
         let fit = |_, l: usize, side: codec_core::Side, rows: &[f32]| {
-            let side = Side::from(side);
+            let side = match side {
+                codec_core::Side::Keys => Side::Keys,
+                codec_core::Side::Values => Side::Values,
+            };
             let transform = transforms.get(2 * l + usize::from(side == Side::Values));
             let given = match (transform, self.mode) {
                 (Some(transform), _) => transform.steps.clone(),
@@ -300,7 +306,7 @@ impl DeviceKind for CacheGen {
         let has_transform = matches!(self.mode, Mode::Transform { .. });
         let layers = |profile| -> Result<Vec<_>> {
             let planes = self.planes_of(profile, config)?;
-            let layer = |l| Pair::try_of(|side| Ok(planes.plane(0, l, side.into())?.clone()));
+            let layer = |l| Pair::try_of(|side| Ok(planes.plane(0, l, CODEC_SIDES[side])?.clone()));
             (0..config.n_layers).map(layer).collect()
         };
         let planes = profile.map(layers).transpose()?;

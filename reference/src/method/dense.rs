@@ -3,15 +3,15 @@
 use std::sync::Arc;
 
 #[cfg(feature = "cuda")]
+use kv_device::Plan;
+#[cfg(feature = "cuda")]
 use pq_core::Window;
 
 use super::Place;
 use super::kind::{Entry, Kind, Site};
 #[cfg(feature = "cuda")]
 use super::on_device::{DeviceKind, Limit};
-use super::paged::PagedMemory;
-#[cfg(feature = "cuda")]
-use super::plan::Plan;
+use super::paged::Paging;
 use crate::Result;
 use crate::cache::{ElementType, Store};
 #[cfg(feature = "cuda")]
@@ -29,7 +29,7 @@ pub(super) const DENSE: Entry = Entry {
             Place::Cuda => ElementType::F16,
         };
         let element = s.own("dtype", default)?;
-        Ok(Arc::new(Dense { element, pages: PagedMemory::take(s, TILE)? }))
+        Ok(Arc::new(Dense { element, pages: Paging::take(s, TILE)? }))
     },
 };
 
@@ -39,7 +39,7 @@ const TILE: usize = 16;
 #[derive(Debug)]
 struct Dense {
     element: ElementType,
-    pages: Option<PagedMemory>,
+    pages: Option<Paging>,
 }
 
 impl Kind for Dense {
@@ -73,6 +73,6 @@ impl DeviceKind for Dense {
     }
 
     fn plan(&self, _: &Config, _: Option<&Profile>) -> Result<Plan> {
-        Ok(Plan::Dense(self.pages))
+        Ok(Plan::Dense(self.pages.map(Paging::memory)))
     }
 }

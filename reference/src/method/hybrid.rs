@@ -9,19 +9,19 @@ use std::fmt::Display;
 use std::str::FromStr;
 use std::sync::Arc;
 
+use kv_attend::owner::Pair;
+#[cfg(feature = "cuda")]
+use kv_device::plan::{HybridPlan, Plan};
 #[cfg(feature = "cuda")]
 use pq_core::Window;
-use pq_core::{Hybrid, HybridScratch, RowBudget, hybrid_attend_into, hybrid_select_into};
+use pq_core::{Hybrid, HybridScratch, RowBudget, TokenBudget, hybrid_attend_into, hybrid_select_into};
 use svd_core::SoftmaxStats;
 
 use super::Place;
-use super::budget::Budget;
 use super::kind::{Entry, Kind, Site};
 use super::offload::{Home, OffloadSettings, offload_help};
 #[cfg(feature = "cuda")]
 use super::on_device::{DeviceKind, Limit};
-#[cfg(feature = "cuda")]
-use super::plan::{HybridPlan, Plan};
 use super::pq_code::PqCode;
 use super::pqklt::{CodedStep, PqKlt, TransformedStore};
 use super::settings::Switch;
@@ -30,7 +30,6 @@ use crate::Result;
 use crate::cache::{Fetched, Fit, Footprint, Geometry, OffloadedRows, Store};
 use crate::calibrate::Calibration;
 use crate::model::{Config, Model, Rope};
-use crate::side::Pair;
 
 pub(super) const HYBRID: Entry = Entry {
     names: &["hybrid"],
@@ -174,7 +173,7 @@ impl DeviceKind for HybridKind {
             Rows::Share(share) => (share, None),
             Rows::Auto => (self.most, Some(self.bound)),
         };
-        let plan = HybridPlan { quantizers, form, budget: Budget::Share(share), bound, home, held };
+        let plan = HybridPlan { quantizers, form, budget: TokenBudget::Share(share), bound, home, held };
         let heads = profile.map(|profile| self.codes.device_heads(config, profile)).transpose()?;
         Ok(Plan::Hybrid(plan, heads))
     }
@@ -208,7 +207,7 @@ impl HybridStore {
         stats: &mut [SoftmaxStats],
     ) -> Result<Vec<u32>> {
         let n = step.tokens.n();
-        let part = |share: f64| Budget::Share(share).k(n - first, 0);
+        let part = |share: f64| TokenBudget::Share(share).k(n - first, 0);
         let rows = match self.rows {
             Rows::Share(share) => RowBudget::Count(part(share)),
             Rows::Auto => {

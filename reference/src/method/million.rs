@@ -3,6 +3,9 @@
 
 use std::sync::Arc;
 
+use kv_attend::owner::{Pair, Side};
+#[cfg(feature = "cuda")]
+use kv_device::plan::{CodedRows, Plan};
 use pq_core::{
     CodebookBuf, CodedTokens, CodesBuf, Outlier, TrainOptions, decode_into, extract_outliers, lut_into,
     restore_outliers, train_batch,
@@ -12,15 +15,12 @@ use svd_core::SoftmaxStats;
 use super::kind::{Entry, Kind, SEED, Site};
 #[cfg(feature = "cuda")]
 use super::on_device::{DeviceKind, Limit};
-use super::paged::PagedMemory;
-#[cfg(feature = "cuda")]
-use super::plan::{CodedRows, Plan};
-use super::pq_code::{CODE_TILE, PqCode, attend_to_codes};
+use super::paged::Paging;
+use super::pq_code::{CODE_TILE, PqCode, attend_to_codes, check_codes};
 use crate::cache::{CodingError, Fit, Footprint, Geometry, Store, attend_rows, unseen_error};
 use crate::calibrate::{Calibration, rotated_keys};
 use crate::model::{Config, Model, Rope};
 use crate::ops::mean_row;
-use crate::side::{Pair, Side};
 use crate::{Error, Profile, Result};
 
 pub(super) const MILLION: Entry = Entry {
@@ -33,7 +33,7 @@ pub(super) const MILLION: Entry = Entry {
     parse: |s| {
         let codes = PqCode::take_both(s, 8, 2)?;
         let (iterations, outliers) = (s.positive("iterations", 8)?, s.percent("outliers", 0)?);
-        Ok(Arc::new(Million { codes, iterations, outliers, pages: PagedMemory::take(s, CODE_TILE)? }))
+        Ok(Arc::new(Million { codes, iterations, outliers, pages: Paging::take(s, CODE_TILE)? }))
     },
 };
 
@@ -42,7 +42,7 @@ struct Million {
     codes: Pair<PqCode>,
     iterations: usize,
     outliers: usize, // percent
-    pages: Option<PagedMemory>,
+    pages: Option<Paging>,
 }
 
 impl Million {
@@ -73,7 +73,7 @@ impl Million {
 
 impl Kind for Million {
     fn check(&self, config: &Config) -> Result<()> {
-        self.codes.check("million", config)
+        check_codes(self.codes, "million", config)
     }
 
     fn needs_profile(&self) -> bool {
@@ -151,7 +151,7 @@ impl DeviceKind for Million {
         let quantizers = Pair::try_of(|side| self.codes[side].shape(geometry.head_dim))?;
         let trained = |profile| (0..config.n_layers).map(|l| self.trained(profile, geometry, l)).collect();
         let rows = CodedRows::Plain(profile.map(trained).transpose()?);
-        Ok(Plan::Codes { quantizers, rows, pages: self.pages })
+        Ok(Plan::Codes { quantizers, rows, pages: self.pages.map(Paging::memory) })
     }
 }
 

@@ -5,13 +5,13 @@ use std::fmt::Display;
 use std::path::PathBuf;
 use std::str::FromStr;
 
+#[cfg(feature = "cuda")]
+use kv_device::plan::RowHome;
 use pq_core::Eviction;
 
 use super::kind::Site;
 #[cfg(feature = "cuda")]
 use super::on_device::Limit;
-#[cfg(feature = "cuda")]
-use super::plan::RowHome;
 use super::settings::{Settings, words};
 use crate::cache::{BlockRule, Offload, OffloadedRows, RowFormat};
 use crate::{Error, Result};

@@ -3,9 +3,10 @@
 use std::fmt;
 use std::sync::Arc;
 
+use kv_device::Plan;
 use pq_core::Window;
 
-use super::{Method, Place, Plan};
+use super::{Method, Place};
 use crate::cache::ElementType;
 use crate::model::{Config, Model};
 use crate::{Error, Profile, Result};

@@ -3,16 +3,14 @@
 use super::settings::Settings;
 use crate::{Error, Result};
 
-/// Paged memory for the tokens of a batch.
+/// Paged memory for the tokens of a batch on a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct PagedMemory {
-    /// Tokens per page.
-    pub page: usize,
-    /// Tokens of all sequences together; `None` for the sum of their maximum lengths.
-    pub pool: Option<usize>,
+pub(super) struct Paging {
+    page: usize,         // tokens
+    pool: Option<usize>, // tokens of all sequences together
 }
 
-impl PagedMemory {
+impl Paging {
     /// Reads `pages`, a multiple of `step` tokens, and `pool`.
     pub(super) fn take(s: &mut Settings<'_>, step: usize) -> Result<Option<Self>> {
         let (page, pool) = (s.given_tokens("pages")?, s.given_tokens("pool")?);
@@ -26,5 +24,11 @@ impl PagedMemory {
             (_, Some(0)) => refused("pool=0 holds no tokens".into()),
             (Some(page), pool) => Ok(Some(Self { page, pool })),
         }
+    }
+
+    /// The memory of the cache.
+    #[cfg(feature = "cuda")]
+    pub(super) const fn memory(self) -> kv_device::plan::PagedMemory {
+        kv_device::plan::PagedMemory { page: self.page, pool: self.pool }
     }
 }

@@ -3,12 +3,12 @@
 use std::fmt::Display;
 use std::str::FromStr;
 
+use kv_attend::owner::{Pair, Side};
 use pq_core::{CodedTokens, Luts, PqShape, attend_into, attend_scratch_len};
 use svd_core::SoftmaxStats;
 
 use super::settings::Settings;
 use crate::model::Config;
-use crate::side::{Pair, Side};
 use crate::{Error, Result};
 
 /// Tokens per tile of codes on a device; a page consists of whole tiles.
@@ -62,11 +62,9 @@ impl PqCode {
     }
 }
 
-impl Pair<PqCode> {
-    /// Rejects a model whose heads the codes do not fit.
-    pub fn check(self, method: &str, config: &Config) -> Result<()> {
-        Side::ALL.into_iter().try_for_each(|side| self[side].check(method, side.letter(), config))
-    }
+/// Rejects a model whose heads the codes do not fit.
+pub(super) fn check_codes(codes: Pair<PqCode>, method: &str, config: &Config) -> Result<()> {
+    Side::ALL.into_iter().try_for_each(|side| codes[side].check(method, side.letter(), config))
 }
 
 impl FromStr for Written {

@@ -10,6 +10,7 @@ use std::fmt::Display;
 use std::str::FromStr;
 use std::sync::Arc;
 
+use kv_attend::owner::{Pair, Side};
 use pq_core::{CodebookBuf, TrainOptions, gaussian_centroids, train};
 use rayon::prelude::*;
 use svd_core::{Gram, Hadamard, MapBuf, NoRope, Rotation, Rows, balanced_order};
@@ -17,14 +18,13 @@ use svd_core::{Gram, Hadamard, MapBuf, NoRope, Rotation, Rows, balanced_order};
 use super::kind::{Entry, Kind, SEED, Site};
 #[cfg(feature = "cuda")]
 use super::on_device::{DeviceKind, Limit};
-use super::paged::PagedMemory;
-use super::pq_code::{CODE_TILE, PqCode};
+use super::paged::Paging;
+use super::pq_code::{CODE_TILE, PqCode, check_codes};
 use super::settings::{Settings, Switch, words};
 use crate::cache::{CodingError, Geometry, Store, unseen_error};
 use crate::calibrate::{Calibration, output_gram, rotated_keys, single};
 use crate::model::{Config, Model, Rope};
 use crate::ops::mean_row;
-use crate::side::{Pair, Side};
 use crate::{Error, Profile, Result};
 pub(super) use store::{CodedStep, TransformedStore};
 use store::{HeadCode, KeySpace, Refine, TransformedPlan, halved};
@@ -42,7 +42,7 @@ pub(super) const PQ_KLT: Entry = Entry {
     parse: |s| {
         let codes = PqCode::take_both(s, 6, 4)?;
         let klt = PqKlt::take(s, codes, Switch::On)?;
-        Ok(Arc::new(PqKlt { pages: PagedMemory::take(s, CODE_TILE)?, ..klt }))
+        Ok(Arc::new(PqKlt { pages: Paging::take(s, CODE_TILE)?, ..klt }))
     },
 };
 words!(
@@ -135,7 +135,7 @@ pub(super) struct PqKlt {
     values: ValueBooks,
     iterations: usize,
     refine: Refine,
-    pages: Option<PagedMemory>,
+    pages: Option<Paging>,
 }
 
 impl PqKlt {
@@ -158,7 +158,7 @@ impl PqKlt {
 
     /// Rejects a model whose heads the codes of `method` do not fit.
     pub fn check_as(&self, method: &str, config: &Config) -> Result<()> {
-        self.codes.check(method, config)?;
+        check_codes(self.codes, method, config)?;
         if self.values == ValueBooks::Trained {
             return Ok(());
         }

@@ -4,21 +4,21 @@
 
 use std::sync::Arc;
 
+#[cfg(feature = "cuda")]
+use kv_device::plan::{Plan, Retrieval, Training};
 use pq_core::{
-    CodebookBuf, CodesBuf, GroupRule, Lut, PqShape, TrainOptions, Trained, combine_group_into, lut_into,
-    scan_into, top_k_into, train_batch,
+    CodebookBuf, CodesBuf, GroupRule, Lut, PqShape, TokenBudget, TrainOptions, Trained, combine_group_into,
+    lut_into, scan_into, top_k_into, train_batch,
 };
 use svd_core::SoftmaxStats;
 
-use super::budget::Budget;
+use super::budget::take_budget;
 use super::kind::{Entry, Kind, SEED, Site};
 #[cfg(feature = "cuda")]
 use super::offload::Home;
 use super::offload::{OffloadSettings, offload_help};
 #[cfg(feature = "cuda")]
 use super::on_device::{DeviceKind, Limit};
-#[cfg(feature = "cuda")]
-use super::plan::{Plan, Retrieval};
 use super::pq_code::PqCode;
 use super::settings::words;
 use crate::cache::{Fetched, Footprint, Geometry, OffloadedRows, Store};
@@ -33,7 +33,7 @@ pub(super) const ORACLE: Entry = Entry {
   oracle            exact top-k, this fraction of the tokens              ratio=0.2 or tokens=N
 ",
     parse: |s| {
-        Ok(Arc::new(TopK { budget: Budget::take(s)?, quantizer: None, offload: OffloadSettings::NONE }))
+        Ok(Arc::new(TopK { budget: take_budget(s)?, quantizer: None, offload: OffloadSettings::NONE }))
     },
 };
 
@@ -48,7 +48,7 @@ pub(super) const PQ_CACHE: Entry = Entry {
         offload_help!()
     ),
     parse: |s| {
-        let (budget, code) = (Budget::take(s)?, PqCode::take(s, "code", 8, 8)?);
+        let (budget, code) = (take_budget(s)?, PqCode::take(s, "code", 8, 8)?);
         let iterations = s.positive("iterations", 4)?;
         let codebooks = s.common("codebooks", Codebooks::Prompt)?;
         let quantizer = Some(Quantizer { code, iterations, codebooks });
@@ -58,7 +58,7 @@ pub(super) const PQ_CACHE: Entry = Entry {
 
 #[derive(Debug)]
 struct TopK {
-    budget: Budget,
+    budget: TokenBudget,
     quantizer: Option<Quantizer>,
     offload: OffloadSettings,
 }
@@ -189,7 +189,7 @@ impl DeviceKind for TopK {
         let retrieval = Retrieval {
             quantizer: quantizer.code.shape(geometry.head_dim)?,
             budget: self.budget,
-            training: trains.then_some(quantizer.iterations),
+            training: trains.then_some(Training { iterations: quantizer.iterations, most: MOST_TRAINED }),
             home: self.offload.home(Home::Host),
             held: self.offload.held(),
         };
@@ -207,7 +207,7 @@ const ENOUGH: usize = 4;
 const MOST_TRAINED: usize = 4096;
 
 /// The stride at which a prompt's keys are sampled for training.
-pub(crate) const fn training_step(keys: usize) -> usize {
+const fn training_step(keys: usize) -> usize {
     if keys == 0 { 1 } else { keys.div_ceil(MOST_TRAINED) }
 }
 
@@ -243,7 +243,7 @@ struct RetrievalStore {
     exact: OffloadedRows, // rotated keys, values
     rope: Arc<Rope>,
     scorer: Scorer,
-    budget: Budget,
+    budget: TokenBudget,
     reserved: usize, // tokens in sinks and window
 }
 

@@ -10,6 +10,7 @@
 
 use std::sync::Arc;
 
+use kv_attend::owner::Pair;
 use pq_core::{GroupRule, RowBudget, combine_group_into};
 use svd_core::SoftmaxStats;
 
@@ -20,7 +21,6 @@ use super::on_device::{DeviceKind, Limit};
 use crate::Result;
 use crate::cache::{DenseStore, ElementType, Elements, FetchCounter, Fetched, Footprint, Geometry, Store};
 use crate::ops::dot;
-use crate::side::Pair;
 
 pub(super) const RETRO_INFER: Entry = Entry {
     names: &["retroinfer"],

@@ -8,20 +8,21 @@ mod store;
 
 use std::sync::Arc;
 
+use kv_attend::owner::{Pair, Side};
+#[cfg(feature = "cuda")]
+use kv_device::Plan;
+
 pub(super) use codecs::{PerChannel, PerToken};
 pub(super) use store::{BlockCodec, CodedStore};
 
 use super::kind::{Entry, Kind, SEED, Site};
 #[cfg(feature = "cuda")]
 use super::on_device::{DeviceKind, Limit};
-#[cfg(feature = "cuda")]
-use super::plan::Plan;
 use super::settings::{Settings, Switch};
 #[cfg(feature = "cuda")]
 use crate::Profile;
 use crate::cache::Store;
 use crate::model::Config;
-use crate::side::{Pair, Side};
 use crate::{Error, Result};
 use codecs::{LloydMax, Rotated, largest_block};
 use ggml::Ggml;

@@ -7,10 +7,9 @@
 
 use std::sync::Arc;
 
-use pq_core::top_k_into;
+use pq_core::{TokenBudget, top_k_into};
 use svd_core::SoftmaxStats;
 
-use super::budget::Budget;
 use super::kind::{Entry, Kind, Site};
 #[cfg(feature = "cuda")]
 use super::on_device::{DeviceKind, Limit};
@@ -174,7 +173,7 @@ impl Store for SparQStore {
         for row in estimates.chunks_exact(n) {
             total.iter_mut().zip(row).for_each(|(sum, x)| *sum += x);
         }
-        let k = Budget::Ratio(self.ratio).k(n, self.reserved);
+        let k = TokenBudget::Ratio(self.ratio).k(n, self.reserved);
         let mut selected = vec![0; k];
         top_k_into(&total, k, &mut selected)?;
         let (rows, bytes) = (k as u64, (k * self.exact.row_bytes()) as u64);
@@ -252,7 +251,7 @@ mod tests {
             store.push(0, &random(n * geometry.kv_dim()), &random(n * geometry.kv_dim())).unwrap();
             store.truncate(n - removed).unwrap();
             let n = n - removed;
-            let k = Budget::Ratio(ratio).k(n, 0);
+            let k = TokenBudget::Ratio(ratio).k(n, 0);
             for head in 0..geometry.n_kv_heads {
                 let q = random(config.gqa_group() * dim);
                 let (mut out, mut stats) =

@@ -7,6 +7,9 @@ mod store;
 use std::fmt::Debug;
 use std::sync::Arc;
 
+use kv_attend::owner::{Pair, Side};
+#[cfg(feature = "cuda")]
+use kv_device::plan::{CutHead, DeviceCuts, HeadMaps, Plan};
 use rayon::prelude::*;
 use svd_core::{Budget, Gram, LayerRotations, Rotation, Rows, ranks_by_loss, ranks_by_removal};
 
@@ -15,15 +18,12 @@ use super::cut::HeadCut;
 use super::kind::{Entry, Kind, Site};
 #[cfg(feature = "cuda")]
 use super::on_device::{DeviceKind, Limit};
-#[cfg(feature = "cuda")]
-use super::plan::{CutHead, DeviceCuts, HeadMaps, Plan};
 use super::scalar::{BLOCK, BlockCodec, CodedStore, PerChannel, PerToken};
 use super::settings::{OptionalBits, words};
 use super::snapkv::EvictingStore;
 use crate::cache::{Geometry, Store};
 use crate::calibrate::{Calibration, output_gram, single};
 use crate::model::{Config, Model, Rope};
-use crate::side::{Pair, Side};
 use crate::{Error, Profile, Result};
 use fold::fold_values;
 use store::ZackStore;

@@ -147,7 +147,7 @@ impl Rope {
 }
 
 /// Radians per position, (head_dim / 2,).
-fn frequencies(config: &Config) -> Vec<f64> {
+pub(crate) fn frequencies(config: &Config) -> Vec<f64> {
     let plain =
         (0..config.head_dim / 2).map(|i| config.rope_theta.powf(-2.0 * i as f64 / config.head_dim as f64));
     match &config.rope_scaling {

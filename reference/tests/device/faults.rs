@@ -110,7 +110,12 @@ fn what_is_dropped_inside_a_step_or_refused_leaves_nothing() {
             drop(decoder); // its last steps run
             let refused = cache(1 << 31).map(drop);
             assert!(
-                matches!(refused, Err(Error::HostMemory { .. } | Error::DeviceMemory { .. })),
+                matches!(
+                    refused,
+                    Err(Error::Device(
+                        kv_device::Error::HostMemory { .. } | kv_device::Error::DeviceMemory { .. }
+                    ))
+                ),
                 "{spec}: {refused:?}"
             );
         }

@@ -133,7 +133,7 @@ fn rows_that_the_host_has_no_room_for_are_an_error() {
     let (model, _) = model();
     let method: Method = "hybrid".parse().unwrap();
     let huge = method_cache(&gpu, &method, &model.config, Element::F16, None, 1, 1 << 31).map(drop);
-    assert!(matches!(huge, Err(Error::HostMemory { .. })), "{huge:?}");
+    assert!(matches!(huge, Err(Error::Device(kv_device::Error::HostMemory { .. }))), "{huge:?}");
 }
 
 #[test]

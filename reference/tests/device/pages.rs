@@ -61,7 +61,8 @@ fn a_pool_that_is_full_refuses_and_loses_nothing() {
     let mut decoder = support::decoder(&gpu, &model, spec, &Profile::default(), 2, 512);
     let prompts = |len: usize| vec![run[..len].to_vec(), run[..5].to_vec()];
     let refused = |result: Result<()>, needed: usize, free: usize| {
-        let Err(Error::Pages { needed: n, free: f, pages: 3, page: 32 }) = result else {
+        let Err(Error::Device(kv_device::Error::Pages { needed: n, free: f, pages: 3, page: 32 })) = result
+        else {
             panic!("{result:?}")
         };
         assert_eq!((n, f), (needed, free));
@@ -139,7 +140,7 @@ fn sequences_that_have_ended_take_no_more_pages() {
     if picked[0].last() == Some(&first[1][0]) {
         assert_eq!(steps, 256, "sequences that stand still fill nothing");
     } else {
-        assert!(matches!(decoder.step(), Err(Error::Pages { .. })));
+        assert!(matches!(decoder.step(), Err(Error::Device(kv_device::Error::Pages { .. }))));
         assert_eq!(steps, 64 - 3, "{picked:?}");
     }
 }
@@ -160,7 +161,10 @@ fn lengths_that_do_not_fit_in_one_piece_run_in_pages() {
         Decoder::new(gpu.clone(), weights, cache, 8)
     };
     let error = decode("dense:dtype=f16").map(drop).unwrap_err();
-    assert!(matches!(error, Error::DeviceMemory { purpose: "caches", .. }), "{error}");
+    assert!(
+        matches!(error, Error::Device(kv_device::Error::DeviceMemory { purpose: "caches", .. })),
+        "{error}"
+    );
     let mut decoder = decode("dense:dtype=f16:pages=64:pool=8192").unwrap();
     let prompts: Vec<Vec<u32>> = (0..8).map(|i| tokens[500 * i..][..10 + 150 * i].to_vec()).collect();
     decoder.prefill(&prompts, 512).unwrap();

@@ -86,7 +86,7 @@ fn prompts_for_one_place_are_refused_by_name() {
     }
     assert!(matches!(decoder.prefill_one(1, &tokens[..3], 0), Err(Error::Argument(_))));
     let error = decoder.prefill_one(1, &tokens[..40], 32).unwrap_err();
-    assert!(matches!(error, Error::Pages { .. }), "{error}");
+    assert!(matches!(error, Error::Device(kv_device::Error::Pages { .. })), "{error}");
     assert_eq!(decoder.logits().unwrap(), before);
 }
 

@@ -1,6 +1,7 @@
 //! Times decode steps and prompts of the reference's loop on a GPU: `peers/decode.py` and `peers/offload.py`
 //! make the tables.
 
+mod copy_rate;
 mod times;
 
 use std::num::NonZeroUsize;
@@ -9,6 +10,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use clap::Parser;
+use copy_rate::copy_rate;
 use kv_benches::cli::{DeviceArgs, JsonArgs, asset, check_number};
 use kv_reference::device::{Decoder, Element, Gpu, Part, RANDOM_MODELS, Weights, method_cache};
 use kv_reference::method::Method;
@@ -86,7 +88,7 @@ impl Speed {
         }
         let gpu = self.device.require_gpu()?;
         let mut output =
-            Times { model: String::new(), copy_bytes_per_second: gpu.copy_rate()?, rows: vec![] };
+            Times { model: String::new(), copy_bytes_per_second: copy_rate(&gpu)?, rows: vec![] };
         let mut logits = vec![];
         let mut loaded: Option<Arc<Weights>> = None;
         for method in &methods {

@@ -1,21 +1,22 @@
 //! CacheGen on a device: rows that leave the window become bits and rows again.
 
-#[path = "cachegen/codec.rs"]
 mod codec;
 
 use std::sync::Arc;
 
 use codec_core::{FitOptions, PlaneBuf, PredictorKind, Steps, TransformBuf};
-use kv_gpu::{AnyElement, DevicePtr, Element};
+use kv_attend::owner::{Footprint, Pair};
+use kv_gpu::{AnyElement, DevicePtr};
 use pq_core::Window;
 
-use super::{Chunk, ChunkCache, DenseCache, DeviceCache, Room, Rows, Sequences, Timed};
-use crate::Result;
-use crate::cache::Footprint;
-use crate::device::{Gpu, hashed};
-use crate::method::Bitstream;
-use crate::model::Config;
-use crate::side::Pair;
+use super::dense::DenseCache;
+use super::{ChunkCache, DeviceCache, Timed};
+use crate::gpu::Gpu;
+use crate::hashed::hashed;
+use crate::plan::Bitstream;
+use crate::rows::{Chunk, Room, Rows, Sequences};
+use crate::shape::CacheShape;
+use crate::{Error, Result};
 use codec::{Codec, Span};
 
 /// CacheGen: the rows of all tokens, as in [`DenseCache`]. The rows of tokens that leave the window are
@@ -24,7 +25,7 @@ use codec::{Codec, Span};
 /// Tokens leave the window as on the CPU, `batch` of them before the step whose token evicts them. The host
 /// launches the codec, so it must know the positions of all sequences: it counts steps, and reads the
 /// positions when tokens may leave.
-pub struct CacheGenCache {
+pub(crate) struct CacheGenCache {
     dense: DenseCache,
     codec: Codec,
     window: Window,
@@ -36,30 +37,26 @@ pub struct CacheGenCache {
 }
 
 impl CacheGenCache {
-    /// An empty cache, with planes of every layer. The window has a token, at least: the last one stays exact
-    /// until the next one.
+    /// An empty cache, with planes of every layer.
     ///
     /// # Errors
-    /// [`Error::Device`](crate::Error::Device), also for planes that the device cannot encode.
-    pub(super) fn new(
-        gpu: &Gpu,
-        config: &Config,
-        element: Element,
-        planes: &[Pair<PlaneBuf>],
-        window: Window,
-        batch: usize,
-        capacity: usize,
-    ) -> Result<Self> {
-        let dense = DenseCache::new(gpu, config, element, batch, capacity)?;
+    /// [`Error::Argument`] for a window without a token: the last one stays exact until the next one;
+    /// [`Error::Gpu`], also for planes that the device cannot encode.
+    pub fn new(gpu: &Gpu, shape: &CacheShape, planes: &[Pair<PlaneBuf>]) -> Result<Self> {
+        let &CacheShape { layers: n_layers, window, batch, .. } = shape;
+        if window.recent == 0 {
+            return Err(Error::argument("a window of no tokens"));
+        }
+        let dense = DenseCache::new(gpu, shape)?;
         Ok(Self {
-            codec: Codec::new(gpu, config, element, planes, &dense, (batch, capacity))?,
+            codec: Codec::new(gpu, shape, planes, &dense)?,
             dense,
             window,
             coded: vec![0; batch],
             furthest: vec![0; batch],
             stream_bytes: 0,
             planes_bytes: planes.iter().flat_map(Pair::iter).map(|plane| plane.to_bytes().len()).sum(),
-            n_layers: config.n_layers,
+            n_layers,
         })
     }
 
@@ -94,9 +91,9 @@ impl CacheGenCache {
 }
 
 /// Planes of hashed rows for every layer, with bins of half a deviation, for timing.
-pub(super) fn hashed_planes(config: &Config, bitstream: &Bitstream) -> Result<Vec<Pair<PlaneBuf>>> {
+pub(crate) fn hashed_planes(shape: &CacheShape, bitstream: &Bitstream) -> Result<Vec<Pair<PlaneBuf>>> {
     const TOKENS: usize = 256;
-    let (channels, dim) = (config.kv_dim(), config.head_dim);
+    let (channels, dim) = (shape.kv_dim(), shape.head_dim);
     let identity: Vec<f32> =
         (0..channels * dim).map(|i| f32::from(u8::from(i / dim % dim == i % dim))).collect();
     let transform = bitstream.has_transform.then(|| TransformBuf::new(dim, identity.clone(), identity));
@@ -112,7 +109,7 @@ pub(super) fn hashed_planes(config: &Config, bitstream: &Bitstream) -> Result<Ve
             (0..(TOKENS * channels) as u64).map(|i| hashed(side as u32, i, 3.0_f32.sqrt())).collect();
         PlaneBuf::fit(&rows, channels, transform.clone(), &options)
     };
-    Ok(vec![Pair::try_of(plane)?; config.n_layers])
+    Ok(vec![Pair::try_of(plane)?; shape.layers])
 }
 
 impl DeviceCache for CacheGenCache {
@@ -124,7 +121,7 @@ impl DeviceCache for CacheGenCache {
         self.dense.room()
     }
 
-    fn attend(
+    unsafe fn attend(
         &self,
         gpu: &Gpu,
         layer: usize,
@@ -132,7 +129,8 @@ impl DeviceCache for CacheGenCache {
         queries: DevicePtr<AnyElement>,
         out: DevicePtr<AnyElement>,
     ) -> Result<()> {
-        self.dense.attend(gpu, layer, sequences, queries, out)
+        // SAFETY: the caller's contract.
+        unsafe { self.dense.attend(gpu, layer, sequences, queries, out) }
     }
 
     fn clear(&mut self, gpu: &Gpu) -> Result<()> {
@@ -146,12 +144,11 @@ impl DeviceCache for CacheGenCache {
         Ok(())
     }
 
-    fn before_step(&mut self, gpu: &Gpu, sequences: &Sequences) -> Result<()> {
+    unsafe fn before_step(&mut self, gpu: &Gpu, sequences: &Sequences) -> Result<()> {
         let leaves = |(position, coded): (&usize, &usize)| self.coded_of(position + 1) > *coded;
         if self.furthest.iter().zip(&self.coded).any(leaves) {
-            let mut positions = vec![0; self.furthest.len()];
-            sequences.positions.read_into(gpu, &mut positions)?;
-            self.furthest = positions.into_iter().map(|position: u32| position as usize).collect();
+            // SAFETY: the caller's contract.
+            self.furthest = unsafe { sequences.read_positions(gpu, self.furthest.len()) }?;
             for sequence in 0..self.furthest.len() {
                 let (first, end) = (self.coded[sequence], self.coded_of(self.furthest[sequence] + 1));
                 if first < end {

@@ -1,33 +1,29 @@
 //! Codes of all tokens of a batch, and their encoding.
 
-#[path = "codes/prepare.rs"]
-mod prepare;
+pub(crate) mod prepare;
 
 use cudarc::driver::CudaStream;
 use half::f16;
+use kv_attend::owner::{Pair, Side};
 use kv_gpu::pq::{CodeLayout, Encode, EncodeArguments, EncodeShape, Pages as PageTable, Paging, TILE};
-use kv_gpu::{DevicePtr, Element, Grid, VectorElement};
+use kv_gpu::{DevicePtr, Element, VectorElement};
 use pq_core::{CodebookBuf, PqShape};
 
+use super::RowTransform;
 use super::eviction::Evictions;
 use super::key_means::KeyMeans;
 use super::pages::Pages;
 use super::span::Span;
 use super::window::WindowShape;
-use super::{Chunk, RowTransform, Rows};
-use crate::Result;
-use crate::device::memory::Buffer;
-use crate::device::{Gpu, hashed, programs};
-use crate::side::{Pair, Side};
+use crate::gpu::Gpu;
+use crate::hashed::{RANDOM_CODES, fill_codes, random_codebooks};
+use crate::memory::Buffer;
+use crate::plan::Heads;
+use crate::rows::{Chunk, Rows};
+use crate::shape::CacheShape;
+use crate::{Error, Result};
 use prepare::RowKernels;
 pub(super) use prepare::Transform;
-
-/// Index of the hashed tensor for the codes, or the codebooks, of a layer's keys; the next one is for values.
-pub(super) const RANDOM_CODES: u32 = 2 << 16;
-pub(super) const RANDOM_BOOKS: u32 = 3 << 16;
-
-/// The codebooks of every layer and head.
-pub(super) type Codebooks = Vec<Vec<Pair<CodebookBuf>>>;
 
 /// Key and value codes of all tokens after the sinks, in the tiles of `pq::Attend` and `pq::Hybrid`.
 pub(super) struct TokenCodes {
@@ -50,28 +46,30 @@ impl TokenCodes {
     /// Empty codes; `codebooks`, or hashed ones. Pages have whole tiles.
     ///
     /// # Errors
-    /// [`Error::Device`](crate::Error::Device).
+    /// [`Error::Gpu`](crate::Error::Gpu).
     pub fn new(
         gpu: &Gpu,
-        element: Element,
+        shape: &CacheShape,
         quantizers: Pair<PqShape>,
-        codebooks: Option<Codebooks>,
+        codebooks: Option<Heads<Pair<CodebookBuf>>>,
         transform: Option<Transform>,
-        shape: WindowShape,
         pages: Option<Pages>,
     ) -> Result<Self> {
-        let WindowShape { n_layers, batch, heads, head_dim, capacity, .. } = shape;
+        let &CacheShape { layers, batch, heads, head_dim, element, capacity, .. } = shape;
+        if pages.as_ref().is_some_and(|pages| !pages.page().is_multiple_of(TILE)) {
+            return Err(Error::Argument(format!("pages of codes have a multiple of {TILE} tokens")));
+        }
         let codebooks = match codebooks {
             Some(codebooks) => codebooks,
-            None => random_codebooks(n_layers, heads, quantizers)?,
+            None => random_codebooks(layers, heads, quantizers)?,
         };
         let books = |side: Side| codebooks.iter().flatten().map(move |pair| &pair[side]);
         let paging = paging(pages.is_some());
         let encoder = |side: Side| Encode::new(&gpu.device, encoder(quantizers, side, element, paging));
-        let layouts = Pair::try_of(|side| CodeLayout::new(quantizers[side], side.into()))?;
+        let layouts = Pair::try_of(|side| CodeLayout::new(quantizers[side], side))?;
         let tiles = pages.as_ref().map_or(capacity, Pages::page).div_ceil(TILE).max(1);
         let places = pages.as_ref().map_or(batch, Pages::count);
-        let all_tiles = n_layers * places * heads * tiles;
+        let all_tiles = layers * places * heads * tiles;
         let kernels = |side| match &transform {
             Some(transform) => transform.kernels(gpu, element, head_dim, side),
             None => Ok(None),
@@ -93,7 +91,7 @@ impl TokenCodes {
             tiles,
             pages,
             transform,
-            shape,
+            shape: WindowShape::new(shape),
         })
     }
 
@@ -247,34 +245,21 @@ impl TokenCodes {
 }
 
 /// The layout of codes in pages or not.
-pub(super) const fn paging(is_paged: bool) -> Paging {
+pub(crate) const fn paging(is_paged: bool) -> Paging {
     if is_paged { Paging::Tiles } else { Paging::Contiguous }
 }
 
 /// The encoder of a side.
 fn encoder(quantizers: Pair<PqShape>, side: Side, element: Element, paging: Paging) -> EncodeShape {
-    EncodeShape {
-        quantizer: quantizers[side],
-        side: side.into(),
-        element: VectorElement::from(element),
-        paging,
-    }
+    EncodeShape { quantizer: quantizers[side], side, element: VectorElement::from(element), paging }
 }
 
 /// Rejects quantizers that the encoders do not support.
-pub(super) fn check_encoders(quantizers: Pair<PqShape>, element: Element, paging: Paging) -> Result<()> {
+pub(crate) fn check_encoders(quantizers: Pair<PqShape>, element: Element, paging: Paging) -> Result<()> {
     Side::ALL.into_iter().try_for_each(|side| {
         let checked = encoder(quantizers, side, element, paging).program();
         Ok(checked.map(drop)?)
     })
-}
-
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct FillWordsArguments {
-    out: DevicePtr<u32>,
-    n: u64,
-    tensor: u32,
 }
 
 /// The tables of codebooks.
@@ -290,33 +275,4 @@ fn tables<'a>(
         all.extend(table);
     }
     Buffer::of(gpu, &all)
-}
-
-/// Fills codes with hashed ones.
-pub(super) fn fill_codes(gpu: &Gpu, codes: &Buffer<u8>, tensor: u32) -> Result<()> {
-    let kernel = gpu.device.kernel(&programs::weights(0), "fill_words", 0)?;
-    let (out, n) = (codes.pointer().cast(), (codes.len() / 4) as u64);
-    let arguments = FillWordsArguments { out, n, tensor };
-    // SAFETY: a quarter as many words as there are bytes, which are whole words.
-    Ok(unsafe { kernel.launch(gpu.stream(), Grid::new([1024, 1, 1])?, 256, false, &arguments) }?)
-}
-
-/// A codebook for timing: hashed centroids of variance 1.
-pub(super) fn random_codebook(quantizer: PqShape, tensor: u32) -> Result<CodebookBuf> {
-    let centroids = (0..quantizer.codebook_len() as u64).map(|i| hashed(tensor, i, 3.0_f32.sqrt()));
-    Ok(CodebookBuf::new(quantizer, &centroids.collect::<Vec<f32>>())?)
-}
-
-/// Codebooks for timing, the same for all heads of a layer.
-fn random_codebooks(
-    n_layers: usize,
-    heads: usize,
-    quantizers: Pair<PqShape>,
-) -> Result<Vec<Vec<Pair<CodebookBuf>>>> {
-    let layer = |layer: usize| -> Result<_> {
-        let tensor = |side: Side| RANDOM_BOOKS + 2 * layer as u32 + side as u32;
-        let pair = Pair::try_of(|side| random_codebook(quantizers[side], tensor(side)))?;
-        Ok(vec![pair; heads])
-    };
-    (0..n_layers).map(layer).collect()
 }

@@ -1,17 +1,19 @@
 //! The cache of exact rows.
 
-use kv_gpu::{AnyElement, DevicePtr, Element, Grid};
+use kv_attend::owner::Footprint;
+use kv_gpu::{AnyElement, DevicePtr, Element};
 
 use super::full_rank::FullRank;
-use super::{Chunk, ChunkCache, DeviceCache, Room, Rows, Sequences, Timed};
+use super::{ChunkCache, DeviceCache, Timed};
 use crate::Result;
-use crate::cache::Footprint;
-use crate::device::memory::Buffer;
-use crate::device::{Gpu, programs};
-use crate::model::Config;
+use crate::gpu::Gpu;
+use crate::hashed::{RANDOM_ROWS, fill_rows};
+use crate::memory::Buffer;
+use crate::rows::{Chunk, Room, Rows, Sequences};
+use crate::shape::CacheShape;
 
 /// Every token exact, in 16 bits.
-pub struct DenseCache {
+pub(crate) struct DenseCache {
     attend: FullRank,
     element: Element,
     rows: Buffer<u16>, // (layer, keys and values, batch, heads, capacity, head_dim)
@@ -26,17 +28,17 @@ impl DenseCache {
     /// An empty cache.
     ///
     /// # Errors
-    /// [`Error::Device`](crate::Error::Device).
-    pub fn new(gpu: &Gpu, config: &Config, element: Element, batch: usize, capacity: usize) -> Result<Self> {
-        let (heads, head_dim) = (config.n_kv_heads, config.head_dim);
+    /// [`Error::Gpu`](crate::Error::Gpu).
+    pub fn new(gpu: &Gpu, shape: &CacheShape) -> Result<Self> {
+        let &CacheShape { layers: n_layers, heads, head_dim, element, batch, capacity, .. } = shape;
         Ok(Self {
-            attend: FullRank::new(gpu, config, element, batch, false)?,
+            attend: FullRank::new(gpu, shape, false)?,
             element,
-            rows: Buffer::zeros(gpu, 2 * config.n_layers * batch * heads * capacity * head_dim)?,
+            rows: Buffer::zeros(gpu, 2 * n_layers * batch * heads * capacity * head_dim)?,
             batch,
             heads,
             head_dim,
-            n_layers: config.n_layers,
+            n_layers,
             capacity,
         })
     }
@@ -64,7 +66,7 @@ impl DeviceCache for DenseCache {
         Room { sinks: self.capacity, ring: 0, capacity: self.capacity }
     }
 
-    fn attend(
+    unsafe fn attend(
         &self,
         gpu: &Gpu,
         layer: usize,
@@ -72,9 +74,9 @@ impl DeviceCache for DenseCache {
         queries: DevicePtr<AnyElement>,
         out: DevicePtr<AnyElement>,
     ) -> Result<()> {
-        let (rows, lengths) = ((self.rows(layer), None), sequences.exact_lengths.pointer());
+        let (rows, lengths) = ((self.rows(layer), None), sequences.exact_lengths);
         // SAFETY: the buffers have the lengths of `new`, and lengths are at most the capacity, which the
-        // decoder checks. The preceding kernel writes queries and rows, but not lengths: `begin` has written
+        // caller checks. The preceding kernel writes queries and rows, but not lengths: `begin` has written
         // them.
         unsafe { self.attend.launch(gpu, rows, lengths, queries, out) }
     }
@@ -126,30 +128,4 @@ impl ChunkCache for DenseCache {
     fn set_length(&mut self, _gpu: &Gpu, _sequence: usize, _length: usize) -> Result<()> {
         Ok(())
     }
-}
-
-/// Index of the first hashed tensor of rows; a layer adds 2 l for keys, 2 l + 1 for values.
-pub(crate) const RANDOM_ROWS: u32 = 1 << 16;
-
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct FillArguments {
-    out: DevicePtr<u16>,
-    n: u64,
-    tensor: u32,
-    amplitude: f32,
-}
-
-/// Fills rows with hashed elements of variance 1.
-pub(crate) fn fill_rows(
-    gpu: &Gpu,
-    element: Element,
-    out: DevicePtr<u16>,
-    n: usize,
-    tensor: u32,
-) -> Result<()> {
-    let kernel = gpu.device.kernel(&programs::weights(element as usize), "fill", 0)?;
-    let arguments = FillArguments { out, n: n as u64, tensor, amplitude: 3.0_f32.sqrt() };
-    // SAFETY: the caller has `n` elements at `out`, which the kernel writes.
-    Ok(unsafe { kernel.launch(gpu.stream(), Grid::new([1024, 1, 1])?, 256, false, &arguments) }?)
 }

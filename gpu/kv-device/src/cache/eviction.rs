@@ -3,13 +3,18 @@
 use std::sync::Arc;
 
 use cudarc::driver::{CudaEvent, CudaStream};
-use kv_gpu::{DevicePtr, Grid, Kernel};
+use kv_gpu::{DevicePtr, Grid, Kernel, Program};
 use pq_core::Window;
 
-use super::Sequences;
-use crate::Result;
-use crate::device::memory::Buffer;
-use crate::device::{Gpu, driver, programs};
+use crate::gpu::{Gpu, driver};
+use crate::memory::Buffer;
+use crate::rows::Sequences;
+use crate::{Error, Result};
+
+/// `plan`, `stage` and `exact`.
+pub(crate) fn program() -> Program {
+    Program::own("evict.cu", include_str!("../kernels/evict.cu"), &[], &[])
+}
 
 /// When each layer evicts: every half window, so that a token has a code before the ring overwrites its row.
 ///
@@ -59,15 +64,19 @@ impl Eviction {
 }
 
 impl Evictions {
-    /// The schedule of empty layers. The window has an even number of tokens, at least two.
+    /// The schedule of empty layers.
     ///
     /// # Errors
-    /// [`Error::Device`](crate::Error::Device).
+    /// [`Error::Argument`] for a window of less than two tokens or an odd number;
+    /// [`Error::Gpu`](crate::Error::Gpu).
     pub fn new(gpu: &Gpu, n_layers: usize, batch: usize, window: Window) -> Result<Self> {
         let Window { sinks, recent: ring, .. } = window;
+        if ring < 2 || !ring.is_multiple_of(2) {
+            return Err(Error::Argument(format!("a window of {ring} tokens: an even number, at least two")));
+        }
         let words = || Buffer::<u32>::zeros(gpu, n_layers * batch);
         Ok(Self {
-            plan: gpu.device.kernel(&programs::evict(), "plan", 0)?,
+            plan: gpu.device.kernel(&program(), "plan", 0)?,
             planned: words()?,
             firsts: words()?,
             counts: words()?,
@@ -110,7 +119,7 @@ impl Evictions {
 
     fn plan(&self, gpu: &Gpu, sequences: &Sequences, layer: usize) -> Result<()> {
         let arguments = PlanArguments {
-            positions: sequences.positions.pointer(),
+            positions: sequences.positions,
             planned: self.planned.pointer().offset(layer * self.batch),
             firsts: self.firsts(layer),
             counts: self.counts(layer),

@@ -2,13 +2,13 @@
 
 use kv_gpu::pq::Pages;
 use kv_gpu::svd::{Attend, AttendArguments, AttendShape};
-use kv_gpu::{AnyElement, DevicePtr, Element};
+use kv_gpu::{AnyElement, DevicePtr};
 
-use super::Rows;
 use crate::Result;
-use crate::device::Gpu;
-use crate::device::memory::Buffer;
-use crate::model::Config;
+use crate::gpu::Gpu;
+use crate::memory::Buffer;
+use crate::rows::Rows;
+use crate::shape::CacheShape;
 
 /// Attention of a step to exact rows: `svd::Attend` at full rank.
 pub(super) struct FullRank {
@@ -26,12 +26,12 @@ impl FullRank {
     /// Compiles the kernel, for rows in pages or not.
     ///
     /// # Errors
-    /// [`Error::Device`](crate::Error::Device).
-    pub fn new(gpu: &Gpu, config: &Config, element: Element, batch: usize, is_paged: bool) -> Result<Self> {
-        let (heads, group, head_dim) = (config.n_kv_heads, config.gqa_group(), config.head_dim);
-        let shape = AttendShape { dim: head_dim, element };
+    /// [`Error::Gpu`](crate::Error::Gpu).
+    pub fn new(gpu: &Gpu, shape: &CacheShape, is_paged: bool) -> Result<Self> {
+        let &CacheShape { heads, group, head_dim, element, batch, .. } = shape;
+        let kernel = AttendShape { dim: head_dim, element };
         let attend =
-            if is_paged { Attend::paged(&gpu.device, shape) } else { Attend::new(&gpu.device, shape) }?;
+            if is_paged { Attend::paged(&gpu.device, kernel) } else { Attend::new(&gpu.device, kernel) }?;
         let offsets: Vec<u64> = (0..heads).map(|head| (head * head_dim) as u64).collect();
         Ok(Self {
             ranks: Buffer::of(gpu, &vec![head_dim as u32; heads])?,

@@ -1,5 +1,6 @@
 //! Hybrid attention on a device, to codes of all tokens and exact rows of a few.
 
+use kv_attend::owner::{Footprint, Pair, Side};
 use kv_gpu::pq::{
     ErrorBound, ExactRows, ExactTokens, Hybrid, HybridArguments, HybridShape, Prefetch, RowIndex, TILE,
 };
@@ -7,23 +8,20 @@ use kv_gpu::{AnyElement, DevicePtr, Element};
 use pq_core::GroupRule;
 
 use super::codes::{TokenCodes, Transform};
-use super::dense::{RANDOM_ROWS, fill_rows};
 use super::eviction::Evictions;
 use super::key_means::KeyMeans;
 use super::row_store::{RowStore, StoreShape};
 use super::step_budget::StepBudget;
+use super::transformed::TransformedCodes;
 use super::window::{Window, WindowShape};
-use super::{
-    Chunk, ChunkCache, DeviceCache, Room, RowTransform, Rows, Sequences, Timed, TransformedCodes,
-    check_tokens,
-};
+use super::{ChunkCache, DeviceCache, RowTransform, Timed};
 use crate::Result;
-use crate::cache::Footprint;
-use crate::device::Gpu;
-use crate::device::memory::Buffer;
-use crate::method::HybridPlan;
-use crate::model::Config;
-use crate::side::{Pair, Side};
+use crate::gpu::Gpu;
+use crate::hashed::{RANDOM_ROWS, fill_rows};
+use crate::memory::Buffer;
+use crate::plan::HybridPlan;
+use crate::rows::{Chunk, Room, Rows, Sequences};
+use crate::shape::CacheShape;
 
 /// Hybrid attention: coarse codes of all tokens on the device, and in the same softmax the exact rows of the
 /// few that hold most of the weight, from a `RowStore` in memory of the device or the host.
@@ -34,7 +32,7 @@ use crate::side::{Pair, Side};
 /// and values in that of theirs, which is folded into the model. Codes may be of keys less their rotated
 /// mean, whose part of the scores comes before (`KeyMeans`). Tokens are encoded before the ring overwrites
 /// their rows (`Evictions`).
-pub struct HybridCache {
+pub(crate) struct HybridCache {
     hybrid: Hybrid,
     element: Element,
     plan: HybridPlan,
@@ -64,23 +62,11 @@ impl HybridCache {
     ///
     /// # Errors
     /// [`Error::HostMemory`](crate::Error::HostMemory) when the host has no room for the rows;
-    /// [`Error::Argument`](crate::Error::Argument) for more tokens than 32 bits count;
-    /// [`Error::Device`](crate::Error::Device).
-    #[allow(clippy::too_many_arguments)]
-    pub(super) fn new(
-        gpu: &Gpu,
-        config: &Config,
-        element: Element,
-        plan: HybridPlan,
-        codes: TransformedCodes,
-        window: pq_core::Window,
-        batch: usize,
-        capacity: usize,
-    ) -> Result<Self> {
-        check_tokens(capacity)?;
-        let n_layers = config.n_layers;
+    /// [`Error::Gpu`](crate::Error::Gpu).
+    pub fn new(gpu: &Gpu, sizes: &CacheShape, plan: HybridPlan, codes: TransformedCodes) -> Result<Self> {
+        let &CacheShape { layers: n_layers, element, window, batch, capacity, .. } = sizes;
         let evictions = Evictions::new(gpu, n_layers, batch, window)?;
-        let shape = WindowShape::new(config, window, batch, capacity);
+        let shape = WindowShape::new(sizes);
         let stored = capacity.saturating_sub(shape.sinks).max(1);
         let most = plan.budget.k(stored, shape.sinks + shape.ring);
         let store = StoreShape {
@@ -98,8 +84,8 @@ impl HybridCache {
         // first k.
         let held = plan.held.min(stored).max(most + usize::from(plan.bound.is_some()));
         let store = RowStore::new(gpu, element, store, plan.home, held)?;
-        let hybrid = Hybrid::new(&gpu.device, kernels(config, element, &plan))?;
-        let transform = Transform::new(gpu, config, element, &codes, shape)?;
+        let hybrid = Hybrid::new(&gpu.device, kernels(sizes, &plan))?;
+        let transform = Transform::new(gpu, sizes, &codes)?;
         let tiles = capacity.div_ceil(TILE).max(1);
         let held = if store.slots().is_some() { held } else { 0 };
         let cache = Self {
@@ -107,15 +93,7 @@ impl HybridCache {
             slots: Buffer::zeros(gpu, 2 * n_layers * shape.side_len(held))?,
             held,
             errors: Buffer::of(gpu, &codes.key_errors)?,
-            codes: TokenCodes::new(
-                gpu,
-                element,
-                plan.quantizers,
-                codes.codebooks,
-                Some(transform),
-                shape,
-                None,
-            )?,
+            codes: TokenCodes::new(gpu, sizes, plan.quantizers, codes.codebooks, Some(transform), None)?,
             selected: Buffer::zeros(gpu, batch * shape.heads * most)?,
             adaptive: match plan.bound {
                 Some(bound) => Some(Adaptive {
@@ -170,12 +148,12 @@ impl HybridCache {
 }
 
 /// The shape of a step's kernels.
-pub(super) const fn kernels(config: &Config, element: Element, plan: &HybridPlan) -> HybridShape {
+pub(crate) const fn kernels(shape: &CacheShape, plan: &HybridPlan) -> HybridShape {
     HybridShape {
         keys: plan.quantizers.keys,
         values: plan.quantizers.values,
-        group: config.gqa_group(),
-        element,
+        group: shape.group,
+        element: shape.element,
         rule: GroupRule::SumOfSoftmax,
         paged: false,
         adaptive: plan.bound.is_some(),
@@ -196,7 +174,7 @@ impl DeviceCache for HybridCache {
         self.codes.row_transform()
     }
 
-    fn attend(
+    unsafe fn attend(
         &self,
         gpu: &Gpu,
         layer: usize,
@@ -209,7 +187,7 @@ impl DeviceCache for HybridCache {
         }
         let WindowShape { batch, heads, head_dim, .. } = self.window.shape;
         let Rows { keys, values, capacity } = self.rows(layer);
-        let lengths = sequences.exact_lengths.pointer();
+        let lengths = sequences.exact_lengths;
         let arguments = HybridArguments {
             batch,
             heads,
@@ -222,7 +200,7 @@ impl DeviceCache for HybridCache {
             queries,
             code_queries: None,
             addends: self.codes.means().map(KeyMeans::addends),
-            lengths: sequences.coded_lengths.pointer(),
+            lengths: sequences.coded_lengths,
             pages: None,
             ks: self.budget.ks(),
             bound: self.adaptive.as_ref().map(|adaptive| ErrorBound {
@@ -243,7 +221,7 @@ impl DeviceCache for HybridCache {
         };
         let counts = self.adaptive.as_ref().map_or(self.budget.counts(), |adaptive| adaptive.found.pointer());
         let selected = (self.selected.pointer(), counts);
-        // SAFETY: the buffers have the lengths of `new`; the decoder keeps lengths within the capacity, and
+        // SAFETY: the buffers have the lengths of `new`; the caller keeps lengths within the capacity, and
         // `most` tokens are the most of the budget. What precedes `select` writes neither tables nor lengths;
         // `StepBudget` has written k without PDL. `fetch` waits for `select`, and writes the rows of all
         // selected tokens to their slots.
@@ -261,7 +239,7 @@ impl DeviceCache for HybridCache {
         self.evictions.restart_at(gpu, 0)
     }
 
-    fn before_step(&mut self, gpu: &Gpu, sequences: &Sequences) -> Result<()> {
+    unsafe fn before_step(&mut self, gpu: &Gpu, sequences: &Sequences) -> Result<()> {
         let Some(eviction) = self.evictions.begin(gpu, sequences)? else { return Ok(()) };
         eviction
             .layers()

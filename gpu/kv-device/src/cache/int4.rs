@@ -1,15 +1,22 @@
 //! Uniform 4-bit codes on a device: `kernels/int4.cu`.
 
-use kv_gpu::{AnyElement, DevicePtr, Element, Grid, Kernel};
+use kv_attend::owner::Footprint;
+use kv_gpu::{AnyElement, DevicePtr, Element, Grid, Kernel, Program};
 
-use super::codes::{RANDOM_CODES, fill_codes};
 use super::window::{Window, WindowShape};
-use super::{Chunk, ChunkCache, DeviceCache, Room, Rows, Sequences, Timed};
+use super::{ChunkCache, DeviceCache, Timed};
 use crate::Result;
-use crate::cache::Footprint;
-use crate::device::memory::Buffer;
-use crate::device::{Gpu, programs};
-use crate::model::Config;
+use crate::gpu::Gpu;
+use crate::hashed::{RANDOM_CODES, fill_codes};
+use crate::memory::Buffer;
+use crate::rows::{Chunk, Room, Rows, Sequences};
+use crate::shape::CacheShape;
+
+/// `encode`, `decode`, `attend` and `merge`.
+pub(crate) fn program(element: Element, head_dim: usize, group: usize) -> Program {
+    let defines = [("ELEMENT", element as usize), ("HEAD_DIM", head_dim), ("GROUP", group)];
+    Program::own("int4.cu", include_str!("../kernels/int4.cu"), &[], &defines)
+}
 
 /// Tokens of a block, and threads of the kernels.
 const BLOCK: usize = 64;
@@ -24,7 +31,7 @@ const PARTS: usize = 8;
 ///
 /// A block is encoded before the step whose token evicts it, on the stream of the steps. The ring has room
 /// for the window and one block.
-pub struct Int4Cache {
+pub(crate) struct Int4Cache {
     encode: Kernel,
     decode: Kernel,
     attend: Kernel,
@@ -101,23 +108,15 @@ impl Int4Cache {
     /// An empty cache. Tokens leave the window in blocks of 64.
     ///
     /// # Errors
-    /// [`Error::Device`](crate::Error::Device).
-    pub(crate) fn new(
-        gpu: &Gpu,
-        config: &Config,
-        element: Element,
-        window: pq_core::Window,
-        batch: usize,
-        capacity: usize,
-    ) -> Result<Self> {
-        let (heads, group, head_dim) = (config.n_kv_heads, config.gqa_group(), config.head_dim);
-        let ring = pq_core::Window { recent: window.recent + BLOCK, ..window };
-        let shape = WindowShape::new(config, ring, batch, capacity);
-        let program = programs::int4(element, head_dim, group);
+    /// [`Error::Gpu`](crate::Error::Gpu).
+    pub fn new(gpu: &Gpu, sizes: &CacheShape) -> Result<Self> {
+        let &CacheShape { layers, heads, group, head_dim, element, window, batch, capacity, .. } = sizes;
+        let shape = WindowShape { ring: window.recent + BLOCK, ..WindowShape::new(sizes) };
+        let program = program(element, head_dim, group);
         let kernel = |name| gpu.device.kernel(&program, name, 0);
         let most_parts = capacity.div_ceil(BLOCK).max(1);
         let parts = (PARTS * gpu.device.sm_count() / (heads * batch)).clamp(1, most_parts);
-        let blocks = config.n_layers * batch * heads * capacity.div_ceil(BLOCK);
+        let blocks = layers * batch * heads * capacity.div_ceil(BLOCK);
         let cache = Self {
             encode: kernel("encode")?,
             decode: kernel("decode")?,
@@ -182,7 +181,7 @@ impl DeviceCache for Int4Cache {
         self.window.shape.room()
     }
 
-    fn attend(
+    unsafe fn attend(
         &self,
         gpu: &Gpu,
         layer: usize,
@@ -197,7 +196,7 @@ impl DeviceCache for Int4Cache {
             keys,
             values,
             queries,
-            positions: sequences.positions.pointer(),
+            positions: sequences.positions,
             partials: self.partials.pointer(),
             blocks_of_head: self.blocks_of_head() as u32,
             heads: heads as u32,
@@ -208,7 +207,7 @@ impl DeviceCache for Int4Cache {
         let (parts, group) = (Grid::new([self.parts, heads, batch])?, Grid::new([heads, self.group, batch])?);
         // Without PDL: its small blocks would crowd multiprocessors that the previous product frees first.
         // SAFETY: the structures are the kernels' arguments, and the buffers have the lengths of `new`; the
-        // decoder keeps positions within the capacity.
+        // caller keeps positions within the capacity.
         unsafe {
             self.attend.launch(gpu.stream(), parts, THREADS, false, &attend)?;
             self.merge.launch(gpu.stream(), group, head_dim as u32, true, &merge)?;
@@ -220,12 +219,12 @@ impl DeviceCache for Int4Cache {
         Ok(())
     }
 
-    fn before_step(&mut self, gpu: &Gpu, sequences: &Sequences) -> Result<()> {
+    unsafe fn before_step(&mut self, gpu: &Gpu, sequences: &Sequences) -> Result<()> {
         let WindowShape { n_layers, batch, heads, sinks, ring, .. } = self.window.shape;
         let arguments = EncodeArguments {
             rows: self.window.rows(0).keys,
             blocks: self.blocks(0, 0),
-            positions: Some(sequences.positions.pointer()),
+            positions: Some(sequences.positions),
             rows_side: self.window.shape.side_len(sinks + ring) as u64,
             blocks_of_head: self.blocks_of_head() as u32,
             heads: heads as u32,
@@ -233,8 +232,8 @@ impl DeviceCache for Int4Cache {
             window: self.ring_of_rows(),
         };
         let grid = Grid::new([heads, batch, n_layers])?;
-        // SAFETY: the structure is the kernel's argument, and the buffers have the lengths of `new`. The tokens of
-        // the block are in the ring, which has room for the window and a block.
+        // SAFETY: the structure is the kernel's argument, and the buffers have the lengths of `new`. The
+        // tokens of the block are in the ring, which has room for the window and a block.
         Ok(unsafe { self.encode.launch(gpu.stream(), grid, THREADS, false, &arguments) }?)
     }
 
@@ -280,8 +279,8 @@ impl ChunkCache for Int4Cache {
             capacity: rows.capacity as u32,
         };
         let grid = Grid::new([coded / BLOCK, heads, 1])?;
-        // SAFETY: the structure is the kernel's argument, and the buffers have the lengths of `new`; rows have
-        // room for all tokens of a sequence.
+        // SAFETY: the structure is the kernel's argument, and the buffers have the lengths of `new`; rows
+        // have room for all tokens of a sequence.
         unsafe { self.decode.launch(gpu.stream(), grid, THREADS, false, &arguments) }?;
         Ok(rows)
     }
@@ -304,8 +303,8 @@ impl ChunkCache for Int4Cache {
             window: self.recent(capacity, capacity), // rows of all tokens, not a ring
         };
         let grid = Grid::new([self.window.shape.heads, 1, end - first])?;
-        // SAFETY: as above, with the rows of one sequence up to the chunk's end. Those before the chunk that are
-        // encoded now were in the ring, so they are exact.
+        // SAFETY: as above, with the rows of one sequence up to the chunk's end. Those before the chunk that
+        // are encoded now were in the ring, so they are exact.
         Ok(unsafe { self.encode.launch(gpu.stream(), grid, THREADS, false, &arguments) }?)
     }
 

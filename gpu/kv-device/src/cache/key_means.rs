@@ -2,18 +2,18 @@
 
 use half::f16;
 use kv_gpu::pq::{Addends, RopeMeanScores, RopeMeanScoresArguments, RopeMeanScoresShape, TILE};
-use kv_gpu::{AnyElement, DevicePtr, Element};
+use kv_gpu::{AnyElement, DevicePtr};
 
-use super::Sequences;
 use super::window::WindowShape;
 use crate::Result;
-use crate::device::Gpu;
-use crate::device::memory::Buffer;
-use crate::model::{Config, Rope};
+use crate::gpu::Gpu;
+use crate::memory::Buffer;
+use crate::rows::Sequences;
+use crate::shape::CacheShape;
 
 /// The means of keys before RoPE, less which rotated keys are coded, and what they add to the scores of coded
 /// tokens.
-pub(in super::super) struct KeyMeans {
+pub(crate) struct KeyMeans {
     scores: RopeMeanScores,
     means: Buffer<f32>,       // (layer, heads, head_dim), in the model's basis
     frequencies: Buffer<f32>, // (head_dim / 2,): radians a position
@@ -26,24 +26,18 @@ impl KeyMeans {
     /// Means (layer, heads, head_dim).
     ///
     /// # Errors
-    /// [`Error::Device`](crate::Error::Device).
-    pub(super) fn new(
-        gpu: &Gpu,
-        config: &Config,
-        element: Element,
-        means: &[f32],
-        shape: WindowShape,
-    ) -> Result<Self> {
-        let WindowShape { batch, heads, head_dim: dim, capacity, .. } = shape;
-        let group = config.gqa_group();
+    /// [`Error::Gpu`](crate::Error::Gpu).
+    pub fn new(gpu: &Gpu, shape: &CacheShape, means: &[f32]) -> Result<Self> {
+        let &CacheShape { batch, heads, head_dim: dim, group, element, capacity, .. } = shape;
+        let frequencies: Vec<f32> = shape.frequencies.iter().map(|&radians| radians as f32).collect();
         let tiles = capacity.div_ceil(TILE).max(1);
         Ok(Self {
             scores: RopeMeanScores::new(&gpu.device, RopeMeanScoresShape { dim, group, element })?,
             means: Buffer::of(gpu, means)?,
-            frequencies: Buffer::of(gpu, Rope::new(config, 0).frequencies())?,
+            frequencies: Buffer::of(gpu, &frequencies)?,
             addends: Buffer::zeros(gpu, batch * heads * tiles * group * TILE)?,
             tiles,
-            shape,
+            shape: WindowShape::new(shape),
         })
     }
 
@@ -59,7 +53,10 @@ impl KeyMeans {
 
     /// Launches what a layer's means add to the scores of rotated queries (batch, n_heads, head_dim), which
     /// are in the model's basis still.
-    pub fn launch(
+    ///
+    /// # Safety
+    /// As [`DeviceCache::attend`](super::DeviceCache::attend).
+    pub unsafe fn launch(
         &self,
         gpu: &Gpu,
         layer: usize,
@@ -75,12 +72,12 @@ impl KeyMeans {
             frequencies: self.frequencies(),
             first: sinks,
             queries,
-            lengths: sequences.coded_lengths.pointer(),
+            lengths: sequences.coded_lengths,
             scale: 1.0 / (head_dim as f32).sqrt(),
             addends: self.addends.pointer(),
             pdl: true,
         };
-        // SAFETY: the buffers have the lengths of `new`; the decoder keeps lengths within the capacity. The
+        // SAFETY: the buffers have the lengths of `new`; the caller keeps lengths within the capacity. The
         // kernel before this one writes queries, and not means, frequencies or lengths.
         Ok(unsafe { self.scores.launch(gpu.stream(), &arguments) }?)
     }

@@ -1,25 +1,25 @@
 //! MILLION on a device: attention on codes of keys and values.
 
-#[path = "million/prefix.rs"]
-mod prefix;
+pub(crate) mod prefix;
 
+use kv_attend::owner::{Footprint, Pair, Side};
 use kv_gpu::pq::{Attend, AttendArguments, AttendShape, ExactTokens, Paging};
 use kv_gpu::{AnyElement, DevicePtr, Element, Grid, Kernel};
-use pq_core::PqShape;
+use pq_core::{CodebookBuf, PqShape};
 
-use super::codes::{Codebooks, TokenCodes, Transform, paging};
-use super::eviction::Evictions;
+use super::codes::{TokenCodes, Transform, paging};
+use super::eviction::{self, Evictions};
 use super::key_means::KeyMeans;
 use super::pages::Pages;
+use super::transformed::TransformedCodes;
 use super::window::{Window, WindowShape};
-use super::{Chunk, ChunkCache, DeviceCache, Room, RowTransform, Rows, Sequences, Timed, TransformedCodes};
+use super::{ChunkCache, DeviceCache, RowTransform, Timed};
 use crate::Result;
-use crate::cache::Footprint;
-use crate::device::memory::Buffer;
-use crate::device::{Gpu, programs};
-use crate::method::{PagedMemory, RowForm};
-use crate::model::Config;
-use crate::side::{Pair, Side};
+use crate::gpu::Gpu;
+use crate::memory::Buffer;
+use crate::plan::{Heads, PagedMemory, RowForm};
+use crate::rows::{Chunk, Room, Rows, Sequences};
+use crate::shape::CacheShape;
 use prefix::PrefixRows;
 
 /// Bytes of shared memory that a block of `pq::Encode` takes at 64 subspaces, and what the driver reserves
@@ -38,7 +38,7 @@ const ENCODE_SHARED_MEMORY: usize = (40 + 2) << 10;
 ///
 /// Codes may be in pages that sequences take as they grow (`Pages`). An eviction encodes up to the last token
 /// that the ring will have let go, so the pages of a step hold what is encoded before it.
-pub struct MillionCache {
+pub(crate) struct MillionCache {
     attend: Attend,
     stage: Kernel,
     element: Element,
@@ -70,40 +70,33 @@ impl MillionCache {
     /// transform.
     ///
     /// # Errors
-    /// [`Error::Argument`] for too many pages; [`Error::Device`].
-    #[allow(clippy::too_many_arguments)]
-    pub(super) fn new(
+    /// [`Error::Argument`] for too many pages; [`Error::Gpu`].
+    pub fn new(
         gpu: &Gpu,
-        config: &Config,
-        element: Element,
+        shape: &CacheShape,
         quantizers: Pair<PqShape>,
-        codebooks: Option<Codebooks>,
+        codebooks: Option<Heads<Pair<CodebookBuf>>>,
         transformed: Option<TransformedCodes>,
-        window: pq_core::Window,
         memory: Option<PagedMemory>,
-        batch: usize,
-        capacity: usize,
     ) -> Result<Self> {
-        let (n_layers, heads) = (config.n_layers, config.n_kv_heads);
-        let evictions = Evictions::new(gpu, n_layers, batch, window)?;
-        let shape = WindowShape::new(config, window, batch, capacity);
+        let &CacheShape { layers, heads, window, batch, capacity, .. } = shape;
+        let evictions = Evictions::new(gpu, layers, batch, window)?;
         let pages =
-            memory.map(|memory| Pages::new(gpu, memory, (batch, capacity), shape.sinks)).transpose()?;
+            memory.map(|memory| Pages::new(gpu, memory, (batch, capacity), window.sinks)).transpose()?;
         let form = transformed.as_ref().map(|codes| codes.form);
-        let transform =
-            transformed.map(|codes| Transform::new(gpu, config, element, &codes, shape)).transpose()?;
-        let attend = kernel(config, element, quantizers, form, paging(pages.is_some()));
-        let attend = Attend::new(&gpu.device, attend)?;
+        let transform = transformed.map(|codes| Transform::new(gpu, shape, &codes)).transpose()?;
+        let attend = Attend::new(&gpu.device, kernel(shape, quantizers, form, paging(pages.is_some())))?;
+        let exact = WindowShape::new(shape);
         let cache = Self {
-            stage: gpu.device.kernel(&programs::evict(), "stage", 0)?,
-            window: Window::new(gpu, shape)?,
+            stage: gpu.device.kernel(&eviction::program(), "stage", 0)?,
+            window: Window::new(gpu, exact)?,
             evictions,
-            codes: TokenCodes::new(gpu, element, quantizers, codebooks, transform, shape, pages)?,
-            staged: Buffer::zeros(gpu, 2 * n_layers * shape.side_len(shape.ring))?,
+            codes: TokenCodes::new(gpu, shape, quantizers, codebooks, transform, pages)?,
+            staged: Buffer::zeros(gpu, 2 * layers * exact.side_len(exact.ring))?,
             workspace: Buffer::zeros(gpu, attend.workspace_len(batch, heads))?,
             prefix: None,
             attend,
-            element,
+            element: shape.element,
         };
         gpu.synchronize()?; // the tables are copied
         Ok(cache)
@@ -138,9 +131,8 @@ impl MillionCache {
 }
 
 /// The shape of attention to codes, of transformed rows if they have a form.
-pub(super) fn kernel(
-    config: &Config,
-    element: Element,
+pub(crate) fn kernel(
+    shape: &CacheShape,
     quantizers: Pair<PqShape>,
     form: Option<RowForm>,
     paging: Paging,
@@ -149,8 +141,8 @@ pub(super) fn kernel(
     AttendShape {
         keys,
         values,
-        group: config.gqa_group(),
-        element,
+        group: shape.group,
+        element: shape.element,
         paging,
         addends: form.is_some_and(|form| form.rotated_mean),
         norms: form.is_some_and(|form| form.norms),
@@ -171,7 +163,7 @@ impl DeviceCache for MillionCache {
         self.codes.row_transform()
     }
 
-    fn attend(
+    unsafe fn attend(
         &self,
         gpu: &Gpu,
         layer: usize,
@@ -180,7 +172,7 @@ impl DeviceCache for MillionCache {
         out: DevicePtr<AnyElement>,
     ) -> Result<()> {
         let Rows { keys, values, capacity } = self.rows(layer);
-        let lengths = sequences.exact_lengths.pointer();
+        let lengths = sequences.exact_lengths;
         let arguments = AttendArguments {
             batch: self.window.shape.batch,
             heads: self.window.shape.heads,
@@ -190,7 +182,7 @@ impl DeviceCache for MillionCache {
             key_table: self.codes.table(Side::Keys, layer),
             value_table: self.codes.table(Side::Values, layer),
             queries,
-            lengths: sequences.coded_lengths.pointer(),
+            lengths: sequences.coded_lengths,
             pages: self.codes.page_table(0),
             addends: self.codes.means().map(KeyMeans::addends),
             norms: self.codes.norms(layer),
@@ -202,7 +194,7 @@ impl DeviceCache for MillionCache {
             pdl: true,
             workspace: self.workspace.pointer(),
         };
-        // SAFETY: the buffers have the lengths of `new`; the decoder keeps lengths within the capacity. The
+        // SAFETY: the buffers have the lengths of `new`; the caller keeps lengths within the capacity. The
         // kernel before this one writes queries and rows, which are read after the PDL wait, and neither
         // tables nor lengths.
         Ok(unsafe { self.attend.launch(gpu.stream(), &arguments) }?)
@@ -218,9 +210,10 @@ impl DeviceCache for MillionCache {
         self.codes.pages.as_mut().map_or(Ok(()), |pages| pages.end(gpu, sequence))
     }
 
-    fn before_step(&mut self, gpu: &Gpu, sequences: &Sequences) -> Result<()> {
+    unsafe fn before_step(&mut self, gpu: &Gpu, sequences: &Sequences) -> Result<()> {
         if let Some(pages) = &mut self.codes.pages {
-            pages.before_step(gpu, sequences)?;
+            // SAFETY: the caller's contract.
+            unsafe { pages.before_step(gpu, sequences) }?;
         }
         let Some(eviction) = self.evictions.begin(gpu, sequences)? else { return Ok(()) };
         eviction.layers().try_for_each(|layer| self.stage(gpu, layer))?;

@@ -2,31 +2,37 @@
 
 use std::ops::Range;
 
+use kv_attend::owner::Footprint;
 use kv_gpu::pq::Pages as PageTable;
-use kv_gpu::{AnyElement, DevicePtr, Element, Grid, Kernel};
+use kv_gpu::{AnyElement, DevicePtr, Element, Grid, Kernel, Program};
 
-use super::dense::{RANDOM_ROWS, fill_rows};
 use super::full_rank::FullRank;
 use super::pages::Pages;
 use super::prompt_rows::PromptRows;
-use super::{Chunk, ChunkCache, DeviceCache, Room, Rows, Sequences, Timed};
+use super::{ChunkCache, DeviceCache, Timed};
 use crate::Result;
-use crate::cache::Footprint;
-use crate::device::memory::Buffer;
-use crate::device::{Gpu, programs};
-use crate::method::PagedMemory;
-use crate::model::Config;
+use crate::gpu::Gpu;
+use crate::hashed::{RANDOM_ROWS, fill_rows};
+use crate::memory::Buffer;
+use crate::plan::PagedMemory;
+use crate::rows::{Chunk, Room, Rows, Sequences};
+use crate::shape::CacheShape;
+
+/// `copy` of the rows of pages.
+pub(crate) fn program() -> Program {
+    Program::own("pages.cu", include_str!("../kernels/pages.cu"), &[], &[])
+}
 
 /// Blocks that copy the rows of a head.
 const COPY_BLOCKS: usize = 64;
 
-/// Every token exact, as in [`DenseCache`](super::DenseCache), in pages granted as sequences grow: memory
-/// follows the number of tokens, not the capacity of the sequences.
+/// Every token exact, as in [`DenseCache`](super::dense::DenseCache), in pages granted as sequences grow:
+/// memory follows the number of tokens, not the capacity of the sequences.
 ///
 /// Steps write and read pages through the page table on the device. The chunks of a prompt attend to rows of
 /// all tokens of one sequence and layer (`PromptRows`): pages are copied to these rows once per segment, and
 /// each chunk is copied from them to its pages.
-pub struct PagedCache {
+pub(crate) struct PagedCache {
     attend: FullRank,
     copy: Kernel,
     element: Element,
@@ -70,20 +76,13 @@ impl PagedCache {
     ///
     /// # Errors
     /// [`Error::Argument`](crate::Error::Argument) for too many pages;
-    /// [`Error::DeviceMemory`](crate::Error::DeviceMemory); [`Error::Device`](crate::Error::Device).
-    pub(crate) fn new(
-        gpu: &Gpu,
-        config: &Config,
-        element: Element,
-        memory: PagedMemory,
-        batch: usize,
-        capacity: usize,
-    ) -> Result<Self> {
-        let (n_layers, heads, head_dim) = (config.n_layers, config.n_kv_heads, config.head_dim);
+    /// [`Error::DeviceMemory`](crate::Error::DeviceMemory); [`Error::Gpu`](crate::Error::Gpu).
+    pub fn new(gpu: &Gpu, shape: &CacheShape, memory: PagedMemory) -> Result<Self> {
+        let &CacheShape { layers: n_layers, heads, head_dim, element, batch, capacity, .. } = shape;
         let pages = Pages::new(gpu, memory, (batch, capacity), 0)?;
         Ok(Self {
-            attend: FullRank::new(gpu, config, element, batch, true)?,
-            copy: gpu.device.kernel(&programs::pages(), "copy", 0)?,
+            attend: FullRank::new(gpu, shape, true)?,
+            copy: gpu.device.kernel(&program(), "copy", 0)?,
             element,
             rows: Buffer::zeros(gpu, 2 * n_layers * pages.count() * heads * pages.page() * head_dim)?,
             pages,
@@ -141,7 +140,7 @@ impl DeviceCache for PagedCache {
         Some(self.pages.table(0))
     }
 
-    fn attend(
+    unsafe fn attend(
         &self,
         gpu: &Gpu,
         layer: usize,
@@ -149,7 +148,7 @@ impl DeviceCache for PagedCache {
         queries: DevicePtr<AnyElement>,
         out: DevicePtr<AnyElement>,
     ) -> Result<()> {
-        let (rows, lengths) = ((self.rows(layer), self.pages()), sequences.exact_lengths.pointer());
+        let (rows, lengths) = ((self.rows(layer), self.pages()), sequences.exact_lengths);
         // SAFETY: the buffers have the lengths of `new`; sequences have pages for their tokens, which
         // `before_step` has granted, or the spare page for the one token of an empty sequence. The preceding
         // kernel writes queries and rows, but not lengths: `begin` has written them.
@@ -164,8 +163,9 @@ impl DeviceCache for PagedCache {
         self.pages.end(gpu, sequence)
     }
 
-    fn before_step(&mut self, gpu: &Gpu, sequences: &Sequences) -> Result<()> {
-        self.pages.before_step(gpu, sequences)
+    unsafe fn before_step(&mut self, gpu: &Gpu, sequences: &Sequences) -> Result<()> {
+        // SAFETY: the caller's contract.
+        unsafe { self.pages.before_step(gpu, sequences) }
     }
 
     fn footprint(&self, tokens: usize) -> Footprint {

@@ -4,11 +4,14 @@ use std::ops::Range;
 
 use kv_gpu::pq::Pages as PageTable;
 
-use super::Sequences;
-use crate::device::Gpu;
-use crate::device::memory::Buffer;
-use crate::method::PagedMemory;
+use crate::gpu::Gpu;
+use crate::memory::Buffer;
+use crate::plan::PagedMemory;
+use crate::rows::Sequences;
 use crate::{Error, Result};
+
+/// Tokens per tile of attention: a tile lies in one page.
+const STEP: usize = 16;
 
 /// The pages of a batch and its page table on the device.
 ///
@@ -29,7 +32,7 @@ impl Pages {
     /// No pages granted; the first `outside` tokens of a sequence need none.
     ///
     /// # Errors
-    /// [`Error::Argument`] for too many pages; [`Error::Device`].
+    /// [`Error::Argument`] for pages of no tokens, or too many; [`Error::Gpu`].
     pub fn new(
         gpu: &Gpu,
         memory: PagedMemory,
@@ -37,6 +40,9 @@ impl Pages {
         outside: usize,
     ) -> Result<Self> {
         let PagedMemory { page, pool } = memory;
+        if page == 0 || !page.is_multiple_of(STEP) {
+            return Err(Error::Argument(format!("pages of {page} tokens: a multiple of {STEP}")));
+        }
         let max_pages = capacity.div_ceil(page);
         let count = pool.map_or(batch * max_pages, |tokens| tokens.div_ceil(page));
         if u32::try_from(count).is_err() {
@@ -66,7 +72,7 @@ impl Pages {
     /// Takes pages for sequences that have these lengths after the next prompts.
     ///
     /// # Errors
-    /// [`Error::Pages`] if there are not enough; no sequence has got any then. [`Error::Device`].
+    /// [`Error::Pages`] if there are not enough; no sequence has got any then. [`Error::Gpu`].
     pub fn reserve(&mut self, gpu: &Gpu, lengths: &[usize]) -> Result<()> {
         self.resize(gpu, lengths)
     }
@@ -98,7 +104,7 @@ impl Pages {
     /// Frees the pages of one sequence, which is idle from now on.
     ///
     /// # Errors
-    /// [`Error::Device`].
+    /// [`Error::Gpu`].
     pub fn end(&mut self, gpu: &Gpu, sequence: usize) -> Result<()> {
         self.lengths[sequence] = None;
         let lengths: Vec<usize> = self.lengths.iter().map(|length| length.unwrap_or(0)).collect();
@@ -110,12 +116,14 @@ impl Pages {
     ///
     /// # Errors
     /// As [`Self::reserve`].
-    pub fn before_step(&mut self, gpu: &Gpu, sequences: &Sequences) -> Result<()> {
+    /// # Safety
+    /// There are positions of the batch.
+    pub unsafe fn before_step(&mut self, gpu: &Gpu, sequences: &Sequences) -> Result<()> {
         if let Err(Error::Pages { .. }) = self.resize(gpu, &self.next_lengths()) {
-            let mut positions: Vec<u32> = vec![0; self.lengths.len()];
-            sequences.positions.read_into(gpu, &mut positions)?;
+            // SAFETY: the caller's contract.
+            let positions = unsafe { sequences.read_positions(gpu, self.lengths.len()) }?;
             for (length, position) in self.lengths.iter_mut().zip(positions) {
-                *length = length.map(|_| position as usize);
+                *length = length.map(|_| position);
             }
             self.resize(gpu, &self.next_lengths())?;
         }
@@ -202,7 +210,20 @@ mod tests {
     #![allow(clippy::unwrap_used)]
 
     use super::*;
-    use crate::rng::Rng;
+
+    /// SplitMix64 (Steele, Lea, Flood, OOPSLA 2014).
+    struct Rng(u64);
+
+    impl Rng {
+        /// Uniform in `0..n`.
+        fn below(&mut self, n: usize) -> usize {
+            self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+            let mut z = self.0;
+            z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+            z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+            ((u128::from(z ^ (z >> 31)) * n as u128) >> 64) as usize
+        }
+    }
 
     /// No page is held twice, and none is lost.
     fn check(grants: &Grants) {

@@ -1,29 +1,27 @@
 //! PQCache on a device: attention to exact rows of the host, selected by codes of their keys.
 
-#[path = "pqcache/index.rs"]
 mod index;
-#[path = "pqcache/launch.rs"]
 mod launch;
-#[path = "pqcache/train.rs"]
 mod train;
 
+use kv_attend::owner::Footprint;
 use kv_gpu::pq::{GatherAttend, GatherAttendShape, Prefetch, TrainShape};
 use kv_gpu::{AnyElement, DevicePtr, Element};
 use pq_core::{CodebookBuf, PqShape};
 
-use super::codes::{RANDOM_BOOKS, RANDOM_CODES, random_codebook};
 use super::eviction::Evictions;
 use super::row_store::{RowStore, StoreShape};
 use super::span::Span;
 use super::step_budget::StepBudget;
 use super::window::{Window, WindowShape};
-use super::{Chunk, ChunkCache, DeviceCache, Room, Rows, Sequences, Timed, check_tokens};
+use super::{ChunkCache, DeviceCache, Timed};
 use crate::Result;
-use crate::cache::Footprint;
-use crate::device::Gpu;
-use crate::device::memory::Buffer;
-use crate::method::Retrieval;
-use crate::model::Config;
+use crate::gpu::Gpu;
+use crate::hashed::{RANDOM_BOOKS, RANDOM_CODES, random_codebook};
+use crate::memory::Buffer;
+use crate::plan::Retrieval;
+use crate::rows::{Chunk, Room, Rows, Sequences};
+use crate::shape::CacheShape;
 use index::{Kernels, KeyIndex, Wanted};
 use train::Training;
 
@@ -34,7 +32,7 @@ use train::Training;
 /// (`pq::GatherAttend`), to the others as they arrive over PCIe. Codebooks are the profile's, or those that a
 /// sequence's prompt trains (`Training`). Rows stay in slots behind the exact ones. All lengths are on the
 /// device.
-pub struct PqCache {
+pub(crate) struct PqCache {
     index: KeyIndex,
     attend: GatherAttend,
     element: Element,
@@ -83,21 +81,17 @@ impl PqCache {
     ///
     /// # Errors
     /// [`Error::HostMemory`](crate::Error::HostMemory) when the host has no room for the rows;
-    /// [`Error::Argument`](crate::Error::Argument) for more tokens than 32 bits count;
-    /// [`Error::Device`](crate::Error::Device).
-    #[allow(clippy::too_many_arguments)]
-    pub(crate) fn new(
+    /// [`Error::Gpu`](crate::Error::Gpu).
+    pub fn new(
         gpu: &Gpu,
-        config: &Config,
-        element: Element,
+        sizes: &CacheShape,
         retrieval: Retrieval,
         codebooks: Option<Vec<Vec<CodebookBuf>>>,
-        window: pq_core::Window,
-        batch: usize,
-        capacity: usize,
     ) -> Result<Self> {
-        let (n_layers, quantizer) = (config.n_layers, retrieval.quantizer);
-        let (heads, group, head_dim) = (config.n_kv_heads, config.gqa_group(), config.head_dim);
+        let &CacheShape {
+            layers: n_layers, heads, group, head_dim, element, window, batch, capacity, ..
+        } = sizes;
+        let quantizer = retrieval.quantizer;
         let stored = capacity.saturating_sub(window.sinks).max(1);
         let (sinks, ring) = (window.sinks, window.recent);
         let evictions = Evictions::new(gpu, n_layers, batch, window)?;
@@ -106,10 +100,9 @@ impl PqCache {
             StoreShape { n_layers, batch, heads, head_dim, sinks, ring, stored, most, staged_sides: 1 };
         let held = retrieval.held.min(stored).max(most);
         let store = RowStore::new(gpu, element, store, retrieval.home, held)?;
-        check_tokens(capacity)?;
         let books = if retrieval.training.is_some() { batch } else { 1 };
         let shape = Shape { n_layers, batch, books, heads, group, head_dim, sinks, ring, stored, most, held };
-        let window = WindowShape { slots: held, ..WindowShape::new(config, window, batch, capacity) };
+        let window = WindowShape { slots: held, ..WindowShape::new(sizes) };
         let attend = GatherAttend::new(&gpu.device, GatherAttendShape { dim: head_dim, element })?;
         let trained = TrainShape { quantizer, element: element.into() };
         let training = Training::new(gpu, retrieval.training, trained, batch)?;
@@ -140,9 +133,9 @@ impl PqCache {
 }
 
 /// Rejects codes that the kernels of the index, or of the training, do not support.
-pub(super) fn check_kernels(config: &Config, element: Element, retrieval: &Retrieval) -> Result<()> {
-    let quantizer = retrieval.quantizer;
-    Kernels { quantizer, group: config.gqa_group(), element }.check()?;
+pub(crate) fn check_kernels(shape: &CacheShape, retrieval: &Retrieval) -> Result<()> {
+    let (quantizer, element) = (retrieval.quantizer, shape.element);
+    Kernels { quantizer, group: shape.group, element }.check()?;
     let trained = TrainShape { quantizer, element: element.into() };
     let checked = retrieval.training.map(|_| trained.program());
     Ok(checked.transpose().map(drop)?)
@@ -157,7 +150,7 @@ impl DeviceCache for PqCache {
         self.window.shape.room()
     }
 
-    fn attend(
+    unsafe fn attend(
         &self,
         gpu: &Gpu,
         layer: usize,
@@ -169,9 +162,10 @@ impl DeviceCache for PqCache {
             self.budget.launch(gpu, sequences)?;
         }
         let tokens = self.scratch.tokens.pointer();
-        let (lengths, ks) = (sequences.coded_lengths.pointer(), self.budget.ks());
+        let (lengths, ks) = (sequences.coded_lengths, self.budget.ks());
         self.index.find(gpu, layer, &Wanted { queries, lengths, ks, tokens })?;
-        self.launch_attend(gpu, layer, sequences, queries, out)
+        // SAFETY: the caller's contract.
+        unsafe { self.launch_attend(gpu, layer, sequences, queries, out) }
     }
 
     fn clear(&mut self, gpu: &Gpu) -> Result<()> {
@@ -186,7 +180,7 @@ impl DeviceCache for PqCache {
         Ok(())
     }
 
-    fn before_step(&mut self, gpu: &Gpu, sequences: &Sequences) -> Result<()> {
+    unsafe fn before_step(&mut self, gpu: &Gpu, sequences: &Sequences) -> Result<()> {
         self.train_on_ring(gpu)?;
         let Some(eviction) = self.evictions.begin(gpu, sequences)? else { return Ok(()) };
         eviction

@@ -1,9 +1,9 @@
 //! Rows of a whole prompt, for caches that do not keep them.
 
-use super::{Chunk, Rows};
-use crate::device::Gpu;
-use crate::device::ledger::Allocating;
-use crate::device::memory::Buffer;
+use crate::gpu::Gpu;
+use crate::ledger::Allocating;
+use crate::memory::Buffer;
+use crate::rows::{Chunk, Rows};
 use crate::{Error, Result};
 
 /// Rows of all tokens of one sequence and layer, to which the chunks of a prompt attend, for a cache that

@@ -1,26 +1,29 @@
 //! Exact rows of all tokens in host or device memory, of which a step reads a few.
 
-#[path = "row_store/int8.rs"]
-mod int8;
-#[path = "row_store/residency.rs"]
-mod residency;
+pub(crate) mod int8;
+pub(crate) mod residency;
 
 use cudarc::driver::CudaStream;
+use kv_attend::owner::{Pair, Side};
 use kv_gpu::pq::{Gather, GatherArguments, MissingRows, Prefetch};
-use kv_gpu::{AnyElement, DevicePtr, Element, Grid, Kernel};
+use kv_gpu::{AnyElement, DevicePtr, Element, Grid, Kernel, Program};
 use rayon::prelude::*;
 
-use super::dense::{RANDOM_ROWS, fill_rows};
 use super::eviction::Evictions;
-use super::{Chunk, Rows};
-use crate::device::host_memory::{HostBuffer, check_available};
-use crate::device::memory::Buffer;
-use crate::device::{Gpu, programs};
-use crate::method::RowHome;
-use crate::side::{Pair, Side};
+use crate::gpu::Gpu;
+use crate::hashed::{RANDOM_ROWS, fill_rows};
+use crate::host_memory::{HostBuffer, check_available};
+use crate::memory::Buffer;
+use crate::plan::RowHome;
+use crate::rows::{Chunk, Rows};
 use crate::{Error, Result};
 use int8::Int8Rows;
 use residency::Residency;
+
+/// `tabulate`, `budget`, `evict` and `copy`: of caches that retrieve rows.
+pub(crate) fn program() -> Program {
+    Program::own("retrieval.cu", include_str!("../kernels/retrieval.cu"), &[], &[])
+}
 
 /// Sizes of a [`RowStore`].
 #[derive(Clone, Copy)]
@@ -47,8 +50,8 @@ impl StoreShape {
 ///
 /// A token's rows are written when it is encoded, up to a ring and at least half a ring before a step can
 /// choose it ([`Evictions`]). Rows on the host are read over PCIe, unless recent steps have chosen them
-/// ([`Residency`], `pq::Gather`, `pq::GatherAttend`). The decoder's stream writes them, so its order is the fence
-/// between these stores and the loads.
+/// ([`Residency`], `pq::Gather`, `pq::GatherAttend`). The decoder's stream writes them, so its order is the
+/// fence between these stores and the loads.
 pub(super) struct RowStore {
     pub shape: StoreShape,
     evict: Kernel,
@@ -142,7 +145,7 @@ impl RowStore {
     /// An empty store; `held` rows of a head stay on the device, at least as many as a step chooses.
     ///
     /// # Errors
-    /// [`Error::HostMemory`] when the host has no room for the rows; [`Error::Device`].
+    /// [`Error::HostMemory`] when the host has no room for the rows; [`Error::Gpu`].
     pub fn new(gpu: &Gpu, element: Element, shape: StoreShape, home: RowHome, held: usize) -> Result<Self> {
         let StoreShape { n_layers, batch, heads, head_dim, ring, stored, .. } = shape;
         let row_bytes = size_of::<u16>() * head_dim;
@@ -167,8 +170,8 @@ impl RowStore {
             }))
         };
         Ok(Self {
-            evict: gpu.device.kernel(&programs::retrieval(), "evict", 0)?,
-            copy: gpu.device.kernel(&programs::retrieval(), "copy", 0)?,
+            evict: gpu.device.kernel(&program(), "evict", 0)?,
+            copy: gpu.device.kernel(&program(), "copy", 0)?,
             rows,
             staged: Buffer::zeros(gpu, n_layers * shape.staged_sides * shape.side_len(ring))?,
             shape,
@@ -276,7 +279,7 @@ impl RowStore {
     /// to attention, which reads them as they arrive and keeps them there.
     ///
     /// # Errors
-    /// [`Error::Argument`] when the store is in device memory; [`Error::Device`].
+    /// [`Error::Argument`] when the store is in device memory; [`Error::Gpu`].
     pub fn find(
         &self,
         gpu: &Gpu,

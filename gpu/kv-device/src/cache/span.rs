@@ -3,8 +3,8 @@
 use kv_gpu::DevicePtr;
 
 use crate::Result;
-use crate::device::Gpu;
-use crate::device::memory::Buffer;
+use crate::gpu::Gpu;
+use crate::memory::Buffer;
 
 /// Index of the count: 16 bytes later.
 const COUNT: usize = 4;

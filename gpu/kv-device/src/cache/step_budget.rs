@@ -1,17 +1,18 @@
 //! How many tokens a step selects.
 
 use kv_gpu::{DevicePtr, Grid, Kernel};
+use pq_core::TokenBudget;
 
-use super::Sequences;
+use super::row_store;
 use crate::Result;
-use crate::device::memory::Buffer;
-use crate::device::{Gpu, programs};
-use crate::method::Budget;
+use crate::gpu::Gpu;
+use crate::memory::Buffer;
+use crate::rows::Sequences;
 
 /// The number of tokens that the heads of a step choose, on the device.
 pub(super) struct StepBudget {
     kernel: Kernel,
-    budget: Budget,
+    budget: TokenBudget,
     reserved: usize,
     ks: Buffer<u32>,     // (batch,)
     counts: Buffer<u32>, // (batch, heads): as `ks`
@@ -36,10 +37,10 @@ const _: () = assert!(size_of::<BudgetArguments>() == 56);
 impl StepBudget {
     /// For `batch` sequences of `heads` heads; `reserved` tokens of the sinks and the window count towards a
     /// ratio.
-    pub fn new(gpu: &Gpu, budget: Budget, reserved: usize, batch: usize, heads: usize) -> Result<Self> {
+    pub fn new(gpu: &Gpu, budget: TokenBudget, reserved: usize, batch: usize, heads: usize) -> Result<Self> {
         let words = |n| Buffer::<u32>::zeros(gpu, n);
         Ok(Self {
-            kernel: gpu.device.kernel(&programs::retrieval(), "budget", 0)?,
+            kernel: gpu.device.kernel(&row_store::program(), "budget", 0)?,
             budget,
             reserved,
             ks: words(batch)?,
@@ -50,18 +51,18 @@ impl StepBudget {
     /// Launches the count for a step of these sequences.
     pub fn launch(&self, gpu: &Gpu, sequences: &Sequences) -> Result<()> {
         let (ratio, tokens, least) = match self.budget {
-            Budget::Ratio(ratio) => (Budget::factor(ratio), 0, 1),
-            Budget::Share(share) => (Budget::factor(share), 0, 0),
-            Budget::Tokens(tokens) => (0.0, tokens as u32, 0),
+            TokenBudget::Ratio(ratio) => (TokenBudget::factor(ratio), 0, 1),
+            TokenBudget::Share(share) => (TokenBudget::factor(share), 0, 0),
+            TokenBudget::Tokens(tokens) => (0.0, tokens as u32, 0),
         };
         let batch = self.ks.len();
         let arguments = BudgetArguments {
-            coded_lengths: sequences.coded_lengths.pointer(),
+            coded_lengths: sequences.coded_lengths,
             ks: self.ks.pointer(),
             counts: self.counts.pointer(),
             ratio,
             tokens,
-            reserved: if matches!(self.budget, Budget::Ratio(_)) { self.reserved as u32 } else { 0 },
+            reserved: if matches!(self.budget, TokenBudget::Ratio(_)) { self.reserved as u32 } else { 0 },
             least,
             sequences: batch as u32,
             heads: (self.counts.len() / batch.max(1)) as u32,

@@ -2,13 +2,14 @@
 
 use kv_gpu::{AnyElement, DevicePtr, Element, Grid, Kernel};
 
-use super::dense::{RANDOM_ROWS, fill_rows};
+use super::eviction;
 use super::prompt_rows::PromptRows;
-use super::{Chunk, Room, Rows};
 use crate::Result;
-use crate::device::memory::Buffer;
-use crate::device::{Gpu, programs};
-use crate::model::Config;
+use crate::gpu::Gpu;
+use crate::hashed::{RANDOM_ROWS, fill_rows};
+use crate::memory::Buffer;
+use crate::rows::{Chunk, Room, Rows};
+use crate::shape::CacheShape;
 
 /// Sizes of a batch whose sinks and ring of recent tokens are exact.
 #[derive(Clone, Copy)]
@@ -24,12 +25,13 @@ pub(super) struct WindowShape {
 }
 
 impl WindowShape {
-    pub const fn new(config: &Config, window: pq_core::Window, batch: usize, capacity: usize) -> Self {
+    pub const fn new(shape: &CacheShape) -> Self {
+        let &CacheShape { layers: n_layers, heads, head_dim, window, batch, capacity, .. } = shape;
         Self {
-            n_layers: config.n_layers,
+            n_layers,
             batch,
-            heads: config.n_kv_heads,
-            head_dim: config.head_dim,
+            heads,
+            head_dim,
             sinks: window.sinks,
             ring: window.recent,
             slots: 0,
@@ -105,7 +107,7 @@ impl Window {
     /// Empty rows.
     pub fn new(gpu: &Gpu, shape: WindowShape) -> Result<Self> {
         Ok(Self {
-            copy: gpu.device.kernel(&programs::evict(), "exact", 0)?,
+            copy: gpu.device.kernel(&eviction::program(), "exact", 0)?,
             rows: Buffer::zeros(gpu, 2 * shape.n_layers * shape.side_len(shape.rows()))?,
             prefix: PromptRows::new(shape.heads, shape.head_dim),
             shape,

@@ -1,24 +1,29 @@
 //! ZACK on a device: rows of reduced rank, with ranks of their own for each head.
 
-#[path = "zack/launch.rs"]
 mod launch;
 
+use kv_attend::owner::{Footprint, Pair, Side};
 use kv_gpu::svd::{Attend, AttendShape};
-use kv_gpu::{AnyElement, DevicePtr, Element, Kernel};
+use kv_gpu::{AnyElement, DevicePtr, Element, Kernel, Program};
 
-use super::dense::{RANDOM_ROWS, fill_rows};
 use super::eviction::Evictions;
 use super::span::Span;
 use super::window::{Window, WindowShape};
-use super::{Chunk, ChunkCache, DeviceCache, Room, RowTransform, Rows, Sequences, Timed};
+use super::{ChunkCache, DeviceCache, RowTransform, Timed};
 use crate::Result;
-use crate::cache::Footprint;
-use crate::device::bases::Bases;
-use crate::device::memory::Buffer;
-use crate::device::{Gpu, programs};
-use crate::method::DeviceCuts;
-use crate::model::Config;
-use crate::side::{Pair, Side};
+use crate::bases::Bases;
+use crate::gpu::Gpu;
+use crate::hashed::{RANDOM_ROWS, fill_rows};
+use crate::memory::Buffer;
+use crate::plan::DeviceCuts;
+use crate::rows::{Chunk, Room, Rows, Sequences};
+use crate::shape::CacheShape;
+
+/// `cut`, `restore` and `merge`.
+pub(crate) fn program(element: Element, head_dim: usize, group: usize) -> Program {
+    let defines = [("ELEMENT", element as usize), ("HEAD_DIM", head_dim), ("GROUP", group)];
+    Program::own("zack.cu", include_str!("../kernels/zack.cu"), &[], &defines)
+}
 
 /// ZACK: sinks and a ring of recent tokens are exact, all other tokens are rows truncated to each head's
 /// ranks. `svd::Attend` runs over both parts, and the results are merged.
@@ -28,9 +33,10 @@ use crate::side::{Pair, Side};
 /// copy: every half ring a layer stores the tokens that will be overwritten within a ring (`Evictions`), on
 /// the stream of the steps, so that no second stream is needed.
 ///
-/// N.B. The model keeps the columns of `W_V` and the rows of `W_O` beyond the ranks: the exact tokens need them.
-/// With half of the values' dimensions the KL is .0055, and .101 if sinks and window are cut, too (12 M model).
-pub struct ZackCache {
+/// N.B. The model keeps the columns of `W_V` and the rows of `W_O` beyond the ranks: the exact tokens need
+/// them. With half of the values' dimensions the KL is .0055, and .101 if sinks and window are cut, too (12 M
+/// model).
+pub(crate) struct ZackCache {
     kernels: Kernels,
     element: Element,
     window: Window,
@@ -48,7 +54,7 @@ pub struct ZackCache {
 }
 
 /// The truncation of keys and values.
-pub(super) struct Cuts {
+pub(crate) struct Cuts {
     /// Bases of queries and keys.
     pub bases: Bases,
     /// By layer and head.
@@ -88,19 +94,11 @@ impl ZackCache {
     /// An empty cache.
     ///
     /// # Errors
-    /// [`Error::Device`](crate::Error::Device).
-    pub(super) fn new(
-        gpu: &Gpu,
-        config: &Config,
-        element: Element,
-        cuts: Cuts,
-        window: pq_core::Window,
-        batch: usize,
-        capacity: usize,
-    ) -> Result<Self> {
+    /// [`Error::Gpu`](crate::Error::Gpu).
+    pub fn new(gpu: &Gpu, shape: &CacheShape, cuts: Cuts) -> Result<Self> {
         let Cuts { bases, ranks, cuts_prompts } = cuts;
-        let (heads, group, head_dim) = (config.n_kv_heads, config.gqa_group(), config.head_dim);
-        let evictions = Evictions::new(gpu, config.n_layers, batch, window)?;
+        let &CacheShape { heads, group, head_dim, element, window, batch, capacity, .. } = shape;
+        let evictions = Evictions::new(gpu, shape.layers, batch, window)?;
         let kernels = Kernels::new(gpu, element, head_dim, group)?;
         let mut lens = Pair::of(|_| 0);
         let layers = ranks.iter().map(|heads| {
@@ -124,7 +122,7 @@ impl ZackCache {
         let ranks_of = |side| ranks.iter().flatten().map(|ranks| ranks[side] as u32).collect::<Vec<u32>>();
         let workspace = kernels.attend.workspace_len(batch, heads, group);
         let cache = Self {
-            window: Window::new(gpu, WindowShape::new(config, window, batch, capacity))?,
+            window: Window::new(gpu, WindowShape::new(shape))?,
             evictions,
             stored: Pair::try_of(|side| Buffer::zeros(gpu, lens[side]))?,
             ranks: Pair::try_of(|side| Buffer::of(gpu, &ranks_of(side)))?,
@@ -137,10 +135,10 @@ impl ZackCache {
                 )?,
             },
             scratch: Scratch {
-                out: Buffer::zeros(gpu, batch * config.q_dim())?,
+                out: Buffer::zeros(gpu, batch * heads * group * head_dim)?,
                 log_sum_exps: [
-                    Buffer::zeros(gpu, batch * config.n_heads)?,
-                    Buffer::zeros(gpu, batch * config.n_heads)?,
+                    Buffer::zeros(gpu, batch * heads * group)?,
+                    Buffer::zeros(gpu, batch * heads * group)?,
                 ],
                 workspace: Buffer::zeros(gpu, workspace)?,
             },
@@ -159,7 +157,7 @@ impl ZackCache {
 
 impl Kernels {
     fn new(gpu: &Gpu, element: Element, head_dim: usize, group: usize) -> Result<Self> {
-        let kernel = |name| gpu.device.kernel(&programs::zack(element, head_dim, group), name, 0);
+        let kernel = |name| gpu.device.kernel(&program(element, head_dim, group), name, 0);
         Ok(Self {
             attend: Attend::new(&gpu.device, AttendShape { dim: head_dim, element })?,
             cut: kernel("cut")?,
@@ -170,10 +168,10 @@ impl Kernels {
 }
 
 /// One rank for all heads, as a fraction of the dimensions, for timing.
-pub(super) fn uniform_ranks(config: &Config, parts: Pair<f64>) -> Vec<Vec<Pair<usize>>> {
-    let dim = config.head_dim;
+pub(crate) fn uniform_ranks(shape: &CacheShape, parts: Pair<f64>) -> Vec<Vec<Pair<usize>>> {
+    let dim = shape.head_dim;
     let rank = |side| ((parts[side] * dim as f64) as usize).next_multiple_of(DeviceCuts::MULTIPLE).min(dim);
-    vec![vec![Pair::of(rank); config.n_kv_heads]; config.n_layers]
+    vec![vec![Pair::of(rank); shape.heads]; shape.layers]
 }
 
 impl DeviceCache for ZackCache {
@@ -189,7 +187,7 @@ impl DeviceCache for ZackCache {
         Some(RowTransform { bases: &self.bases, means: None })
     }
 
-    fn attend(
+    unsafe fn attend(
         &self,
         gpu: &Gpu,
         layer: usize,
@@ -197,16 +195,19 @@ impl DeviceCache for ZackCache {
         queries: DevicePtr<AnyElement>,
         out: DevicePtr<AnyElement>,
     ) -> Result<()> {
-        self.launch_exact(gpu, layer, sequences, (queries, out))?;
-        self.launch_stored(gpu, layer, sequences, queries)?;
-        self.launch_merge(gpu, layer, out)
+        // SAFETY: the caller's contract.
+        unsafe {
+            self.launch_exact(gpu, layer, sequences, (queries, out))?;
+            self.launch_stored(gpu, layer, sequences, queries)?;
+            self.launch_merge(gpu, layer, out)
+        }
     }
 
     fn clear(&mut self, gpu: &Gpu) -> Result<()> {
         self.evictions.restart_at(gpu, 0)
     }
 
-    fn before_step(&mut self, gpu: &Gpu, sequences: &Sequences) -> Result<()> {
+    unsafe fn before_step(&mut self, gpu: &Gpu, sequences: &Sequences) -> Result<()> {
         let Some(eviction) = self.evictions.begin(gpu, sequences)? else { return Ok(()) };
         eviction.layers().try_for_each(|layer| self.launch_cut_of_evicted(gpu, layer))
     }

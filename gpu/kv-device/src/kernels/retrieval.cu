@@ -1,7 +1,7 @@
 // Kernels of the caches that retrieve exact rows: lookup tables from codebooks, the number of tokens that a step
 // selects, and the copy of new rows to their store in host or device memory.
 //
-// CPU twin: CodeLayout::table_into; Budget::k; the eviction of WindowedCache. Rows are 16-bit elements.
+// CPU twin: CodeLayout::table_into; TokenBudget::k; the eviction of WindowedCache. Rows are 16-bit elements.
 #include "primitives_sm80.cuh"
 
 struct BudgetArguments {

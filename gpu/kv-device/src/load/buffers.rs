@@ -7,8 +7,8 @@ use cudarc::driver::CudaStream;
 
 use super::{LAYERS, Loader, Staging};
 use crate::Result;
-use crate::device::host_memory::HostWord;
-use crate::device::memory::Buffer;
+use crate::host_memory::HostWord;
+use crate::memory::Buffer;
 
 /// Bytes after a frame that the decoder may read.
 const PADDING: usize = 3;
@@ -57,7 +57,7 @@ impl Loader {
         }
         if !has_staging {
             self.slots[slot].staging = None; // before there is another one
-            self.slots[slot].staging = Some(Staging::new(&self.gpu, &self.config, tokens)?);
+            self.slots[slot].staging = Some(Staging::new(&self.gpu, self.profile.info(), tokens)?);
         }
         for on in self.decode_streams.iter_mut().filter(|on| !fits(&on.workspace, workspace)) {
             on.workspace = Buffer::zeros(&self.gpu, workspace)?;

@@ -11,8 +11,8 @@ use kv_gpu::{AnyElement, DevicePtr};
 
 use super::buffers::{DecodeStream, FrameBuffers};
 use super::{Arriving, Destination, LAYERS, Level, Loader, STREAMS, join};
-use crate::device::driver;
-use crate::device::rotate::{Direction, KeyRows};
+use crate::gpu::driver;
+use crate::rotate::{Direction, KeyRows};
 use crate::{Error, Result};
 
 /// Layers that are copied and decoded at once.
@@ -112,13 +112,14 @@ impl Loader {
         let rows: Vec<_> = all.iter().flat_map(|rows| [rows.keys, rows.values]).collect();
         if rows != self.rows {
             self.wait()?;
-            self.rows_on_device.write(&self.gpu, &rows)?;
+            let addresses: Vec<u64> = rows.iter().map(|rows| rows.address()).collect();
+            self.rows_on_device.write(&self.gpu, &addresses)?;
             self.gpu.synchronize()?;
             self.rows = rows;
         }
         let capacity = all.first().map_or(0, |rows| rows.capacity);
         let first_row = frame.info().first_token as usize;
-        Ok(Place { sides: self.rows_on_device.pointer(), capacity, first_row, angles })
+        Ok(Place { sides: self.rows_on_device.pointer().cast(), capacity, first_row, angles })
     }
 
     /// Copies bytes of a frame to their place in the next slot.

@@ -1,51 +1,10 @@
-// A Llama's operations on the many tokens of a prompt between the GEMMs: embedding, RMSNorm, RoPE and append, SwiGLU;
-// and in-place RoPE of keys, and its inverse.
+// A Llama's operations on the many tokens of a prompt between the GEMMs: embedding, RMSNorm, RoPE and append, SwiGLU.
 //
 // CPU twin: the forward pass (embedding, ops::rms_norm, Rope::rotate_rows, ops::swiglu). Compile-time shape: ELEMENT of
 // the activations (1 for f16, 2 for bf16), HEAD_DIM. The residual stream is f32. Sizes of rows are multiples of 8, so
 // that a thread moves 16 bytes; the floor of each kernel is its bytes.
-#include "element.cuh"
-#include "primitives_sm80.cuh"
+#include "eight_elements.cuh"
 #include "warp.cuh"
-
-// Eight elements.
-struct Eight {
-    float x[8];
-
-    __device__ __forceinline__ static Eight of(const u16* from) {
-        const uint4 words = *reinterpret_cast<const uint4*>(from);
-        const u32 pairs[4] = {words.x, words.y, words.z, words.w};
-        Eight eight;
-#pragma unroll
-        for (int i = 0; i < 8; i++) eight.x[i] = to_float((u16)(pairs[i / 2] >> 16 * (i % 2)));
-        return eight;
-    }
-    __device__ __forceinline__ static Eight of(const float* from) {
-        Eight eight;
-#pragma unroll
-        for (int i = 0; i < 8; i += 4)
-            *reinterpret_cast<float4*>(eight.x + i) = *reinterpret_cast<const float4*>(from + i);
-        return eight;
-    }
-    __device__ __forceinline__ void store(u16* to) const {
-        u32 pairs[4];
-#pragma unroll
-        for (int i = 0; i < 4; i++) pairs[i] = pack_elements(x[2 * i], x[2 * i + 1]);
-        st_global_v4(to, pairs);
-    }
-    __device__ __forceinline__ void store(float* to) const {
-#pragma unroll
-        for (int i = 0; i < 8; i += 4)
-            *reinterpret_cast<float4*>(to + i) = make_float4(x[i], x[i + 1], x[i + 2], x[i + 3]);
-    }
-    // Adds a bias, if there is one.
-    __device__ __forceinline__ void add(const float* bias, u32 at) {
-        if (!bias) return;
-        const Eight other = of(bias + at);
-#pragma unroll
-        for (int i = 0; i < 8; i++) x[i] += other.x[i];
-    }
-};
 
 struct EmbedArguments {
     const u16* embedding; // element [token][hidden]
@@ -100,17 +59,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) normalize(const NormArgume
     }
 }
 
-// RoPE of eight components of the first half of a head and their partners in the second half; sign -1 undoes it.
-__device__ __forceinline__ void turn(Eight& first, Eight& second, const float* cos_at, const float* sin_at,
-                                     float sign = 1) {
-    const Eight cos = Eight::of(cos_at), sin = Eight::of(sin_at);
-#pragma unroll
-    for (int j = 0; j < 8; j++) {
-        const float sine = sign * sin.x[j], turned = first.x[j] * cos.x[j] - second.x[j] * sine;
-        second.x[j] = second.x[j] * cos.x[j] + first.x[j] * sine, first.x[j] = turned;
-    }
-}
-
 struct AppendArguments {
     const u16* qkv;    // element [row][query heads, heads of keys, heads of values][HEAD_DIM]
     const float* bias; // of these rows, or null
@@ -145,30 +93,6 @@ extern "C" __global__ void append(const AppendArguments a) {
             to = (is_value ? a.values : a.keys) + ((u64)own * a.capacity + a.position + row) * HEAD_DIM;
         }
         first.store(to + i), second.store(to + i + HALF);
-    }
-}
-
-struct RotateArguments {
-    u16* const* rows; // [layer][keys, values]: element [head][capacity][HEAD_DIM]; keys are rotated in place
-    const float* cos; // [position][HEAD_DIM / 2]
-    const float* sin; // the same
-    u32 tokens, position, heads, capacity;
-    u32 first_row; // of the token at `position`
-    float sign;    // of the angles: -1 to undo RoPE
-};
-
-// Launch: any in x, layers in y; threads as in `append`.
-extern "C" __global__ void rotate(const RotateArguments a) {
-    constexpr u32 HALF = HEAD_DIM / 2, PARTS = HALF / 8;
-    u16* keys = a.rows[2 * blockIdx.y];
-    const u32 n = a.tokens * a.heads * PARTS;
-    for (u32 at = blockIdx.x * blockDim.x + threadIdx.x; at < n; at += gridDim.x * blockDim.x) {
-        const u32 i = 8 * (at % PARTS), token = at / PARTS % a.tokens, head = at / PARTS / a.tokens;
-        u16* row = keys + ((u64)head * a.capacity + a.first_row + token) * HEAD_DIM + i;
-        Eight first = Eight::of(row), second = Eight::of(row + HALF);
-        const u64 angle = ((u64)a.position + token) * HALF + i;
-        turn(first, second, a.cos + angle, a.sin + angle, a.sign);
-        first.store(row), second.store(row + HALF);
     }
 }
 

@@ -1,33 +1,9 @@
-// Weights on the device: from rows sent by the host, or hashed (random.cuh), in row order or packed for gemv.cu; and
-// unpacked to rows for the GEMMs of a prompt.
+// Weights on the device: from rows sent by the host, or hashed (random.cuh), packed for gemv.cu; and unpacked to rows
+// for the GEMMs of a prompt.
 //
-// CPU twin of the numbers: device::hashed. Compile-time shape: ELEMENT, 0 (f32), 1 (f16) or 2 (bf16). Launch: any.
+// CPU twin of the numbers: kv_device::hashed. Compile-time shape: ELEMENT, 1 (f16) or 2 (bf16). Launch: any.
 #include "element.cuh"
 #include "random.cuh"
-
-struct FillArguments {
-    Element* out; // (n,)
-    u64 n;
-    u32 tensor;
-    float amplitude;
-};
-
-extern "C" __global__ void fill(const FillArguments a) {
-    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < a.n; i += (u64)gridDim.x * blockDim.x)
-        a.out[i] = to_element(hashed(a.tensor, i, a.amplitude));
-}
-
-struct FillWordsArguments {
-    u32* out; // (n,)
-    u64 n;
-    u32 tensor;
-};
-
-// The hashes themselves: codes of a product quantizer, four to a word.
-extern "C" __global__ void fill_words(const FillWordsArguments a) {
-    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < a.n; i += (u64)gridDim.x * blockDim.x)
-        a.out[i] = mix((u32)i ^ mix(a.tensor));
-}
 
 struct Shape {
     u32 n_rows, n_in;
@@ -67,7 +43,6 @@ extern "C" __global__ void pack(const PackArguments a) {
     }
 }
 
-#if ELEMENT
 struct UnpackArguments {
     const uint4* packed; // as `pack` writes it, 8 elements each
     uint4* rows;         // [row][n_in / 8]; n_in is a multiple of 8
@@ -90,4 +65,3 @@ extern "C" __global__ void __launch_bounds__(256) unpack(const UnpackArguments a
                 a.packed[((u64)blockIdx.y * chunks + chunk) * 128 + piece / 4 * 64 + half * 32 + pair * 4 + piece % 4];
     }
 }
-#endif

@@ -1,11 +1,9 @@
 //! The launches of a step.
 
+use kv_device::{Buffer, Room, Rows};
 use kv_gpu::{DevicePtr, Grid};
 
-use super::super::bases::{Place, TurnedRows};
-use super::super::cache::{Room, RowTransform, Rows};
 use super::super::gemv::{Gemv, GemvArguments};
-use super::super::memory::Buffer;
 use super::super::weights::Packed;
 use super::{Activations, Decoder, Part};
 use crate::Result;
@@ -49,7 +47,10 @@ impl Decoder {
             if has(Part::Attention) {
                 let Activations { queries, attended, .. } = &self.activations;
                 let (queries, out) = (queries.pointer().cast(), attended.pointer().cast());
-                self.cache.attend(&self.gpu, l, &self.sequences, queries, out)?;
+                let sequences = self.sequences.of_cache();
+                // SAFETY: the buffers have the lengths of `new`; `begin` has written lengths within the
+                // capacity, and the products the rows.
+                unsafe { self.cache.attend(&self.gpu, l, &sequences, queries, out) }?;
             }
             if has(Part::Products) {
                 self.launch_after_attention(l)?;
@@ -132,13 +133,10 @@ impl Decoder {
             (a.query_heads, a.heads) = (config.n_heads as u32, config.n_kv_heads as u32);
             a.capacity = capacity as u32;
         })?;
-        let Some(RowTransform { bases, means }) = self.cache.transform() else { return Ok(()) };
-        if let Some(means) = means {
-            means.launch(&self.gpu, l, &self.sequences, queries.cast())?;
-        }
-        let rows = TurnedRows { queries, keys, capacity, tokens: self.batch, place: Place::Slots(slots) };
+        let Some(transform) = self.cache.transform() else { return Ok(()) };
+        let (sequences, rows) = (self.sequences.of_cache(), Rows { keys, values, capacity });
         // SAFETY: the product writes these rows, and nothing else uses them before attention.
-        unsafe { bases.turn(&self.gpu, l, &rows) }
+        Ok(unsafe { transform.step(&self.gpu, l, &sequences, queries, &rows, (slots, self.batch)) }?)
     }
 
     /// A product of the normalized residual stream.

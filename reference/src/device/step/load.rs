@@ -1,10 +1,9 @@
 //! Continues a sequence from a stored context.
 
 use codec_core::Profile;
+use kv_device::{Chunk, Destination, Ended, Loader, Rows, Stages, Staging};
 use kv_stream::Bytes;
 
-use super::super::cache::{Chunk, RowTransform, Rows};
-use super::super::load::{Destination, Ended, Loader, Stages, Staging};
 use super::Decoder;
 use crate::{Error, Result};
 
@@ -15,7 +14,16 @@ impl Decoder {
     /// [`Error::Profile`] for a profile of a model of another shape; [`Error::Device`], also for planes that
     /// the device does not decode: anchors and the range coder.
     pub fn loader(&self, profile: &Profile) -> Result<Loader> {
-        Loader::new(&self.gpu, profile, &self.weights.config, self.weights.element)
+        if !self.has_shape(profile) {
+            return Err(Error::Profile("the levels are of a model of another shape".into()));
+        }
+        Ok(Loader::new(&self.gpu, profile, self.weights.element)?)
+    }
+
+    /// Whether a profile is of a model of this shape.
+    fn has_shape(&self, profile: &Profile) -> bool {
+        let (info, config) = (profile.info(), &self.weights.config);
+        (info.layers, info.heads, info.head_dim) == (config.n_layers, config.n_kv_heads, config.head_dim)
     }
 
     /// Begins to load a stored frame: the tokens of a chunk, which follow those of its sequence, at a level
@@ -58,7 +66,8 @@ impl Decoder {
     ) -> Result<()> {
         self.check_load(loader, &chunk)?;
         let rows = self.rows_in_place(&chunk)?;
-        loader.begin_start(chunk, level, start, &self.destination(rows.as_deref()))
+        // SAFETY: rows and angles are the decoder's, which waits for loads before it frees them.
+        Ok(unsafe { loader.begin_start(chunk, level, start, &self.destination(rows.as_deref())) }?)
     }
 
     /// Whether frames are decoded into the cache itself. Other caches take a frame when it ends.
@@ -77,7 +86,8 @@ impl Decoder {
     ) -> Result<()> {
         self.check_load(loader, &chunk)?;
         let rows = self.rows_in_place(&chunk)?;
-        loader.begin(chunk, level, frame, &self.destination(rows.as_deref()), stages)?;
+        // SAFETY: as in `begin_load_start`.
+        unsafe { loader.begin(chunk, level, frame, &self.destination(rows.as_deref()), stages) }?;
         if rows.is_none() {
             return Ok(());
         }
@@ -87,7 +97,7 @@ impl Decoder {
 
     /// Refuses a loader of another model, and a chunk that does not follow its sequence.
     fn check_load(&self, loader: &Loader, chunk: &Chunk) -> Result<()> {
-        if !loader.is_for(&self.gpu, &self.weights.config, self.weights.element) {
+        if !loader.is_for(&self.gpu, self.weights.element) || !self.has_shape(loader.profile()) {
             return Err(Error::argument("the loader is of another model, element type or device"));
         }
         let (sequence, capacity) = (chunk.sequence, self.cache.room().capacity);
@@ -116,7 +126,8 @@ impl Decoder {
         }
         let gpu = self.gpu.clone();
         let layers = 0..self.weights.layers.len();
-        layers.map(|layer| self.cache.chunk_rows(&gpu, layer, chunk)).collect::<Result<_>>().map(Some)
+        let rows = layers.map(|layer| self.cache.chunk_rows(&gpu, layer, chunk));
+        Ok(Some(rows.collect::<kv_device::Result<_>>()?))
     }
 
     fn destination<'a>(&self, rows: Option<&'a [Rows]>) -> Destination<'a> {
@@ -129,7 +140,7 @@ impl Decoder {
     /// [`Error::Codec`] for a frame with a wrong checksum, or that no encoder writes though they are right;
     /// [`Error::Device`]. No frame is then on its way, and every sequence ends before those that were.
     /// [`Error::Argument`] where none is, and for a sequence that has gone on since the frame began, and
-    /// [`Error::Pages`] where there are none for its tokens: nothing has changed then.
+    /// [`kv_device::Error::Pages`] where there are none for its tokens: nothing has changed then.
     pub fn end_load(&mut self, loader: &mut Loader) -> Result<()> {
         let in_place = loader.in_place(self.clears);
         match loader.end() {
@@ -143,7 +154,7 @@ impl Decoder {
                 if let Some(first) = in_place.first() {
                     self.set_lengths(&lengths, first.sequence)?;
                 }
-                Err(e)
+                Err(e.into())
             }
         }
     }
@@ -173,11 +184,11 @@ impl Decoder {
         self.cache.reserve(&gpu, &lengths)?;
         for layer in 0..self.weights.layers.len() {
             let rows = self.cache.chunk_rows(&gpu, layer, chunk)?;
-            staging.copy(&gpu, layer, chunk, &rows)?;
-            if let Some(RowTransform { bases, .. }) = self.cache.transform() {
-                // SAFETY: these rows have just been written, and nothing else uses them before they are
-                // taken.
-                unsafe { bases.turn_stored(&gpu, layer, chunk, &rows) }?;
+            // SAFETY: the rows have room for the chunk, and nothing else uses them before they are taken.
+            unsafe { staging.copy(&gpu, layer, chunk, &rows) }?;
+            if let Some(transform) = self.cache.transform() {
+                // SAFETY: as above; these rows have just been written.
+                unsafe { transform.stored(&gpu, layer, chunk, &rows) }?;
             }
             self.cache.append(&gpu, layer, chunk)?;
         }

@@ -2,11 +2,10 @@
 
 use std::ops::Range;
 
-use kv_gpu::{DevicePtr, Element, Grid, Kernel};
+use kv_device::{Buffer, Gpu};
+use kv_gpu::{DevicePtr, Element, Grid, Kernel, Program};
 
-use super::super::cache::Sequences;
-use super::super::memory::Buffer;
-use super::super::{Gpu, programs};
+use super::Sequences;
 use crate::model::Config;
 use crate::{Result, Sampling};
 
@@ -19,6 +18,18 @@ const DRAW_THREADS: u32 = 1024;
 
 /// The choice from logits that hold a NaN or an infinity: `NO_TOKEN` of the kernels. It ends the sequence.
 pub(super) const NO_TOKEN: u32 = u32::MAX;
+
+const HEADERS: &[(&str, &str)] = &[("picks.cuh", include_str!("../kernels/picks.cuh"))];
+
+/// `begin` and `pick`.
+pub(crate) fn step_program(element: Element) -> Program {
+    Program::own("step.cu", include_str!("../kernels/step.cu"), HEADERS, &[("ELEMENT", element as usize)])
+}
+
+/// `draw`.
+pub(crate) fn draw_program() -> Program {
+    Program::own("draw.cu", include_str!("../kernels/draw.cu"), HEADERS, &[])
+}
 
 /// The choice of the next tokens, on the device.
 pub(super) struct Picks {
@@ -80,8 +91,8 @@ impl Picks {
     pub fn new(gpu: &Gpu, config: &Config, element: Element, batch: usize, most: usize) -> Result<Self> {
         let words = |n| Buffer::<u32>::zeros(gpu, n);
         Ok(Self {
-            pick: gpu.device.kernel(&programs::step(element), "pick", 0)?,
-            draw: gpu.device.kernel(&programs::draw(), "draw", 0)?,
+            pick: gpu.device().kernel(&step_program(element), "pick", 0)?,
+            draw: gpu.device().kernel(&draw_program(), "draw", 0)?,
             sampling: Sampling::GREEDY,
             picked: words(batch * most)?,
             counts: words(batch)?,
@@ -101,7 +112,7 @@ impl Picks {
 
     /// Clears the picked tokens of these sequences.
     pub fn restart(&mut self, gpu: &Gpu, of: Range<usize>) -> Result<()> {
-        self.counts.write_at(gpu, of.start, &vec![0; of.len()])
+        Ok(self.counts.write_at(gpu, of.start, &vec![0; of.len()])?)
     }
 
     /// The picked tokens of every sequence. Waits for the last launch.

@@ -6,20 +6,23 @@
 
 mod launch;
 
+use kv_device::{Allocating, Buffer, Chunk, Gpu};
 use kv_gpu::svd::{AttendShape, Prefill};
-use kv_gpu::{DevicePtr, Grid, Kernel};
+use kv_gpu::{DevicePtr, Element, Grid, Kernel, Program};
 
-use super::super::cache::Chunk;
 use super::super::gemm::{Gemm, GemmShape, Output};
-use super::super::ledger::Allocating;
-use super::super::memory::Buffer;
-use super::super::weights::{LayerWeights, Packed};
-use super::super::{Gpu, programs};
+use super::super::weights::{self, LayerWeights, Packed};
 use super::{Activations, Decoder};
 use crate::Result;
 
 /// Threads of the kernels of `kernels/prompt.cu`.
 const THREADS: u32 = 256;
+
+/// `embed`, `normalize`, `append` and `swiglu`.
+pub(crate) fn program(element: Element, head_dim: usize) -> Program {
+    let defines = [("ELEMENT", element as usize), ("HEAD_DIM", head_dim)];
+    Program::own("prompt.cu", include_str!("../kernels/prompt.cu"), &[], &defines)
+}
 
 /// Chunks of the weights that a block of `unpack` takes: `UNPACKED` of the kernel.
 const UNPACKED: usize = 8;
@@ -119,13 +122,13 @@ impl LayerMatrices {
 impl Prompts {
     fn new(decoder: &Decoder, tokens: usize, segment: usize) -> Result<Self> {
         let _purpose = Allocating::new("prompts");
-        let (gpu, weights) = (&*decoder.gpu, &*decoder.weights);
-        let (config, element) = (&weights.config, weights.element);
+        let (gpu, model) = (&*decoder.gpu, &*decoder.weights);
+        let (config, element) = (&model.config, model.element);
         let (heads, head_dim, q_dim) = (config.n_kv_heads, config.head_dim, config.q_dim());
-        let prompt = programs::prompt(element, head_dim);
-        let kernel = |name| gpu.device.kernel(&prompt, name, 0);
+        let prompt = program(element, head_dim);
+        let kernel = |name| gpu.device().kernel(&prompt, name, 0);
         let halves = |row: usize| Buffer::<u16>::zeros(gpu, tokens.saturating_mul(row));
-        let attend = Prefill::new(&gpu.device, AttendShape { dim: head_dim, element })?;
+        let attend = Prefill::new(gpu.device(), AttendShape { dim: head_dim, element })?;
         let offsets: Vec<u64> = (0..heads).map(|head| (head * head_dim) as u64).collect();
         Ok(Self {
             tokens,
@@ -133,7 +136,7 @@ impl Prompts {
             gemm: Gemm::new(gpu, element)?,
             workspace: Buffer::zeros(gpu, attend.workspace_len())?,
             attend,
-            unpack: gpu.device.kernel(&programs::weights(element as usize), "unpack", 0)?,
+            unpack: gpu.device().kernel(&weights::program(element), "unpack", 0)?,
             embed: kernel("embed")?,
             norm: kernel("normalize")?,
             append: kernel("append")?,
@@ -146,7 +149,7 @@ impl Prompts {
             attended: halves(q_dim)?,
             gate_up: halves(2 * config.intermediate_size)?,
             inner: halves(config.intermediate_size)?,
-            matrices: LayerMatrices::new(gpu, &weights.layers)?,
+            matrices: LayerMatrices::new(gpu, &model.layers)?,
             lengths: Buffer::zeros(gpu, SEGMENT * LENGTHS)?,
             ranks: Buffer::of(gpu, &vec![head_dim as u32; heads])?,
             offsets: Buffer::of(gpu, &offsets)?,

@@ -1,7 +1,7 @@
 //! The sequences of a batch: appending prompts to them, and ending them.
 
-use super::super::ledger::Allocating;
-use super::super::memory::Buffer;
+use kv_device::{Allocating, Buffer};
+
 use super::prompt::Prompt;
 use super::{Decoder, Part};
 use crate::{Error, Result};
@@ -27,8 +27,8 @@ impl Decoder {
     ///
     /// # Errors
     /// [`Error::Argument`] for a wrong number of prompts, an empty prompt, tokens outside the vocabulary,
-    /// more tokens than the cache has room for, or empty chunks, and [`Error::Pages`] if the cache has no
-    /// pages for them; nothing has changed then. [`Error::Blas`] without cuBLASLt; [`Error::Device`].
+    /// more tokens than the cache has room for, or empty chunks, and [`kv_device::Error::Pages`] if the cache
+    /// has no pages for them; nothing has changed then. [`Error::Blas`] without cuBLASLt; [`Error::Device`].
     pub fn prefill(&mut self, prompts: &[Vec<u32>], chunk: usize) -> Result<()> {
         if prompts.len() != self.batch {
             let (given, batch) = (prompts.len(), self.batch);
@@ -109,7 +109,7 @@ impl Decoder {
         self.ended[sequence] = true;
         self.lengths.iter_mut().for_each(|lengths| lengths[sequence] = 0);
         self.sequences.positions.write_at(&self.gpu, sequence, &[0])?;
-        self.sequences.running.write_at(&self.gpu, sequence, &[0])
+        Ok(self.sequences.running.write_at(&self.gpu, sequence, &[0])?)
     }
 
     fn check_sequence(&self, sequence: usize) -> Result<()> {
@@ -156,6 +156,6 @@ impl Decoder {
 
     pub(super) fn run_those_not_ended(&self) -> Result<()> {
         let running: Vec<u32> = self.ended.iter().map(|&ended| u32::from(!ended)).collect();
-        self.sequences.running.write(&self.gpu, &running)
+        Ok(self.sequences.running.write(&self.gpu, &running)?)
     }
 }

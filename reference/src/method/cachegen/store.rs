@@ -3,11 +3,12 @@
 use std::sync::Arc;
 
 use codec_core::{Frame, FrameInfo, PlaneBuf, Profile, encode_frame};
+use kv_attend::owner::{Pair, Side};
 use svd_core::SoftmaxStats;
 
+use super::CODEC_SIDES;
 use crate::Result;
 use crate::cache::{DenseStore, Footprint, Geometry, Store};
-use crate::side::{Pair, Side};
 
 /// Encodes every batch of tokens to a bitstream (keys before RoPE, values); attention runs over the decoded
 /// rows.
@@ -32,7 +33,7 @@ struct Chunk {
 
 impl CacheGenStore {
     pub fn new(geometry: Geometry, planes: Arc<Profile>, layer: usize, decoded: DenseStore) -> Result<Self> {
-        let plane = |side: Side| planes.plane(0, layer, side.into());
+        let plane = |side: Side| planes.plane(0, layer, CODEC_SIDES[side]);
         let planes_len = Pair::try_of(plane)?.iter().map(|plane| plane.to_bytes().len()).sum();
         Ok(Self { geometry, planes, layer, planes_len, chunks: vec![], decoded })
     }
@@ -49,13 +50,14 @@ impl Store for CacheGenStore {
                 k.len() / self.geometry.kv_dim(),
             )
         };
-        let planes = Pair::try_of(|side| self.planes.plane(0, self.layer, side.into()).map(PlaneBuf::view))?;
+        let planes =
+            Pair::try_of(|side| self.planes.plane(0, self.layer, CODEC_SIDES[side]).map(PlaneBuf::view))?;
         let mut bytes = vec![];
         encode_frame(&info, &[planes.keys, planes.values], &[k, v], &mut bytes)?;
         let frame = Frame::parse(&bytes, info.elements())?;
         let decoded = Pair::try_of(|side| {
             let (mut rows, plane) = (vec![0.0; k.len()], &planes[side]);
-            frame.decode_plane_into(plane, 0, side.into(), None, &mut rows).map(|_| rows)
+            frame.decode_plane_into(plane, 0, CODEC_SIDES[side], None, &mut rows).map(|_| rows)
         })?;
         self.chunks.push(Chunk { valid: info.tokens, frame: bytes });
         self.decoded.push(pos, &decoded.keys, &decoded.values)

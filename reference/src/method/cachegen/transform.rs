@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use codec_core::TransformBuf;
+use kv_attend::owner::{Pair, Side};
 use rayon::prelude::*;
 use svd_core::{Gram, Rotation, Rows};
 
@@ -10,7 +11,6 @@ use crate::Result;
 use crate::cache::Geometry;
 use crate::calibrate::{Calibration, LayerSamples, output_gram, single};
 use crate::model::Model;
-use crate::side::{Pair, Side};
 
 /// The transform of a plane and its steps.
 pub(crate) struct PlaneTransform {

@@ -7,16 +7,17 @@
 
 use std::sync::Arc;
 
+use kv_attend::owner::Pair;
+use kv_device::plan::{CodedRows, HeadMaps, Heads, Plan, RowForm, TransformedHead};
 use pq_core::{PqShape, Window};
 use svd_core::{Map, MapBuf, Rows, RowsMut};
 
 use super::PqKlt;
 use super::store::{HeadCode, KeySpace, Refine, TransformedPlan};
 use crate::method::on_device::{DeviceKind, Limit};
-use crate::method::plan::{CodedRows, HeadMaps, Heads, Plan, RowForm, TransformedHead};
+use crate::method::paged::Paging;
 use crate::model::{AttentionWeights, Config, Layer, Model};
 use crate::ops::dot;
-use crate::side::Pair;
 use crate::{Profile, Result};
 
 impl PqKlt {
@@ -48,7 +49,7 @@ impl PqKlt {
     pub fn device_heads(&self, config: &Config, profile: &Profile) -> Result<Heads<TransformedHead>> {
         let layer = |l| {
             let TransformedPlan { heads, .. } = self.plan(config, profile, l)?;
-            heads.into_iter().map(TransformedHead::new).collect()
+            heads.into_iter().map(transformed_head).collect()
         };
         (0..config.n_layers).map(layer).collect()
     }
@@ -77,7 +78,7 @@ impl DeviceKind for PqKlt {
         let (quantizers, form) = self.device_form(config.head_dim)?;
         let heads = profile.map(|profile| self.device_heads(config, profile)).transpose()?;
         let rows = CodedRows::Transformed(form, heads);
-        Ok(Plan::Codes { quantizers, rows, pages: self.pages })
+        Ok(Plan::Codes { quantizers, rows, pages: self.pages.map(Paging::memory) })
     }
 
     fn fold(&self, model: &Model, profile: &Profile) -> Result<Option<Model>> {
@@ -85,22 +86,21 @@ impl DeviceKind for PqKlt {
     }
 }
 
-impl TransformedHead {
-    fn new(codes: Pair<HeadCode>) -> Result<Self> {
-        let Pair { keys, values } = codes;
-        Ok(Self {
-            maps: HeadMaps {
-                keys: columns(&keys.basis)?,
-                queries: columns(&keys.dual)?,
-                values: columns(&values.basis)?,
-            },
-            key_mean: keys.mean,
-            value_mean: projected(values.basis.view(), &values.mean)?,
-            codebooks: Pair::new(Arc::unwrap_or_clone(keys.codebook), Arc::unwrap_or_clone(values.codebook)),
-            key_errors: keys.errors,
-            value_error: values.error,
-        })
-    }
+/// A head's codes as a device has them.
+fn transformed_head(codes: Pair<HeadCode>) -> Result<TransformedHead> {
+    let Pair { keys, values } = codes;
+    Ok(TransformedHead {
+        maps: HeadMaps {
+            keys: columns(&keys.basis)?,
+            queries: columns(&keys.dual)?,
+            values: columns(&values.basis)?,
+        },
+        key_mean: keys.mean,
+        value_mean: projected(values.basis.view(), &values.mean)?,
+        codebooks: Pair::new(Arc::unwrap_or_clone(keys.codebook), Arc::unwrap_or_clone(values.codebook)),
+        key_errors: keys.errors,
+        value_error: values.error,
+    })
 }
 
 /// The columns of a map, as the image of the identity.

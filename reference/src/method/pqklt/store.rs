@@ -4,6 +4,7 @@
 use std::sync::Arc;
 
 use half::f16;
+use kv_attend::owner::{Pair, Side};
 use pq_core::{
     CodebookBuf, CodedTokens, CodesBuf, Luts, RopeMeanBuf, Start, TrainOptions, decode_into, decode_norm,
     divide_by_norms, lut_into, train,
@@ -15,7 +16,6 @@ use crate::cache::{CodingError, Fit, Footprint, Geometry, Store, merge_part};
 use crate::method::pq_code::attend_to_codes;
 use crate::model::Rope;
 use crate::ops::dot;
-use crate::side::{Pair, Side};
 
 /// The space in which keys are coded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -3,17 +3,18 @@
 use std::ops::Range;
 
 use codec_core::{FrameInfo, LANES, PlaneBuf};
+use kv_attend::owner::Pair;
 use kv_gpu::codec::{
     Decode, DecodeArguments, Encode, EncodeArguments, Index, IndexArguments, Place, Planes, Rope as Angles,
 };
 use kv_gpu::{AnyElement, DevicePtr, Element, VectorElement};
 
-use crate::device::Gpu;
-use crate::device::cache::{DenseCache, Rows};
-use crate::device::memory::Buffer;
-use crate::device::rotate::{Direction, KeyRows, Rotate, decoder};
-use crate::model::{Config, Rope};
-use crate::side::Pair;
+use crate::cache::dense::DenseCache;
+use crate::gpu::Gpu;
+use crate::memory::Buffer;
+use crate::rotate::{Direction, KeyRows, Rotate, decoder};
+use crate::rows::Rows;
+use crate::shape::CacheShape;
 use crate::{Error, Result};
 
 /// Maximum tokens of a layer that are coded at once: they bound the memory.
@@ -32,8 +33,8 @@ pub(super) struct Codec {
     layers: Vec<LayerCodec>,
     rotate: Rotate,
     index: Index,
-    angles: [Buffer<f32>; 2],            // (capacity, head_dim / 2)
-    rows: Buffer<DevicePtr<AnyElement>>, // (batch, layer, keys and values)
+    angles: [Buffer<f32>; 2], // (capacity, head_dim / 2)
+    rows: Buffer<u64>,        // (batch, layer, keys and values): addresses
     slots: Buffer<u8>,
     workspace: Buffer<u8>,
     lengths: Buffer<u16>,       // (tiles,)
@@ -65,22 +66,15 @@ impl Codec {
     /// Codes the rows of `cache` with the planes of every layer.
     ///
     /// # Errors
-    /// [`Error::Device`], also for planes that the device cannot encode.
-    pub fn new(
-        gpu: &Gpu,
-        config: &Config,
-        element: Element,
-        planes: &[Pair<PlaneBuf>],
-        cache: &DenseCache,
-        (batch, capacity): (usize, usize),
-    ) -> Result<Self> {
-        let (n_layers, heads, head_dim) = (config.n_layers, config.n_kv_heads, config.head_dim);
+    /// [`Error::Gpu`], also for planes that the device cannot encode.
+    pub fn new(gpu: &Gpu, shape: &CacheShape, planes: &[Pair<PlaneBuf>], cache: &DenseCache) -> Result<Self> {
+        let &CacheShape { layers: n_layers, heads, head_dim, element, batch, capacity, .. } = shape;
         let layer = |planes| LayerCodec::new(gpu, element, planes, head_dim);
         let layers = planes.iter().map(layer).collect::<Result<Vec<_>>>()?;
         let rows = (0..batch).flat_map(|sequence| (0..n_layers).map(move |layer| (sequence, layer)));
         let rows = rows.flat_map(|(sequence, layer)| {
             let Rows { keys, values, .. } = cache.rows_of(layer, sequence);
-            [keys, values]
+            [keys.address(), values.address()]
         });
         let info = FrameInfo::new(1, heads, head_dim, PIECE.min(capacity));
         let workspace = |layer: &LayerCodec| {
@@ -88,11 +82,12 @@ impl Codec {
         };
         let workspace = layers.iter().map(workspace).max().unwrap_or(0);
         let slots = Encode::slots_len(&info, 1);
-        let rope = Rope::new(config, capacity);
-        let (cos, sin) = rope.tables();
+        let angles = (0..capacity).flat_map(|pos| shape.frequencies.iter().map(move |f| pos as f64 * f));
+        let (sin, cos): (Vec<f32>, Vec<f32>) =
+            angles.map(|angle| (angle.sin() as f32, angle.cos() as f32)).unzip();
         let codec = Self {
             rotate: Rotate::new(gpu, element, heads, head_dim)?,
-            angles: [Buffer::of(gpu, cos)?, Buffer::of(gpu, sin)?],
+            angles: [Buffer::of(gpu, &cos)?, Buffer::of(gpu, &sin)?],
             rows: Buffer::of(gpu, &rows.collect::<Vec<_>>())?,
             index: Index::new(gpu.device())?,
             slots: Buffer::zeros(gpu, slots)?,
@@ -113,7 +108,7 @@ impl Codec {
     /// Replaces the rows of these tokens by their reconstruction from a frame per layer.
     ///
     /// # Errors
-    /// [`Error::Device`].
+    /// [`Error::Gpu`].
     pub fn code(&mut self, gpu: &Gpu, span: &Span) -> Result<()> {
         if span.tokens.is_empty() {
             return Ok(());
@@ -133,24 +128,22 @@ impl Codec {
     /// The bytes of the frames since the last call. Waits for them.
     ///
     /// # Errors
-    /// [`Error::Cache`] for rows that were not finite, or too large for their steps: their tiles are
-    /// undefined now; [`Error::Device`].
+    /// [`Error::Rows`] for rows that were not finite, or too large for their steps: their tiles are undefined
+    /// now;
+    /// [`Error::Gpu`].
     pub fn finish(&mut self, gpu: &Gpu) -> Result<usize> {
         let mut counts = [0; 2];
         self.counts.read_into(gpu, &mut counts)?;
         self.counts.fill(gpu, 0)?;
         match counts {
             [bytes, 0] => Ok(bytes as usize),
-            _ => {
-                let what = "keys or values are not finite, or too large for the steps of their channels";
-                Err(Error::Cache { method: "cachegen", what: what.into() })
-            }
+            _ => Err(Error::Rows),
         }
     }
 
     /// The pointers of a layer of a sequence.
     fn rows(&self, sequence: usize, layer: usize) -> DevicePtr<DevicePtr<AnyElement>> {
-        self.rows.pointer().offset(2 * (sequence * self.layers.len() + layer))
+        self.rows.pointer().offset(2 * (sequence * self.layers.len() + layer)).cast()
     }
 
     fn rotate(&self, gpu: &Gpu, direction: Direction, span: &Span) -> Result<()> {

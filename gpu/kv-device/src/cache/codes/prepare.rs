@@ -2,29 +2,42 @@
 
 use cudarc::driver::CudaStream;
 use half::f16;
+use kv_attend::owner::Side;
 use kv_gpu::pq::{Norms, TILE};
-use kv_gpu::{DevicePtr, Element, Grid, Kernel};
+use kv_gpu::{DevicePtr, Element, Grid, Kernel, Program};
 
 use super::{TokenCodes, WindowShape};
 use crate::Result;
-use crate::device::bases::Bases;
-use crate::device::cache::eviction::Evictions;
-use crate::device::cache::key_means::KeyMeans;
-use crate::device::cache::{Chunk, Rows, TransformedCodes};
-use crate::device::ledger::Allocating;
-use crate::device::memory::Buffer;
-use crate::device::{Gpu, programs};
-use crate::model::Config;
-use crate::side::Side;
+use crate::bases::Bases;
+use crate::cache::eviction::Evictions;
+use crate::cache::key_means::KeyMeans;
+use crate::cache::transformed::TransformedCodes;
+use crate::gpu::Gpu;
+use crate::ledger::Allocating;
+use crate::memory::Buffer;
+use crate::rows::{Chunk, Rows};
+use crate::shape::CacheShape;
 
 /// Tokens of a tile of the kernels.
 const TOKENS: usize = 16;
+
+/// `prepare` and `restore` of rows in another basis: keys with or without subtraction of their rotated mean,
+/// rows with or without division by their norms.
+pub(crate) fn program(element: Element, head_dim: usize, mean: bool, norms: bool) -> Program {
+    let defines = [
+        ("ELEMENT", element as usize),
+        ("HEAD_DIM", head_dim),
+        ("MEAN", mean.into()),
+        ("NORMS", norms.into()),
+    ];
+    Program::own("coded_rows.cu", include_str!("../../kernels/coded_rows.cu"), &[], &defines)
+}
 
 /// Maximum blocks per head.
 const BLOCKS: usize = 64;
 
 /// The basis in which rows are coded, and the parts removed before coding.
-pub(in super::super) struct Transform {
+pub(crate) struct Transform {
     pub bases: Bases,
     pub means: Option<KeyMeans>,
     norms: bool,
@@ -32,16 +45,10 @@ pub(in super::super) struct Transform {
 
 impl Transform {
     /// The transform of a method's codes.
-    pub fn new(
-        gpu: &Gpu,
-        config: &Config,
-        element: Element,
-        codes: &TransformedCodes,
-        shape: WindowShape,
-    ) -> Result<Self> {
-        let means = || KeyMeans::new(gpu, config, element, &codes.key_means, shape);
+    pub fn new(gpu: &Gpu, shape: &CacheShape, codes: &TransformedCodes) -> Result<Self> {
+        let means = || KeyMeans::new(gpu, shape, &codes.key_means);
         Ok(Self {
-            bases: Bases::new(gpu, config, element, &codes.maps)?,
+            bases: Bases::new(gpu, shape, &codes.maps)?,
             means: codes.form.rotated_mean.then(means).transpose()?,
             norms: codes.form.norms,
         })
@@ -69,7 +76,7 @@ impl Transform {
         if !mean && !self.norms {
             return Ok(None);
         }
-        let program = programs::coded_rows(element, head_dim, mean, self.norms);
+        let program = program(element, head_dim, mean, self.norms);
         let kernel = |name| gpu.device.kernel(&program, name, 0);
         Ok(Some(RowKernels { prepare: kernel("prepare")?, restore: kernel("restore")? }))
     }

@@ -1,13 +1,27 @@
 //! Prompt chunks over MILLION's cache: its codes are decoded to rows, and the chunk is appended from them.
 
-use kv_gpu::pq::TILE;
-use kv_gpu::{AnyElement, DevicePtr, Grid, Kernel};
+use kv_attend::owner::{Pair, Side};
+use kv_gpu::pq::{CodeLayout, TILE};
+use kv_gpu::{AnyElement, DevicePtr, Element, Grid, Kernel, Program};
 
 use super::{MillionCache, WindowShape};
-use crate::device::cache::{Chunk, Rows};
-use crate::device::{Gpu, programs};
-use crate::side::{Pair, Side};
+use crate::gpu::Gpu;
+use crate::rows::{Chunk, Rows};
 use crate::{Error, Result};
+
+/// `decode` of codes in a layout.
+pub(crate) fn program(element: Element, layout: &CodeLayout, side: Side) -> Program {
+    let dim = layout.shape().dim();
+    let bits = (layout.table_len() / dim).ilog2() as usize;
+    let defines = [
+        ("ELEMENT", element as usize),
+        ("HEAD_DIM", dim),
+        ("KEPT_M", 8 * layout.tile_len() / TILE / bits),
+        ("KEPT_BITS", bits),
+    ];
+    Program::own("decode_prefix.cu", include_str!("../../kernels/decode_prefix.cu"), &[], &defines)
+        .define_if(side == Side::Keys, "KEYS")
+}
 
 /// What chunks need besides the rows of all tokens.
 pub(super) struct PrefixRows {
@@ -32,16 +46,12 @@ impl MillionCache {
     /// The kernels of chunks, made for the first chunk.
     fn new_prefix(&self, gpu: &Gpu) -> Result<PrefixRows> {
         let kernel = |side: Side| {
-            gpu.device.kernel(
-                &programs::decode_prefix(self.element, &self.codes.layouts[side], side),
-                "decode",
-                0,
-            )
+            gpu.device.kernel(&program(self.element, &self.codes.layouts[side], side), "decode", 0)
         };
         Ok(PrefixRows { decode: Pair::try_of(|side| kernel(side).map_err(Error::from))? })
     }
 
-    /// [`ChunkCache::chunk_rows`](crate::device::cache::ChunkCache::chunk_rows).
+    /// [`ChunkCache::chunk_rows`](crate::cache::ChunkCache::chunk_rows).
     pub(super) fn rows_before(&mut self, gpu: &Gpu, layer: usize, chunk: &Chunk) -> Result<Rows> {
         if self.prefix.is_none() {
             self.prefix = Some(self.new_prefix(gpu)?);
@@ -56,7 +66,7 @@ impl MillionCache {
         Ok(rows)
     }
 
-    /// [`ChunkCache::append`](crate::device::cache::ChunkCache::append).
+    /// [`ChunkCache::append`](crate::cache::ChunkCache::append).
     pub(super) fn take(&mut self, gpu: &Gpu, layer: usize, chunk: &Chunk) -> Result<()> {
         self.window.close(gpu, layer, chunk)?;
         let stream = self.evictions.background(gpu)?;

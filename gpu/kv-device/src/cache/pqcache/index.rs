@@ -11,9 +11,10 @@ use kv_gpu::{AnyElement, DevicePtr, Element, Grid, Kernel};
 use pq_core::{CodebookBuf, GroupRule, PqShape};
 
 use super::Shape;
-use crate::device::cache::codes::fill_codes;
-use crate::device::memory::Buffer;
-use crate::device::{Gpu, programs};
+use crate::cache::row_store;
+use crate::gpu::Gpu;
+use crate::hashed::fill_codes;
+use crate::memory::Buffer;
 use crate::{Error, Result};
 
 /// Alignment of a layer's codes in bytes.
@@ -155,7 +156,7 @@ impl KeyIndex {
                     workspace: Buffer::zeros(gpu, select.workspace_len(per_step, heads, tiles * TILE))?,
                     select,
                     encode: Encode::new(&gpu.device, kernels.encode())?,
-                    tabulate: gpu.device.kernel(&programs::retrieval(), "tabulate", 0)?,
+                    tabulate: gpu.device.kernel(&row_store::program(), "tabulate", 0)?,
                     tables: Buffer::zeros(gpu, n_layers * books * heads * layout.table_len())?,
                     layout,
                     tiles,
@@ -302,7 +303,7 @@ impl KeyIndex {
                 pdl: true,
                 workspace: tiles.workspace.pointer(),
             };
-            // SAFETY: the buffers have the lengths of `new`; the decoder keeps lengths within the capacity.
+            // SAFETY: the buffers have the lengths of `new`; the caller keeps lengths within the capacity.
             // What precedes writes neither tables nor lengths; `StepBudget` has written `ks` without PDL. The
             // background stream writes codes of later tokens.
             unsafe { tiles.select.launch(gpu.stream(), &arguments) }?;

@@ -1,15 +1,16 @@
 //! The launches of a step of a [`PqCache`].
 
 use cudarc::driver::CudaStream;
+use kv_attend::owner::Side;
 use kv_gpu::pq::GatherAttendArguments;
 use kv_gpu::{AnyElement, DevicePtr};
 
 use super::index::KeysToEncode;
 use super::{PqCache, Shape};
 use crate::Result;
-use crate::device::Gpu;
-use crate::device::cache::{Chunk, DeviceCache, Rows, Sequences};
-use crate::side::Side;
+use crate::cache::DeviceCache;
+use crate::gpu::Gpu;
+use crate::rows::{Chunk, Rows, Sequences};
 
 impl PqCache {
     /// Encodes the staged keys of a layer.
@@ -52,7 +53,10 @@ impl PqCache {
     }
 
     /// Launches the lookup of a layer's chosen tokens, and attention over them and the exact rows.
-    pub(super) fn launch_attend(
+    ///
+    /// # Safety
+    /// As [`DeviceCache::attend`].
+    pub(super) unsafe fn launch_attend(
         &self,
         gpu: &Gpu,
         layer: usize,
@@ -72,7 +76,7 @@ impl PqCache {
             keys,
             values,
             first_slot: sinks + ring,
-            exact_lengths: sequences.exact_lengths.pointer(),
+            exact_lengths: sequences.exact_lengths,
             counts: self.budget.ks(),
             slots: found.slots,
             list_len: most,

@@ -7,15 +7,15 @@ use kv_gpu::{AnyElement, DevicePtr};
 use super::index::KeysToEncode;
 use super::{PqCache, Shape};
 use crate::Result;
-use crate::device::Gpu;
-use crate::device::cache::{Chunk, Rows};
-use crate::device::memory::Buffer;
-use crate::method::training_step;
+use crate::gpu::Gpu;
+use crate::memory::Buffer;
+use crate::plan;
+use crate::rows::{Chunk, Rows};
 
 /// The training of a cache's codebooks, which are per sequence.
 pub(super) struct Training {
     train: Train,
-    iterations: usize,
+    plan: plan::Training,
     starts: Buffer<u32>, // (ksub,): indices of the keys that are the initial centroids
     workspace: Buffer<u8>,
     sequences: Vec<Sequence>,
@@ -35,20 +35,20 @@ impl Training {
     /// The training of `batch` sequences, if the method trains.
     pub fn new(
         gpu: &Gpu,
-        iterations: Option<usize>,
+        plan: Option<plan::Training>,
         shape: TrainShape,
         batch: usize,
     ) -> Result<Option<Self>> {
-        let new = |iterations| -> Result<Self> {
+        let new = |plan| -> Result<Self> {
             Ok(Self {
                 train: Train::new(&gpu.device, shape)?,
-                iterations,
+                plan,
                 starts: Buffer::zeros(gpu, shape.quantizer.ksub())?,
                 workspace: Buffer::zeros(gpu, 0)?,
                 sequences: vec![Sequence::EMPTY; batch],
             })
         };
-        iterations.map(new).transpose()
+        plan.map(new).transpose()
     }
 
     /// Empties all sequences.
@@ -74,7 +74,7 @@ impl Training {
     /// Prepares a training on some of `count` keys of each of `heads` heads.
     fn begin(&mut self, gpu: &Gpu, heads: usize, count: usize) -> Result<()> {
         let ksub = self.starts.len();
-        let count = count.div_ceil(training_step(count));
+        let count = count.div_ceil(self.plan.step(count));
         let starts: Vec<u32> = (0..ksub).map(|i| (i * count / ksub) as u32).collect();
         self.starts.write(gpu, &starts)?;
         let len = self.train.workspace_len(heads, count);
@@ -172,7 +172,7 @@ impl PqCache {
     ) -> Result<()> {
         let Shape { heads, head_dim, .. } = self.shape;
         let Some(training) = &self.training else { return Ok(()) };
-        let step = training_step(count);
+        let step = training.plan.step(count);
         let n = count.div_ceil(step);
         let arguments = TrainArguments {
             sets: heads,
@@ -182,7 +182,7 @@ impl PqCache {
             starts: Some(training.starts.pointer()),
             centroids: self.index.centroids(layer, sequence),
             errors: None,
-            iterations: training.iterations,
+            iterations: training.plan.iterations,
             tolerance: 0.0,
             workspace: training.workspace.pointer(),
         };

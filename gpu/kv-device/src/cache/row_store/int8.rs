@@ -2,14 +2,28 @@
 
 use cudarc::driver::CudaStream;
 use kv_gpu::pq::Prefetch;
-use kv_gpu::{AnyElement, DevicePtr, Element, Grid, Kernel};
+use kv_gpu::{AnyElement, DevicePtr, Element, Grid, Kernel, Program};
 
 use super::StoreShape;
 use super::residency::Residency;
 use crate::Result;
-use crate::device::cache::Rows;
-use crate::device::cache::eviction::Evictions;
-use crate::device::{Gpu, programs};
+use crate::cache::eviction::Evictions;
+use crate::gpu::Gpu;
+use crate::rows::Rows;
+
+const HEADERS: &[(&str, &str)] = &[("int8_rows.cuh", include_str!("../../kernels/int8_rows.cuh"))];
+
+/// `store` and `load`.
+pub(crate) fn program(element: Element, head_dim: usize) -> Program {
+    let defines = [("ELEMENT", element as usize), ("HEAD_DIM", head_dim)];
+    Program::own("int8_rows.cu", include_str!("../../kernels/int8_rows.cu"), HEADERS, &defines)
+}
+
+/// `load` by bulk copies, for compute capability 9.0 and later.
+pub(crate) fn program_sm90(element: Element, head_dim: usize) -> Program {
+    let defines = [("ELEMENT", element as usize), ("HEAD_DIM", head_dim)];
+    Program::own("int8_load_sm90.cu", include_str!("../../kernels/int8_load_sm90.cu"), HEADERS, &defines)
+}
 
 /// Threads of a block: `THREADS` of int8_rows.cu.
 const THREADS: u32 = 256;
@@ -71,11 +85,11 @@ const _: () = assert!(size_of::<StoreArguments>() == 72 && size_of::<LoadArgumen
 
 impl Int8Rows {
     /// # Errors
-    /// [`Error::Device`](crate::Error::Device).
+    /// [`Error::Gpu`](crate::Error::Gpu).
     pub fn new(gpu: &Gpu, element: Element, shape: StoreShape) -> Result<Self> {
-        let program = programs::int8_rows(element, shape.head_dim);
+        let program = program(element, shape.head_dim);
         let (load, (threads, blocks)) = match gpu.device.capability().0 {
-            9.. => (programs::int8_load_sm90(element, shape.head_dim), BULK),
+            9.. => (program_sm90(element, shape.head_dim), BULK),
             _ => (program.clone(), LOADS),
         };
         let sm_count = gpu.device.sm_count();

@@ -1,11 +1,17 @@
 //! Rows that stay resident on the device between steps: `kernels/residency.cu`.
 
-use kv_gpu::{DevicePtr, Grid, Kernel};
+use kv_gpu::{DevicePtr, Grid, Kernel, Program};
 
 use super::StoreShape;
 use crate::Result;
-use crate::device::memory::Buffer;
-use crate::device::{Gpu, programs};
+use crate::gpu::Gpu;
+use crate::memory::Buffer;
+
+/// `residency`, for short lists or for any.
+pub(crate) fn program(short: bool) -> Program {
+    Program::own("residency.cu", include_str!("../../kernels/residency.cu"), &[], &[])
+        .define_if(short, "SHORT")
+}
 
 /// Threads of a block: `THREADS` of the kernel.
 const THREADS: u32 = 1024;
@@ -86,7 +92,7 @@ impl Residency {
             false => 1,
         };
         Ok(Self {
-            kernel: gpu.device.kernel(&programs::residency(short), "residency", shared)?.prefer_shared()?,
+            kernel: gpu.device.kernel(&program(short), "residency", shared)?.prefer_shared()?,
             entries: Buffer::zeros(gpu, 2 * n_layers * heads * held)?,
             steps: words(n_layers * heads)?,
             found_at: of_long(heads * held)?,

@@ -1,15 +1,16 @@
 //! The launches of a step and of a chunk.
 
+use bytemuck::Pod;
+use kv_attend::owner::{Pair, Side};
 use kv_gpu::svd::AttendArguments;
 use kv_gpu::{AnyElement, DevicePtr, Grid};
 
 use super::{Layer, ZackCache};
 use crate::Result;
-use crate::device::Gpu;
-use crate::device::cache::window::WindowShape;
-use crate::device::cache::{Chunk, Rows, Sequences};
-use crate::device::memory::Buffer;
-use crate::side::{Pair, Side};
+use crate::cache::window::WindowShape;
+use crate::gpu::Gpu;
+use crate::memory::Buffer;
+use crate::rows::{Chunk, Rows, Sequences};
 
 /// Threads of all kernels except `merge`, and tokens of a block.
 const THREADS: u32 = 256;
@@ -70,7 +71,7 @@ const _: () = assert!(size_of::<MergeArguments>() == 40);
 
 impl ZackCache {
     /// A layer's part of a (layer, heads) buffer.
-    pub(super) fn of_heads<T: Copy>(&self, all: &Buffer<T>, layer: usize) -> DevicePtr<T> {
+    pub(super) fn of_heads<T: Pod>(&self, all: &Buffer<T>, layer: usize) -> DevicePtr<T> {
         all.pointer().offset(layer * self.window.shape.heads)
     }
 
@@ -94,7 +95,10 @@ impl ZackCache {
     }
 
     /// Launches attention to the exact rows.
-    pub(super) fn launch_exact(
+    ///
+    /// # Safety
+    /// As [`DeviceCache::attend`](crate::DeviceCache::attend).
+    pub(super) unsafe fn launch_exact(
         &self,
         gpu: &Gpu,
         layer: usize,
@@ -109,7 +113,7 @@ impl ZackCache {
             keys,
             values,
             queries,
-            lengths: sequences.exact_lengths.pointer(),
+            lengths: sequences.exact_lengths,
             key_ranks: self.full.ranks.pointer(),
             value_ranks: self.full.ranks.pointer(),
             key_offsets: self.full.offsets.pointer(),
@@ -124,7 +128,10 @@ impl ZackCache {
     }
 
     /// Launches attention to the stored rows.
-    pub(super) fn launch_stored(
+    ///
+    /// # Safety
+    /// As [`DeviceCache::attend`](crate::DeviceCache::attend).
+    pub(super) unsafe fn launch_stored(
         &self,
         gpu: &Gpu,
         layer: usize,
@@ -137,7 +144,7 @@ impl ZackCache {
             keys: store.keys.cast(),
             values: store.values.cast(),
             queries,
-            lengths: sequences.coded_lengths.pointer(),
+            lengths: sequences.coded_lengths,
             key_ranks: store.key_ranks,
             value_ranks: store.value_ranks,
             key_offsets: store.key_offsets,
@@ -145,8 +152,8 @@ impl ZackCache {
             out: self.scratch.out.pointer().cast(),
             ..self.attention(1, self.layers[layer].rank_sums)
         };
-        // SAFETY: as above; ranks are multiples of `DeviceCuts::MULTIPLE`, or the method is refused; offsets and
-        // sums are theirs.
+        // SAFETY: as above; ranks are multiples of `DeviceCuts::MULTIPLE`, or the method is refused; offsets
+        // and sums are theirs.
         Ok(unsafe { self.kernels.attend.launch(gpu.stream(), &arguments) }?)
     }
 
@@ -179,7 +186,15 @@ impl ZackCache {
     }
 
     /// Launches the merge of both parts.
-    pub(super) fn launch_merge(&self, gpu: &Gpu, layer: usize, out: DevicePtr<AnyElement>) -> Result<()> {
+    ///
+    /// # Safety
+    /// As [`DeviceCache::attend`](crate::DeviceCache::attend).
+    pub(super) unsafe fn launch_merge(
+        &self,
+        gpu: &Gpu,
+        layer: usize,
+        out: DevicePtr<AnyElement>,
+    ) -> Result<()> {
         let WindowShape { batch, heads, head_dim, .. } = self.window.shape;
         let [exact, stored] = &self.scratch.log_sum_exps;
         let arguments = MergeArguments {

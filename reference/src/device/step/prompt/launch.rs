@@ -1,12 +1,10 @@
 //! Kernel launches of a prompt chunk, except the GEMMs.
 
+use kv_device::{Buffer, Chunk, Rows};
 use kv_gpu::svd::PrefillArguments;
 use kv_gpu::{DevicePtr, Grid};
 
 use super::{Decoder, LENGTHS, Prompts, SegmentChunk, THREADS};
-use crate::device::bases::{Place, TurnedRows};
-use crate::device::cache::{Chunk, RowTransform, Rows};
-use crate::device::memory::Buffer;
 use crate::device::weights::LayerWeights;
 use crate::{Error, Result};
 
@@ -135,16 +133,9 @@ impl Decoder {
         unsafe {
             state.append.launch(self.gpu.stream(), Grid::new([BLOCKS, 1, 1])?, THREADS, false, &arguments)
         }?;
-        let Some(RowTransform { bases, .. }) = self.cache.transform() else { return Ok(()) };
-        let rows = TurnedRows {
-            queries: state.queries.pointer(),
-            keys: rows.keys,
-            capacity: rows.capacity,
-            tokens: chunk.count,
-            place: Place::From(chunk.position),
-        };
+        let Some(transform) = self.cache.transform() else { return Ok(()) };
         // SAFETY: these rows have just been written, and nothing else uses them before attention.
-        unsafe { bases.turn(&self.gpu, l, &rows) }
+        Ok(unsafe { transform.chunk(&self.gpu, l, chunk, state.queries.pointer(), rows) }?)
     }
 
     /// Attention of the chunk's queries from `skipped` on.

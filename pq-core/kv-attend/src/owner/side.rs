@@ -1,10 +1,9 @@
 //! Keys and values: the two sides of a KV cache.
 
-use std::ops::{Index, IndexMut};
+use core::ops::{Index, IndexMut};
 
 /// A side of a KV cache.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
-#[serde(rename_all = "lowercase")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Side {
     /// Keys.
     Keys,
@@ -13,19 +12,21 @@ pub enum Side {
 }
 
 impl Side {
-    /// Keys first: the order of profile entries and of planes.
-    pub(crate) const ALL: [Self; 2] = [Self::Keys, Self::Values];
+    /// Both, keys first.
+    pub const ALL: [Self; 2] = [Self::Keys, Self::Values];
 
-    /// Its name in a sentence.
-    pub(crate) const fn name(self) -> &'static str {
+    /// `keys` or `values`.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
         match self {
             Self::Keys => "keys",
             Self::Values => "values",
         }
     }
 
-    /// Its letter in the names of a profile's entries.
-    pub(crate) const fn letter(self) -> char {
+    /// `k` or `v`.
+    #[must_use]
+    pub const fn letter(self) -> char {
         match self {
             Self::Keys => 'k',
             Self::Values => 'v',
@@ -33,42 +34,17 @@ impl Side {
     }
 }
 
-impl From<Side> for codec_core::Side {
-    fn from(side: Side) -> Self {
-        match side {
-            Side::Keys => Self::Keys,
-            Side::Values => Self::Values,
-        }
-    }
-}
-
-impl From<codec_core::Side> for Side {
-    fn from(side: codec_core::Side) -> Self {
-        match side {
-            codec_core::Side::Keys => Self::Keys,
-            codec_core::Side::Values => Self::Values,
-        }
-    }
-}
-
-#[cfg(feature = "cuda")]
-impl From<Side> for kv_gpu::pq::Side {
-    fn from(side: Side) -> Self {
-        match side {
-            Side::Keys => Self::Keys,
-            Side::Values => Self::Values,
-        }
-    }
-}
-
 /// A value for the keys and one for the values.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Pair<T> {
+pub struct Pair<T> {
+    /// For the keys.
     pub keys: T,
+    /// For the values.
     pub values: T,
 }
 
 impl<T> Pair<T> {
+    /// Both values.
     pub const fn new(keys: T, values: T) -> Self {
         Self { keys, values }
     }
@@ -79,6 +55,9 @@ impl<T> Pair<T> {
     }
 
     /// Builds both, up to the first error.
+    ///
+    /// # Errors
+    /// Those of `make`.
     pub fn try_of<E>(mut make: impl FnMut(Side) -> Result<T, E>) -> Result<Self, E> {
         Ok(Self { keys: make(Side::Keys)?, values: make(Side::Values)? })
     }
@@ -111,5 +90,12 @@ impl<T> IndexMut<Side> for Pair<T> {
             Side::Keys => &mut self.keys,
             Side::Values => &mut self.values,
         }
+    }
+}
+
+#[cfg(feature = "serde")]
+impl serde_core::Serialize for Side {
+    fn serialize<S: serde_core::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_unit_variant("Side", *self as u32, self.name())
     }
 }

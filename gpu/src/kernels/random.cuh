@@ -4,7 +4,7 @@
 // of a tensor is mix(i ^ mix(tensor)), i modulo 2^32; the number is ((hash >> 8) * 2^-23 - 1) * amplitude in f32. Its
 // standard deviation is amplitude / sqrt(3).
 //
-// CPU twin: device::hashed.
+// CPU twin: kv_device::hashed.
 #pragma once
 #include "types.cuh"
 

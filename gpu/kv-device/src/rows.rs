@@ -1,0 +1,105 @@
+//! Tokens of a batch, and where their rows are.
+
+use cudarc::driver::result;
+use kv_attend::owner::Side;
+use kv_gpu::{AnyElement, DevicePtr};
+
+use crate::Result;
+use crate::gpu::{Gpu, driver};
+
+/// The sequences of a batch in device memory, `u32` (batch,) each: the state of the next step, or of the one
+/// that runs. The engine advances it; all are constant from a step's first launch to its last.
+#[derive(Clone, Copy, Debug)]
+pub struct Sequences {
+    /// Position of the token that the step feeds: the number of tokens before it.
+    pub positions: DevicePtr<u32>,
+    /// Exact tokens, this one included: the first `sinks` and the last `ring` ([`Room::exact`]).
+    pub exact_lengths: DevicePtr<u32>,
+    /// Tokens that are not exact.
+    pub coded_lengths: DevicePtr<u32>,
+}
+
+impl Sequences {
+    /// The positions of `batch` sequences. Waits for the stream.
+    ///
+    /// # Safety
+    /// The device has as many.
+    pub(crate) unsafe fn read_positions(&self, gpu: &Gpu, batch: usize) -> Result<Vec<usize>> {
+        let mut positions = vec![0_u32; batch];
+        gpu.bind_to_thread()?;
+        // SAFETY: the caller's contract; they are plain numbers.
+        unsafe { result::memcpy_dtoh_async(&mut positions, self.positions.address(), gpu.stream()) }
+            .map_err(|e| driver("copy positions to the host", e))?;
+        gpu.synchronize()?;
+        Ok(positions.into_iter().map(|position| position as usize).collect())
+    }
+}
+
+/// Consecutive tokens of one sequence of a batch that run at once: a prompt, or a part of one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Chunk {
+    /// The sequence.
+    pub sequence: usize,
+    /// Position of the first token: the number of tokens before the chunk.
+    pub position: usize,
+    /// Tokens.
+    pub count: usize,
+}
+
+impl Chunk {
+    /// Length of the sequence, the chunk included.
+    #[must_use]
+    pub const fn end(&self) -> usize {
+        self.position + self.count
+    }
+}
+
+/// Rows of a layer's exact tokens: elements (pages or batch, heads, capacity, head_dim).
+#[derive(Clone, Copy, Debug)]
+pub struct Rows {
+    /// Keys, rotated.
+    pub keys: DevicePtr<AnyElement>,
+    /// Values.
+    pub values: DevicePtr<AnyElement>,
+    /// Rows per head, in a sequence or a page.
+    pub capacity: usize,
+}
+
+impl Rows {
+    /// The rows of one side.
+    pub(crate) const fn side(&self, side: Side) -> DevicePtr<AnyElement> {
+        match side {
+            Side::Keys => self.keys,
+            Side::Values => self.values,
+        }
+    }
+}
+
+/// Tokens of a sequence that a cache has room for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Room {
+    /// First tokens, whose rows stay exact.
+    pub sinks: usize,
+    /// Exact rows that later tokens share as a ring; 0 if all tokens are sinks.
+    pub ring: usize,
+    /// Maximum tokens.
+    pub capacity: usize,
+}
+
+impl Room {
+    /// The row of the token at a position, of a head of its sequence: sinks keep theirs, later tokens share
+    /// the ring.
+    #[must_use]
+    pub fn slot(&self, position: usize) -> usize {
+        match position.checked_sub(self.sinks) {
+            Some(after) if self.ring > 0 => self.sinks + after % self.ring,
+            _ => position,
+        }
+    }
+
+    /// Exact tokens in a sequence of `tokens`.
+    #[must_use]
+    pub fn exact(&self, tokens: usize) -> usize {
+        tokens.min(self.sinks + self.ring)
+    }
+}
