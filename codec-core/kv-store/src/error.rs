@@ -59,6 +59,12 @@ pub enum Error {
         /// The object.
         path: String,
     },
+    /// The store acknowledged the deletion of an object, and still holds it.
+    #[error("{path}: the store said that it is deleted, and still holds it")]
+    NotDeleted {
+        /// The object.
+        path: String,
+    },
     /// The call was cancelled.
     #[error("cancelled")]
     Cancelled,
@@ -154,13 +160,17 @@ impl Error {
         matches!(self, Self::Length { .. } | Self::TooLong { .. } | Self::Digest { .. } | Self::Object { .. })
     }
 
-    /// Whether the store refused a request, did not answer, or does not keep what is written: nothing is known
-    /// about the object.
+    /// Whether the store refused a request, did not answer, or does not do what it acknowledges: nothing is
+    /// known about the object.
     #[must_use]
     pub const fn is_failure(&self) -> bool {
         matches!(
             self,
-            Self::Backend { .. } | Self::Timeout { .. } | Self::NoConditions { .. } | Self::NotKept { .. }
+            Self::Backend { .. }
+                | Self::Timeout { .. }
+                | Self::NoConditions { .. }
+                | Self::NotKept { .. }
+                | Self::NotDeleted { .. }
         )
     }
 

@@ -158,7 +158,7 @@ impl AsyncStore {
     /// Deletes the description of a space.
     ///
     /// # Errors
-    /// [`Error::Backend`] and [`Error::Timeout`].
+    /// [`Error::Backend`], [`Error::Timeout`] and [`Error::NotDeleted`].
     pub async fn delete_about(&self, space: ChunkId) -> Result<()> {
         self.remote().delete(&self.about_path(space)).await
     }
@@ -268,12 +268,14 @@ impl AsyncStore {
     ///
     /// # Errors
     /// [`Error::Backend`] and [`Error::Timeout`]; the remaining objects are then still stored.
+    /// [`Error::NotDeleted`] if the store holds an object that it said is deleted, or a writer has written it
+    /// again.
     pub async fn delete_space(&self, space: ChunkId) -> Result<()> {
         let name = space.to_string();
         for folder in ["chunks", "data"] {
             let remote = self.remote();
             let objects = remote.list(&remote.path([&*name, folder]), MAX_OBJECTS).await?;
-            self.delete_all(objects.into_iter().map(|meta| meta.location).collect()).await?;
+            remote.delete_all(objects.into_iter().map(|meta| meta.location).collect(), MAX_OBJECTS).await?;
         }
         self.delete_about(space).await
     }
@@ -282,22 +284,12 @@ impl AsyncStore {
     /// number.
     ///
     /// # Errors
-    /// [`Error::Backend`] and [`Error::Timeout`].
+    /// As [`Self::delete_space`].
     pub async fn sweep(&self, orphans: &[Orphan], age: Duration) -> Result<usize> {
         let old = orphans.iter().filter(|orphan| orphan.is_older(age));
-        let paths: Vec<Path> = old.map(|orphan| orphan.path.clone()).collect();
+        let paths: HashSet<Path> = old.map(|orphan| orphan.path.clone()).collect();
         let n = paths.len();
-        self.delete_all(paths).await.map(|()| n)
-    }
-
-    async fn delete_all(&self, paths: Vec<Path>) -> Result<()> {
-        let remote = self.remote();
-        let deletes = stream::iter(paths).map(async |path| remote.delete(&path).await);
-        let mut deletes = deletes.buffer_unordered(remote.options().parallel.max(1));
-        while let Some(deleted) = deletes.next().await {
-            deleted?;
-        }
-        Ok(())
+        self.remote().delete_all(paths, MAX_OBJECTS).await.map(|()| n)
     }
 }
 

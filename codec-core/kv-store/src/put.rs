@@ -84,7 +84,8 @@ impl AsyncStore {
     /// found. Deleting a missing chunk is not an error.
     ///
     /// # Errors
-    /// [`Error::Backend`] and [`Error::Timeout`].
+    /// [`Error::Backend`] and [`Error::Timeout`]; [`Error::NotDeleted`] if the store holds an object that it
+    /// said is deleted, or a writer has written it again.
     pub async fn delete(&self, space: ChunkId, id: ChunkId) -> Result<()> {
         let path = self.manifest_path(space, id);
         let manifest = match self.remote().get(&path, MAX_MANIFEST, Manifest::parse).await {

@@ -1,12 +1,13 @@
 //! An object store whose requests have timeouts, are retried, and return the requested bytes or an error.
 
+use std::collections::HashSet;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
-use futures_util::{StreamExt, TryStreamExt};
+use futures_util::{StreamExt, TryStreamExt, stream};
 use object_store::path::Path;
 use object_store::{GetOptions, GetRange, ObjectMeta, ObjectStore, ObjectStoreExt, PutMode, PutPayload};
 use tokio::sync::Semaphore;
@@ -144,16 +145,33 @@ impl Remote {
         path: &Path,
         read: impl Fn() -> F,
     ) -> Result<T> {
+        self.settled(read).await?.ok_or_else(|| Error::NotKept { path: path.to_string() })
+    }
+
+    /// Succeeds if an object that was deleted just before is gone. The first reads may still find it.
+    ///
+    /// # Errors
+    /// [`Error::NotDeleted`] if all find it; those of [`Self::size`].
+    async fn gone(&self, path: &Path) -> Result<()> {
+        let is_gone = async || Ok(self.size(path).await?.is_none().then_some(()));
+        self.settled(is_gone).await?.ok_or_else(|| Error::NotDeleted { path: path.to_string() })
+    }
+
+    /// What `read` returns in the first of its attempts that returns something.
+    async fn settled<T, F: Future<Output = Result<Option<T>>>>(
+        &self,
+        read: impl Fn() -> F,
+    ) -> Result<Option<T>> {
         let mut wait = self.options.backoff.min(self.options.most_backoff);
         for attempt in 1.. {
             match read().await? {
-                Some(found) => return Ok(found),
+                Some(found) => return Ok(Some(found)),
                 None if attempt >= self.options.attempts => break,
                 None => sleep(jittered(wait)).await,
             }
             wait = (2 * wait).min(self.options.most_backoff);
         }
-        Err(Error::NotKept { path: path.to_string() })
+        Ok(None)
     }
 
     /// Reads a whole object of at most `limit` bytes, if it exists, and parses it. A read that cannot be
@@ -278,8 +296,39 @@ impl Remote {
         .await
     }
 
-    /// Deletes an object; deleting a missing one is not an error.
+    /// Deletes an object, and asks whether it is gone. Deleting a missing one is not an error.
+    ///
+    /// # Errors
+    /// [`Error::NotDeleted`] if the store still holds it.
     pub async fn delete(&self, path: &Path) -> Result<()> {
+        self.request_deletion(path).await?;
+        self.gone(path).await
+    }
+
+    /// Deletes objects, and lists the folders below the root that had them: one request for many objects. A
+    /// listing may be of a moment before the deletions, so the store is asked for each object that it names.
+    ///
+    /// # Errors
+    /// As [`Self::delete`]; [`Error::Limit`] if a folder has more than `limit` objects.
+    pub async fn delete_all(&self, paths: HashSet<Path>, limit: usize) -> Result<()> {
+        let deletions = stream::iter(paths.clone()).map(async |path| self.request_deletion(&path).await);
+        let mut deletions = deletions.buffer_unordered(self.options.parallel.max(1));
+        while let Some(deleted) = deletions.next().await {
+            deleted?;
+        }
+        let folder = |path: &Path| Some(self.root.clone().join(path.prefix_match(&self.root)?.next()?));
+        let folders: HashSet<Path> = paths.iter().filter_map(folder).collect();
+        for folder in folders {
+            for left in self.list(&folder, limit).await? {
+                if paths.contains(&left.location) {
+                    self.gone(&left.location).await?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    async fn request_deletion(&self, path: &Path) -> Result<()> {
         self.repeat(path, 0, async || match self.store.delete(path).await {
             Ok(()) | Err(object_store::Error::NotFound { .. }) => Ok(()),
             Err(e) => Err(backend(path, e)),

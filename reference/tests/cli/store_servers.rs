@@ -134,6 +134,62 @@ fn what_a_server_does_not_keep_is_an_error() {
     }
 }
 
+/// A server with these objects, which acknowledges deletions and does none.
+fn keeping(objects: Vec<String>) -> u16 {
+    serve(Box::new(move |line| {
+        let target = line.split(' ').nth(1).unwrap_or_default().replace("%2F", "/");
+        let (path, query) = target.split_once('?').unwrap_or((&target, ""));
+        if line.starts_with("POST") {
+            let deleted = "<Deleted><Key>all</Key></Deleted>";
+            return ("200 OK", format!("<DeleteResult>{deleted}</DeleteResult>"));
+        }
+        if !query.contains("list-type=2") {
+            return match objects.iter().any(|object| path.strip_prefix("/caches/") == Some(object)) {
+                true => ("200 OK", "not what was written".into()),
+                false => ("404 Not Found", xml("NoSuchKey")),
+            };
+        }
+        let prefix = query.split('&').find_map(|part| part.strip_prefix("prefix=")).unwrap_or_default();
+        let entry = |object: &String| {
+            let below = object.strip_prefix(prefix)?;
+            Some(match below.split_once('/').filter(|_| query.contains("delimiter=")) {
+                Some((folder, _)) => {
+                    format!("<CommonPrefixes><Prefix>{prefix}{folder}/</Prefix></CommonPrefixes>")
+                }
+                None => format!(
+                    "<Contents><Key>{object}</Key><LastModified>2026-01-01T00:00:00.000Z</LastModified>\
+                     <Size>20</Size></Contents>"
+                ),
+            })
+        };
+        let mut entries: Vec<String> = objects.iter().filter_map(entry).collect();
+        entries.dedup();
+        let entries = entries.concat();
+        ("200 OK", format!("<ListBucketResult><IsTruncated>false</IsTruncated>{entries}</ListBucketResult>"))
+    }))
+}
+
+/// What a server says is deleted, and holds, is not said to be deleted.
+#[test]
+fn what_a_server_does_not_delete_is_an_error() {
+    let [space, chunk] = ["a", "b"].map(|digit| digit.repeat(64));
+    let frames = "c".repeat(32);
+    let objects = [format!("eu/{space}/chunks/{chunk}"), format!("eu/{space}/data/{chunk}/{frames}")];
+    let endpoint = format!("http://127.0.0.1:{}", keeping(objects.to_vec()));
+    let url = "s3://caches/eu";
+    for (command, object) in [
+        (&["store", "rm", url, &space][..], &objects[0]),
+        (&["store", "rm", url, "--orphans", "1"], &objects[1]),
+        (&["store", "verify", url, "--remove"], &objects[0]),
+    ] {
+        let output = run(command[1], s3(command, &endpoint));
+        let what = format!("{object}: the store said that it is deleted, and still holds it");
+        one_line(&command.join(" "), &output, 2, &what);
+        let stdout = String::from_utf8_lossy(&output.stdout);
+        assert!(!stdout.contains("deleted\n") && !stdout.contains("removed"), "{command:?}: {stdout}");
+    }
+}
+
 /// A server without conditional writes cannot hold a store; the error says what it lacks.
 #[test]
 fn a_server_without_conditional_writes_is_named_with_what_it_lacks() {

@@ -443,6 +443,38 @@ async fn writes_are_read_back() {
     assert!(error.to_string().contains("If-None-Match"), "{error}");
 }
 
+/// What a store says is deleted, and holds, is an error that names the object.
+#[tokio::test(start_paused = true)]
+async fn deletions_are_looked_up() {
+    let tokens: Vec<u32> = (0..30).collect();
+    let world = World::new(1, Faults::default());
+    let (space, store) = (world.space.name(), &world.store);
+    world.write(1, &tokens).await;
+    store.describe(space, "a model").await.unwrap();
+    let keys = world.space.chunks(&tokens);
+    world.faulty.set(&Path::from(format!("root/{space}/chunks/{}", keys[0].id)), None).await;
+    let orphans = store.list(space).await.unwrap().orphans;
+    assert_eq!(orphans.len(), 1);
+    world.faulty.change(Faults { keeps_deleted: true, ..Faults::default() });
+    let kept = world.faulty.objects().await;
+    for error in [
+        store.delete(space, keys[1].id).await,
+        store.delete_space(space).await,
+        store.delete_about(space).await,
+        store.sweep(&orphans, Duration::ZERO).await.map(drop),
+    ] {
+        let error = error.unwrap_err();
+        let Error::NotDeleted { path } = &error else { panic!("{error}") };
+        assert!(kept.iter().any(|(kept, _)| kept.as_ref() == path), "{path}");
+        assert!(error.is_failure() && !error.is_damage());
+    }
+    // A listing that lags behind the deletions is none.
+    world.faulty.change(Faults { lists_late: true, ..Faults::default() });
+    assert_eq!(store.sweep(&orphans, Duration::ZERO).await.unwrap(), 1);
+    store.delete_space(space).await.unwrap();
+    assert!(world.faulty.objects().await.is_empty());
+}
+
 /// Every object in the place of every other one of its kind, of the same model and of another one: no reader
 /// believes it, listing and verifying name it, and writing again mends it.
 #[tokio::test(start_paused = true)]

@@ -1,12 +1,13 @@
 //! An in-memory object store that fails by a seeded schedule.
 
+use std::collections::HashMap;
 use std::fmt;
 use std::sync::Mutex;
 use std::time::Duration;
 
 use bytes::Bytes;
 use futures_util::stream::BoxStream;
-use futures_util::{StreamExt, TryStreamExt, stream};
+use futures_util::{FutureExt, StreamExt, TryStreamExt, stream};
 use object_store::memory::InMemory;
 use object_store::path::Path;
 use object_store::{
@@ -64,6 +65,10 @@ pub struct Faults {
     pub claims_all: bool,
     /// Whether conditional writes are not implemented.
     pub lacks_conditions: bool,
+    /// Whether deletions are acknowledged and not done.
+    pub keeps_deleted: bool,
+    /// Whether a listing is that of the request before it.
+    pub lists_late: bool,
 }
 
 impl Faults {
@@ -92,6 +97,7 @@ struct State {
     faults: Faults,
     before: Vec<(Path, Option<Bytes>)>, // the object replaced by each write
     refused: Option<Path>,
+    listed: HashMap<Option<Path>, Vec<ObjectMeta>>, // the last listing of each folder
 }
 
 #[derive(Debug)]
@@ -108,7 +114,8 @@ impl fmt::Display for Faulty {
 
 impl Faulty {
     pub fn new(seed: u64, faults: Faults) -> Self {
-        let state = State { random: Random(seed), faults, before: vec![], refused: None };
+        let state =
+            State { random: Random(seed), faults, before: vec![], refused: None, listed: HashMap::new() };
         Self { inner: InMemory::new(), state: Mutex::new(state) }
     }
 
@@ -274,11 +281,19 @@ impl ObjectStore for Faulty {
     }
 
     fn delete_stream(&self, paths: BoxStream<'static, Result<Path>>) -> BoxStream<'static, Result<Path>> {
-        self.inner.delete_stream(paths)
+        match self.state.lock().unwrap().faults.keeps_deleted {
+            true => paths,
+            false => self.inner.delete_stream(paths),
+        }
     }
 
     fn list(&self, prefix: Option<&Path>) -> BoxStream<'static, Result<ObjectMeta>> {
-        self.inner.list(prefix)
+        let listed = self.inner.list(prefix).try_collect().now_or_never();
+        let now: Vec<ObjectMeta> = listed.unwrap().unwrap(); // memory answers at once
+        let mut state = self.state.lock().unwrap();
+        let before = state.listed.insert(prefix.cloned(), now.clone());
+        let objects = before.filter(|_| state.faults.lists_late).unwrap_or(now);
+        stream::iter(objects.into_iter().map(Ok)).boxed()
     }
 
     async fn list_with_delimiter(&self, prefix: Option<&Path>) -> Result<ListResult> {
