@@ -2,6 +2,8 @@
 
 #![allow(clippy::unwrap_used, dead_code)] // not every test uses all helpers
 
+pub mod selection;
+
 use std::io::Write;
 use std::sync::Arc;
 

@@ -11,6 +11,7 @@ use pq_core::{
     Rows, SoftmaxStats, attend_exact_into, hybrid_attend_into, hybrid_select_into, lut_into,
 };
 
+use crate::selection::check_selection;
 use crate::stopwatch::{BEYOND_CACHE, Stopwatch};
 
 /// (query heads, key/value heads, batch, tokens)
@@ -261,12 +262,10 @@ fn time(
         (vec![0.0; HybridScratch::len(values, group, n)], vec![SoftmaxStats::EMPTY; group]);
     let mut scratch = HybridScratch::new(values, n, &mut floats, &mut coded).unwrap();
     let options = pq_core::Hybrid { rows: RowBudget::Count(k), rule, ..Default::default() };
-    let mut best = vec![0; k];
-    hybrid_select_into(&luts, &tokens, &options, &mut scratch, &mut best).unwrap();
+    hybrid_select_into(&luts, &tokens, &options, &mut scratch, &mut vec![0; k]).unwrap();
     let selected = &selected[head * most..][..k];
-    let chosen: std::collections::HashSet<u32> = selected.iter().copied().collect();
-    let missing = best.iter().filter(|token| !chosen.contains(token)).count();
-    assert!(chosen.len() == k && missing * 100 <= k, "{name}: {missing} of {k} tokens are others");
+    assert!(selected.is_sorted_by(|a, b| a < b), "{name}: {selected:?}");
+    check_selection(rule, scratch.search().scores(), n, selected, &name);
     hybrid_attend_into(&tokens, selected, &mut scratch, &mut expected, &mut stats).unwrap();
     let exact_tokens: Vec<u32> = (0..exact as u32).collect();
     let rows_here = ExactTokens::contiguous(&rows_of_head[0], DIM, &rows_of_head[1], DIM).unwrap();

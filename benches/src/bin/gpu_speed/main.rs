@@ -19,6 +19,8 @@ mod ragged;
 mod rope_mean_scores;
 mod scalar;
 mod search;
+#[path = "../../../../gpu/tests/common/selection.rs"]
+mod selection;
 mod stopwatch;
 mod train;
 

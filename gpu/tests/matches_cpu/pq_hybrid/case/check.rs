@@ -3,21 +3,19 @@
 use kv_gpu::Element;
 use kv_gpu::pq::Side;
 use pq_core::{
-    Attention, CodedTokens, Codes, GroupRule, HybridScratch, Lut, RowBudget, Rows, SoftmaxStats,
-    attend_exact_into, hybrid_attend_into, hybrid_select_into, lut_into,
+    Attention, CodedTokens, Codes, HybridScratch, Lut, RowBudget, Rows, SoftmaxStats, attend_exact_into,
+    hybrid_attend_into, hybrid_select_into, lut_into,
 };
 
 use super::{Case, Inputs, Outputs};
+use crate::common::selection::check_selection;
 use crate::common::{SIDES, from_element, relative_error};
 
 /// Maximum relative error of an output vector, by element type: the rounding of weights to f16 (2^-11) and of
 /// the output.
 const TOLERANCES: [(Element, f64); 2] = [(Element::F16, 2e-3), (Element::Bf16, 6e-3)];
-/// Maximum absolute error of the log-sum-exp and of a coded score, and of the latter relative to the spread
-/// of the scores: table entries are f16.
+/// Maximum absolute error of the log-sum-exp.
 const LOG_SUM_EXP: f32 = 2e-3;
-const SCORE: f64 = 2e-3;
-const SCORE_OF_SPREAD: f64 = 1e-3;
 /// How much larger or smaller a bound may be for which the CPU finds as many rows, or one more or less:
 /// rounding moves weights between buckets, whose mean squares differ by up to a quarter.
 const BOUND: f32 = 0.15;
@@ -104,7 +102,13 @@ impl Case {
             assert!(selected[found..].iter().all(|&t| t == u32::MAX), "{self:?}: behind the selected");
             let selected = &selected[..found];
             assert!(selected.is_sorted_by(|a, b| a < b) && selected.iter().all(|&t| (t as usize) < n));
-            check_selection(self, scratch.search().scores(), selected, n);
+            check_selection(
+                shape.rule,
+                scratch.search().scores(),
+                n,
+                selected,
+                &format!("{self:?} head {i}"),
+            );
             let rounding = |g: usize| {
                 if !shape.addends || n == 0 {
                     return 0.0;
@@ -168,36 +172,4 @@ fn score_rounding(highest: f32, scores: &[f32], addends: &[f32]) -> f32 {
     let (sum, all) =
         weights.zip(lost).fold((0.0, 0.0), |(sum, all), (weight, lost)| (sum + weight * lost, all + weight));
     sum / all / 2048.0
-}
-
-/// No token that was left out has a larger weight than a selected one, but for the rounding of scores.
-fn check_selection(case: &Case, scores: &[f32], selected: &[u32], n: usize) {
-    if selected.is_empty() || selected.len() == n {
-        return;
-    }
-    let queries: Vec<Vec<f64>> = scores
-        .chunks_exact(n)
-        .filter(|scores| scores.iter().all(|x| x.is_finite()))
-        .map(|scores| {
-            let max = scores.iter().copied().fold(f32::MIN, f32::max);
-            let sum: f64 = scores.iter().map(|&x| f64::from(x - max).exp()).sum();
-            scores.iter().map(|&x| f64::from(x - max) - sum.ln()).collect()
-        })
-        .collect();
-    let weight = |t: usize| {
-        let logs = queries.iter().map(|logs| logs[t]);
-        let max = logs.clone().fold(f64::NEG_INFINITY, f64::max);
-        match case.shape.rule {
-            GroupRule::MaxOfSoftmax => max,
-            GroupRule::SumOfSoftmax => max + logs.map(|log| (log - max).exp()).sum::<f64>().ln(),
-        }
-    };
-    let mut is_in = vec![false; n];
-    selected.iter().for_each(|&t| is_in[t as usize] = true);
-    let of = |wanted: bool| (0..n).filter(|&t| is_in[t] == wanted).map(weight).collect::<Vec<_>>();
-    let least = of(true).into_iter().fold(f64::INFINITY, f64::min);
-    let most = of(false).into_iter().fold(f64::NEG_INFINITY, f64::max);
-    let spread = queries.iter().flatten().fold(0.0, |spread: f64, log| spread.max(-log));
-    let tolerance = SCORE + SCORE_OF_SPREAD * spread;
-    assert!(queries.is_empty() || least >= most - tolerance, "{case:?}: {least} {most}, spread {spread}");
 }
