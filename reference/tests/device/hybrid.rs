@@ -4,9 +4,9 @@
 use std::sync::Arc;
 
 use kv_gpu::Element;
-use kv_reference::Error;
 use kv_reference::device::{Decoder, Weights, method_cache};
 use kv_reference::method::Method;
+use kv_reference::{Error, Profile};
 
 use crate::support::{
     batches_generate_what_sequences_do, cosine, decoder, divergence, diverges_as_on_the_cpu, equals_dense,
@@ -63,9 +63,9 @@ fn it_does_not_matter_whose_memory_has_the_rows() {
         // A fixed share of rows that are in place is taken out of the sums of coded values, where rows that
         // arrive, and those by a bound, hide theirs (`pq::Hybrid`): the same but for rounding, which decides
         // in the layers behind which of two rows at the threshold is chosen. So it does between GPU and CPU.
-        let on_cpu = on_cpu(&model, spec, &profile, run);
+        let cpu = on_cpu(&model, spec, &profile, run);
         let [between, of_host, of_device] =
-            [(&host, &device), (&host, &on_cpu), (&device, &on_cpu)].map(|(a, b)| divergence(a, b, run).kl());
+            [(&host, &device), (&host, &cpu), (&device, &cpu)].map(|(a, b)| divergence(a, b, run).kl());
         let worst = host.iter().zip(&device).map(|(a, b)| cosine(a, b)).fold(1.0, f64::min);
         println!(
             "{spec}: KL between homes {between:.1e}, cosine {worst:.6}, to the CPU {of_host:.1e} {of_device:.1e}"
@@ -76,10 +76,30 @@ fn it_does_not_matter_whose_memory_has_the_rows() {
         let (few_slots, more_fetched, _) = logits("host:held=0");
         assert!(few_slots == host && more_fetched > fetched, "{spec}: {more_fetched} rows fetched");
         let (in_8_bits, fetched_in_8_bits, _) = logits("host:offloaded=int8");
-        let worst = in_8_bits.iter().zip(&host).map(|(a, b)| cosine(a, b)).fold(1.0, f64::min);
-        println!("{spec}: rows in 8 bits: cosine {worst:.6}");
-        assert!(worst >= 0.999 && in_8_bits != host && fetched_in_8_bits > 0, "{spec}: {worst}");
+        // Rows in 8 bits lose little of what codes lose. Logits of a step that predicts one token with certainty
+        // may turn far where rounding chooses other rows: the divergence counts, not the angle.
+        let dense = on_cpu(&model, "dense", &Profile::default(), run);
+        let [of_rows, of_codes] =
+            [(&in_8_bits, &host), (&cpu, &dense)].map(|(a, b)| divergence(a, b, run).kl());
+        println!("{spec}: rows in 8 bits: KL {of_rows:.1e}, of the codes {of_codes:.1e}");
+        assert!(of_rows <= 0.1 * of_codes, "{spec}: rows in 8 bits: KL {of_rows}, of the codes {of_codes}");
+        assert!(in_8_bits != host && fetched_in_8_bits > 0, "{spec}: no rows in 8 bits");
     }
+}
+
+/// A device has rows in the bases of their codes, where the components that share a scale differ more than in the
+/// model's own: with every row in 8 bits the divergence is 12 times the CPU's.
+#[test]
+fn every_row_in_8_bits_is_near_dense() {
+    let Some(gpu) = gpu("hybrid with every row in 8 bits") else { return };
+    let (model, tokens) = model();
+    let (run, spec) = (&tokens[3000..3500], "hybrid:rows=1:offloaded=int8");
+    let profile = profile(&model, &tokens[..2048], &[spec]);
+    let own = teacher_forced(&mut decoder(&gpu, &model, spec, &profile, 1, run.len()), run);
+    let [cpu, dense] = [spec, "dense"].map(|spec| on_cpu(&model, spec, &profile, run));
+    let [kl, expected] = [own, cpu].map(|logits| divergence(&logits, &dense, run).kl());
+    println!("{spec}: KL {kl:.2e} and on the CPU {expected:.2e}");
+    assert!(kl <= 20.0 * expected, "{spec}: KL {kl} and on the CPU {expected}");
 }
 
 /// Attention takes the rows in the order of their tokens, whatever slots they are in.

@@ -151,7 +151,23 @@ pub fn batches_generate_what_sequences_do(
     }
 }
 
-/// Steps after prompts of two lengths have the same logits, whether the prompts ran whole or in chunks.
+/// What the method loses on the CPU: its divergence from the dense cache on the tokens after a prompt.
+fn loss_on_cpu(model: &Arc<Model>, spec: &str, profile: &Profile, (prompt, rest): (&[u32], &[u32])) -> f64 {
+    let logits = |spec: &str| {
+        let rope = Arc::new(Rope::new(&model.config, 2048));
+        let Prepared { model, mut cache } =
+            spec.parse::<Method>().unwrap().prepare(model, &rope, profile).unwrap();
+        let mut decoder = forward::Decoder::new(model, rope);
+        decoder.prefill(prompt, cache.as_mut()).unwrap();
+        score_text(&mut decoder, cache.as_mut(), rest, None).unwrap().logits
+    };
+    divergence(&logits(spec), &logits("dense"), rest).kl()
+}
+
+/// Steps after prompts of two lengths have the same logits, whether the prompts ran whole or in chunks. Rounding
+/// decides which of two rows at the threshold a step chooses, and later chunks attend to earlier rows as they are
+/// stored: so the runs diverge by a part of what the method loses, as device and CPU do. Picks do not count: where
+/// the divergence is small, those that differ are near ties.
 pub fn prompts_in_chunks_are_whole_prompts(gpu: &Arc<Gpu>, spec: &str) {
     let (model, tokens) = model();
     let profile = profile(&model, &tokens[..2048], &[spec]);
@@ -167,13 +183,12 @@ pub fn prompts_in_chunks_are_whole_prompts(gpu: &Arc<Gpu>, spec: &str) {
         };
         rest.iter().map(step).collect::<Vec<_>>()
     };
-    let whole = after(1024);
+    let (whole, loss) = (after(1024), loss_on_cpu(&model, spec, &profile, (prompt, rest)));
     for chunk in [64, 333] {
         let parts = divergence(&after(chunk), &whole, rest);
         let (kl, top1) = (parts.kl(), parts.top1());
-        println!("{spec} in chunks of {chunk}: KL {kl:.1e}, top-1 {top1:.4}");
-        // At such a small KL, different picks are near ties.
-        assert!(kl <= 1e-4 || kl <= 5e-4 && top1 >= 0.98, "{spec}: KL {kl}, top-1 {top1}");
+        println!("{spec} in chunks of {chunk}: KL {kl:.1e}, top-1 {top1:.4}; loss on the CPU {loss:.1e}");
+        assert!(kl <= 1e-4 || kl <= 0.3 * loss, "{spec}: KL {kl}, loss on the CPU {loss}");
     }
 }
 
