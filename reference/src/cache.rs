@@ -37,7 +37,7 @@ pub type PromptRows = (Vec<f32>, Vec<f32>);
 /// Keys arrive before RoPE with the position of their first token; the cache decides what it stores.
 /// Positions must continue the sequence of each layer.
 pub trait KvCache: Send + Sync {
-    /// Passes the rotated last queries, (n, n_heads * head_dim), of the prompt whose keys and values follow.
+    /// Passes the rotated last queries, (n, n_heads * head_dim), of the prompt whose keys and values follow next.
     /// Caches that select tokens by attention need them.
     fn watch(&mut self, _layer: usize, _queries: &[f32]) {}
 
@@ -241,6 +241,8 @@ impl KvCache for WindowedCache {
             layer.store.push(layer.sinks.len() + layer.store.len(), &k, &v)?;
             layer.recent.drop_front(evicted);
         }
+        // The queries are of these tokens: a prompt that the window holds is not chosen from when others leave it.
+        layer.store.watch(&[]);
         Ok(())
     }
 
