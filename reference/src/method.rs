@@ -38,7 +38,7 @@ use crate::{Error, Profile, Result};
 use kind::{Kind, Site};
 #[cfg(feature = "cuda")]
 pub use registry::device_help;
-pub use registry::{DEFAULT_METHODS, methods_help};
+pub use registry::{DEFAULT_METHODS, method_examples, methods_help};
 use serde::Serialize;
 use settings::Layers;
 

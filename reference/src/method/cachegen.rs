@@ -35,6 +35,13 @@ pub(super) const CACHE_GEN: Entry = Entry {
                                                                           models=families|tables|context
                                                                           coder=lanes|range
 ",
+    examples: &[
+        "cachegen:bits=8:exact=f32:window=4:batch=10",
+        "cachegen:mode=channels:k=0.01:v=0.01:predictor=previous:models=context:coder=range:exact=f32:window=4:batch=10",
+        "cachegen:mode=common:k=0.01:v=0.01:exact=f32:window=4:batch=10",
+        "cachegen:mode=paper:k=0.01:v=0.01:exact=f32:window=4:batch=10",
+        "cachegen:mode=lmcache:bins=64:exact=f32:window=4:batch=10",
+    ],
     parse: |s| Ok(Arc::new(parse(s)?)),
 };
 

@@ -23,6 +23,7 @@ pub(super) const DENSE: Entry = Entry {
   dense             every element exact                                   dtype=f32|f16|bf16 (on a device f16)
                       on a device: pages of N tokens, of a pool of M      pages=N pool=M
 ",
+    examples: &["dense", "dense:dtype=f16"],
     parse: |s| {
         let default = match s.place {
             Place::Cpu => ElementType::F32,

@@ -45,6 +45,12 @@ pub(super) const HYBRID: Entry = Entry {
 ",
         offload_help!()
     ),
+    examples: &[
+        "hybrid:k=8/8:v=8/8:rows=1:exact=f32:window=4",
+        "hybrid:k=8/1:v=8/1:rows=0.1:keys=rotated:norms=on:exact=f32:window=4",
+        "hybrid:k=8/1:v=8/1:rows=auto:exact=f32:window=4",
+        "hybrid:k=8/8:v=8/8:rows=1:offloaded=int8:exact=f32:window=4",
+    ],
     parse: |s| {
         // Of a small head, too, a device takes 8 subspaces or more.
         let components = match s.place {

@@ -22,6 +22,8 @@ pub(super) struct Entry {
     pub names: &'static [&'static str],
     /// Its lines of the help text, each with a newline.
     pub help: &'static str,
+    /// One setting for each kind of store that it makes: see [`method_examples`](super::method_examples).
+    pub examples: &'static [&'static str],
     /// Takes its settings.
     pub parse: fn(&mut Settings<'_>) -> Result<Arc<dyn Kind>>,
 }

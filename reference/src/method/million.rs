@@ -30,6 +30,10 @@ pub(super) const MILLION: Entry = Entry {
                                                                           outliers=PERCENT kept exact
                       on a device: pages of N tokens, of a pool of M      pages=N pool=M
 ",
+    examples: &[
+        "million:k=8/1:v=8/1:exact=f32:window=4",
+        "million:k=8/1:v=8/1:outliers=2:exact=f32:window=4",
+    ],
     parse: |s| {
         let codes = PqCode::take_both(s, 8, 2)?;
         let (iterations, outliers) = (s.positive("iterations", 8)?, s.percent("outliers", 0)?);

@@ -39,6 +39,12 @@ pub(super) const PQ_KLT: Entry = Entry {
                       Gaussians, or in one with codebooks of their own
                       on a device: pages of N tokens, of a pool of M      pages=N pool=M
 ",
+    examples: &[
+        "pqklt:k=8/1:v=8/1:exact=f32:window=4",
+        "pqklt:k=8/1:v=8/1:keys=rope:values=trained:exact=f32:window=4",
+        "pqklt:k=8/1:v=8/1:keys=rotated:norms=off:exact=f32:window=4",
+        "pqklt:k=8/1:v=8/1:refine=2:exact=f32:window=4",
+    ],
     parse: |s| {
         let codes = PqCode::take_both(s, 6, 4)?;
         let klt = PqKlt::take(s, codes, Switch::On)?;

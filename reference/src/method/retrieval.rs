@@ -32,6 +32,7 @@ pub(super) const ORACLE: Entry = Entry {
     help: "\
   oracle            exact top-k, this fraction of the tokens              ratio=0.2 or tokens=N
 ",
+    examples: &["oracle:ratio=1:exact=f32:window=4"],
     parse: |s| {
         Ok(Arc::new(TopK { budget: take_budget(s)?, quantizer: None, offload: OffloadSettings::NONE }))
     },
@@ -47,6 +48,11 @@ pub(super) const PQ_CACHE: Entry = Entry {
 ",
         offload_help!()
     ),
+    examples: &[
+        "pqcache:ratio=1:code=4x2:exact=f32:window=4",
+        "pqcache:ratio=1:code=4x2:codebooks=profile:exact=f32:window=4",
+        "pqcache:ratio=1:code=4x2:offloaded=int8:window=4",
+    ],
     parse: |s| {
         let (budget, code) = (take_budget(s)?, PqCode::take(s, "code", 8, 8)?);
         let iterations = s.positive("iterations", 4)?;

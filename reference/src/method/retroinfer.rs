@@ -29,6 +29,7 @@ pub(super) const RETRO_INFER: Entry = Entry {
                       the tokens), others by their centroids (a fraction  estimate=0.232 cluster=16
                       of the clusters), the rest not at all (RetroInfer)
 ",
+    examples: &["retroinfer:rows=1:exact=f32:window=4"],
     parse: |s| {
         let rows = RowBudget::Share(s.fraction("rows", 0.018)? as f32);
         let estimate = s.fraction("estimate", 0.232)?;

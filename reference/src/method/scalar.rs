@@ -35,6 +35,11 @@ pub(super) const UNIFORM: Entry = Entry {
     help: "\
   int8, int4, int2  uniform: keys per channel, values per token (as KIVI) k=BITS v=BITS group=64
 ",
+    examples: &[
+        "int8:group=8:exact=f32:window=4",
+        "int4:k=8:v=8:exact=f32:window=4:batch=10",
+        "int2:exact-layers=0+1:exact=f32:window=4",
+    ],
     parse: |s| {
         let bits = match s.name {
             "int8" => 8,
@@ -53,6 +58,7 @@ pub(super) const ROTATED: Entry = Entry {
     help: "\
   rotated           Hadamard, then uniform per token                      k=4 v=4 group=32
 ",
+    examples: &["rotated:k=8:v=8:exact=f32:window=4"],
     parse: |s| {
         Ok(Arc::new(Scalar {
             bits: both(s, 4)?,
@@ -66,6 +72,7 @@ pub(super) const LLAMA_CPP: Entry = Entry {
     help: "\
   q8_0, q4_0        llama.cpp's cache types, rotated as it does           k=4|8 v=4|8 rotate=on|off
 ",
+    examples: &["q8_0:exact=f32:window=4", "q4_0:k=8:v=8:rotate=off:exact=f32:window=4"],
     parse: |s| {
         let bits = both(s, if s.name == "q8_0" { 8 } else { 4 })?;
         let name = s.name;
@@ -83,6 +90,7 @@ pub(super) const LLOYD_MAX: Entry = Entry {
     help: "\
   lloydmax          random rotation, optimal levels (as TurboQuant)       k=4 v=4
 ",
+    examples: &["lloydmax:k=8:v=8:exact=f32:window=4"],
     parse: |s| Ok(Arc::new(Scalar { bits: both(s, 4)?, codes: Codes::LloydMax })),
 };
 

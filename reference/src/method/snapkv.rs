@@ -21,6 +21,7 @@ pub(super) const SNAP_KV: Entry = Entry {
   snapkv            the prompt's tokens that its end attends to: no       tokens=0.5
                       pooling, one choice for all heads of a layer
 ",
+    examples: &["snapkv:tokens=0.3:exact=f32:window=4", "snapkv:tokens=1:exact=f32:window=4"],
     parse: |s| Ok(Arc::new(SnapKv { tokens: s.fraction("tokens", 0.5)? })),
 };
 

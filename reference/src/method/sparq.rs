@@ -24,6 +24,7 @@ pub(super) const SPARQ: Entry = Entry {
   sparq             top-k by the queries' r largest components, the mean  ratio=0.2 r=32 (a quarter of the head)
                       value for the rest (SparQ); saves reads, not bytes
 ",
+    examples: &["sparq:ratio=1:exact=f32:window=4"],
     parse: |s| {
         let ratio = s.fraction("ratio", 0.2)?;
         Ok(Arc::new(SparQ { ratio, components: s.positive("r", (s.head_dim / 4).max(1))? }))

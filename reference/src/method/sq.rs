@@ -26,6 +26,10 @@ pub(super) const SQ: Entry = Entry {
   sq                attention on scalar codes: no codebooks               k=3 v=3 block=64
                                                                           mean-error=on|off (on for v=1, v=2)
 ",
+    examples: &[
+        "sq:k=8:v=8:block=32:exact=f32:window=4",
+        "sq:k=8:v=8:block=32:mean-error=on:exact=f32:window=4:batch=10",
+    ],
     parse: |s| {
         let (keys, values) = (s.own("k", KeyBits(3.0))?, s.bits("v", 3)?);
         let block = s.positive("block", 64)?;

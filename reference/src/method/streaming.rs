@@ -17,6 +17,7 @@ pub(super) const STREAMING: Entry = Entry {
     help: "\
   streaming         sinks and window only (StreamingLLM)
 ",
+    examples: &["streaming:window=10:exact=f32", "streaming:window=10:batch=8:exact=f32"],
     parse: |_| Ok(Arc::new(Streaming)),
 };
 

@@ -37,6 +37,13 @@ pub(super) const ZACK: Entry = Entry {
                                                                           (on a device 8)
                       whose prompts attend to cut rows, too               prompt=cut
 ",
+    examples: &[
+        "zack:k=1:v=1:exact=f32:window=4",
+        "zack:k=1:v=1:bits=8:exact=f32:window=4:batch=10",
+        "zack:k=1:v=1:prompt=cut:exact=f32:window=4",
+        "zack:k=1:v=1:tokens=0.3:exact=f32:window=4",
+        "zack:k=1:v=1:bits=8:tokens=0.3:exact=f32:window=4",
+    ],
     parse: |s| {
         let method = Zack {
             fractions: Pair::new(s.fraction("k", 0.75)?, s.fraction("v", 0.75)?),
