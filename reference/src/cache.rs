@@ -37,8 +37,8 @@ pub type PromptRows = (Vec<f32>, Vec<f32>);
 /// Keys arrive before RoPE with the position of their first token; the cache decides what it stores.
 /// Positions must continue the sequence of each layer.
 pub trait KvCache: Send + Sync {
-    /// Passes the rotated last queries, (n, n_heads * head_dim), of the prompt whose keys and values follow next.
-    /// Caches that select tokens by attention need them.
+    /// Passes the rotated last queries, (n, n_heads * head_dim), of the prompt whose keys and values follow
+    /// next. Caches that select tokens by attention need them.
     fn watch(&mut self, _layer: usize, _queries: &[f32]) {}
 
     /// The rows that tokens of a prompt attend to among themselves, given rotated keys and values (n,
@@ -94,8 +94,8 @@ pub trait KvCache: Send + Sync {
     /// Tokens in every layer.
     fn seq_len(&self) -> usize;
 
-    /// Drops all tokens from position `len` on. Compressed tokens stay compressed, also those that a cache which
-    /// never held more than `len` tokens keeps exact: the window refills from the next token on.
+    /// Drops all tokens from position `len` on. Compressed tokens stay compressed, also those that a cache
+    /// which never held more than `len` tokens keeps exact: the window refills from the next token on.
     ///
     /// # Errors
     /// [`Error::Cache`] when `len` is beyond the end, or the method has dropped tokens that a cache of `len`
@@ -110,8 +110,8 @@ pub trait KvCache: Send + Sync {
         Fetched::default()
     }
 
-    /// How well codes that were fitted to a calibration text fit the tokens of this cache, for every layer, head
-    /// and side of a method that has such codes. An engine may then take another profile or method.
+    /// How well codes that were fitted to a calibration text fit the tokens of this cache, for every layer,
+    /// head and side of a method that has such codes. An engine may then take another profile or method.
     fn fits(&self) -> Vec<Fit> {
         vec![]
     }
@@ -241,7 +241,8 @@ impl KvCache for WindowedCache {
             layer.store.push(layer.sinks.len() + layer.store.len(), &k, &v)?;
             layer.recent.drop_front(evicted);
         }
-        // The queries are of these tokens: a prompt that the window holds is not chosen from when others leave it.
+        // The queries are of these tokens: a prompt that the window holds is not chosen from when others
+        // leave it.
         layer.store.watch(&[]);
         Ok(())
     }

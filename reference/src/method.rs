@@ -218,8 +218,8 @@ impl Method {
     /// [`Self::codec_planes`] of several methods.
     ///
     /// # Errors
-    /// As there; [`Error::Profile`] names all methods of which the profile lacks the planes, and the command that
-    /// makes a profile for the whole list.
+    /// As there; [`Error::Profile`] names all methods of which the profile lacks the planes, and the command
+    /// that makes a profile for the whole list.
     pub fn planes_of(
         methods: &[Self],
         config: &Config,

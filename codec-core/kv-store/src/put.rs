@@ -23,9 +23,9 @@ impl AsyncStore {
     /// Stores a chunk: `object` is [`codec_core::write_chunk`] of a frame per level, in their order. The
     /// previous chunk must be stored, or a reader will not find this one.
     ///
-    /// The frames are written first, the manifest last and only if there is none. Both are then read back, the
-    /// frames by their length. When this returns, the chunk can be read; before, no reader sees any of it. A
-    /// chunk whose frames are lost or truncated is stored again; wrong bits in them are found by
+    /// The frames are written first, the manifest last and only if there is none. Both are then read back,
+    /// the frames by their length. When this returns, the chunk can be read; before, no reader sees any of
+    /// it. A chunk whose frames are lost or truncated is stored again; wrong bits in them are found by
     /// [`Self::damaged`] and repaired by [`Self::replace_chunk`].
     ///
     /// # Errors
@@ -43,7 +43,8 @@ impl AsyncStore {
         }
         let (manifest, bytes) = self.put_data(space, key, object).await?;
         if !self.remote().put(&path, bytes.clone(), PutMode::Create).await? {
-            // A manifest exists: of a faster writer, of our own attempt whose answer was lost, or a damaged one.
+            // A manifest exists: of a faster writer, of our own attempt whose answer was lost, or a damaged
+            // one.
             match self.stat(space, key.clone()).await? {
                 Some(stored) if *stored.manifest() == manifest => {}
                 Some(_) => {

@@ -1,6 +1,6 @@
 //! Product-quantizer codes of transformed keys and values: means, query-metric rotations and codebooks of
-//! every head. Values in a Hadamard basis, divided by their norms, need neither rotation nor codebook of their
-//! own: the codebook of Gaussians serves every head of every model, on any text.
+//! every head. Values in a Hadamard basis, divided by their norms, need neither rotation nor codebook of
+//! their own: the codebook of Gaussians serves every head of every model, on any text.
 
 #[cfg(feature = "cuda")]
 mod device;
@@ -194,8 +194,8 @@ impl PqKlt {
         format!("pqklt/{space}/{norms}/{iterations}/{code}/{letter}/{l}/{head}/{part}")
     }
 
-    /// Fits the rotation to `covariance` and the metric, and centroids to the rotated rows, which are of `tokens`
-    /// tokens; also returns the centroids' error.
+    /// Fits the rotation to `covariance` and the metric, and centroids to the rotated rows, which are of
+    /// `tokens` tokens; also returns the centroids' error.
     fn fit<S: svd_core::RopeSide>(
         &self,
         code: PqCode,

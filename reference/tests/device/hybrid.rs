@@ -76,8 +76,8 @@ fn it_does_not_matter_whose_memory_has_the_rows() {
         let (few_slots, more_fetched, _) = logits("host:held=0");
         assert!(few_slots == host && more_fetched > fetched, "{spec}: {more_fetched} rows fetched");
         let (in_8_bits, fetched_in_8_bits, _) = logits("host:offloaded=int8");
-        // Rows in 8 bits lose little of what codes lose. Logits of a step that predicts one token with certainty
-        // may turn far where rounding chooses other rows: the divergence counts, not the angle.
+        // Rows in 8 bits lose little of what codes lose. Logits of a step that predicts one token with
+        // certainty may turn far where rounding chooses other rows: the divergence counts, not the angle.
         let dense = on_cpu(&model, "dense", &Profile::default(), run);
         let [of_rows, of_codes] =
             [(&in_8_bits, &host), (&cpu, &dense)].map(|(a, b)| divergence(a, b, run).kl());
@@ -87,8 +87,8 @@ fn it_does_not_matter_whose_memory_has_the_rows() {
     }
 }
 
-/// A device has rows in the bases of their codes, where the components that share a scale differ more than in the
-/// model's own: with every row in 8 bits the divergence is 12 times the CPU's.
+/// A device has rows in the bases of their codes, where the components that share a scale differ more than in
+/// the model's own: with every row in 8 bits the divergence is 12 times the CPU's.
 #[test]
 fn every_row_in_8_bits_is_near_dense() {
     let Some(gpu) = gpu("hybrid with every row in 8 bits") else { return };

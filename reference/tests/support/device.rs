@@ -164,10 +164,10 @@ fn loss_on_cpu(model: &Arc<Model>, spec: &str, profile: &Profile, (prompt, rest)
     divergence(&logits(spec), &logits("dense"), rest).kl()
 }
 
-/// Steps after prompts of two lengths have the same logits, whether the prompts ran whole or in chunks. Rounding
-/// decides which of two rows at the threshold a step chooses, and later chunks attend to earlier rows as they are
-/// stored: so the runs diverge by a part of what the method loses, as device and CPU do. Picks do not count: where
-/// the divergence is small, those that differ are near ties.
+/// Steps after prompts of two lengths have the same logits, whether the prompts ran whole or in chunks.
+/// Rounding decides which of two rows at the threshold a step chooses, and later chunks attend to earlier
+/// rows as they are stored: so the runs diverge by a part of what the method loses, as device and CPU do.
+/// Picks do not count: where the divergence is small, those that differ are near ties.
 pub fn prompts_in_chunks_are_whole_prompts(gpu: &Arc<Gpu>, spec: &str) {
     let (model, tokens) = model();
     let profile = profile(&model, &tokens[..2048], &[spec]);

@@ -11,8 +11,8 @@ use kv_reference::method::{Method, Prepared, method_examples};
 use kv_reference::model::{Model, Rope, RopeScaling};
 use kv_reference::{Error, Profile, Side};
 
-/// One setting of each method; small windows, so that short sequences reach the compressed part. Nine tenths of
-/// the ranks: no direction of a random model's keys is small.
+/// One setting of each method; small windows, so that short sequences reach the compressed part. Nine tenths
+/// of the ranks: no direction of a random model's keys is small.
 const METHODS: [&str; 36] = [
     "dense",
     "dense:dtype=bf16",
@@ -125,8 +125,8 @@ impl Filled {
         s.decode(&self.model, self.cache.as_mut(), len, 110)
     }
 
-    /// Goes back to `len` tokens, at odd ones in two steps, and returns the logits of token 110. None if this is
-    /// refused; the cache then is the same as before.
+    /// Goes back to `len` tokens, at odd ones in two steps, and returns the logits of token 110. None if this
+    /// is refused; the cache then is the same as before.
     fn back_to(mut self, s: &Setup, len: usize) -> Option<Vec<f32>> {
         let steps =
             if len.is_multiple_of(2) { vec![len] } else { vec![(len + self.cache.seq_len()) / 2, len] };
@@ -190,8 +190,8 @@ fn what_loses_nothing_equals_dense() {
         "streaming:window=200:exact=f32",
         "int2:exact-layers=0+1:exact=f32:window=4",
     ];
-    // Codebooks of keys after RoPE are trained at positions all over the context. They hold every vector where
-    // positions do not turn keys.
+    // Codebooks of keys after RoPE are trained at positions all over the context. They hold every vector
+    // where positions do not turn keys.
     let after_rope = [
         "million:k=1x8:v=1x8:exact=f32:window=4",
         "pqklt:k=1x8:v=1x8:norms=off:exact=f32:window=4",

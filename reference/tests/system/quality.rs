@@ -81,7 +81,8 @@ fn aggressive_settings_degrade_in_the_papers_order() {
         &["pqklt:k=64x6:v=64x6", "million:k=64x6:v=64x6"],
         &["pqklt:k=64x4:v=64x4", "million:k=64x4:v=64x4"],
         &["pqklt:k=64x4:v=64x4:keys=rope", "million:k=64x4:v=64x4"],
-        // Scalar codes: every bit counts, and 2 bits are better than the 3.3 of uniform codes with their scales.
+        // Scalar codes: every bit counts, and 2 bits are better than the 3.3 of uniform codes with their
+        // scales.
         &["sq:k=4:v=4", "sq:k=3:v=3", "sq:k=2:v=2", "int2"],
         &["sq:k=2:v=2", "sq:k=1.5:v=2", "sq:k=1:v=1"],
         &["sq:k=3:v=2", "sq:k=3:v=2:mean-error=off"],
@@ -143,7 +144,8 @@ fn log() -> String {
     (0..1000).map(line).collect()
 }
 
-/// Codes of keys after RoPE lose no more at positions that the calibration text, of another kind, does not reach.
+/// Codes of keys after RoPE lose no more at positions that the calibration text, of another kind, does not
+/// reach.
 #[test]
 #[ignore = "long: a prompt of 16,000 tokens of a real model"]
 fn codebooks_of_another_text_hold_at_length() {
@@ -157,7 +159,8 @@ fn codebooks_of_another_text_hold_at_length() {
         Method::parse_list("million,pqklt:k=64x8:v=64x8:keys=rotated,pqklt:k=64x8:v=64x8:keys=mean").unwrap();
     let rope = Arc::new(Rope::new(&model.config, model.config.max_seq_len));
     let profile = calibrated(&model, &rope, &speech[..4096], &methods).unwrap();
-    // Attention is causal: one run of the longest text has the rows of every context, and a dense cache's logits.
+    // Attention is causal: one run of the longest text has the rows of every context, and a dense cache's
+    // logits.
     let log = &tokens(&log())[..CONTEXTS[2] + DECODED + 1];
     let mut rows = vec![];
     let hidden = prefill(&model, &rope, &log[..log.len() - 1], &mut |_, Activations { k, v, .. }| {
