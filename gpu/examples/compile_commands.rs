@@ -41,6 +41,7 @@ fn programs() -> Result<Vec<Program>, Box<dyn Error>> {
         group,
         element,
         mean_errors: true,
+        addends: true,
         paged: true,
     };
     let numbers: Vec<f32> = (0..64 * 256_u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 8) as f32).collect();

@@ -25,6 +25,7 @@ fn main() -> Result<()> {
         group,
         element: Element::F16,
         mean_errors: true,
+        addends: false,
         paged: false,
     };
     let layout = shape.key_table();
@@ -72,6 +73,7 @@ fn main() -> Result<()> {
         values: value_words.pointer,
         norms: norms.pointer,
         mean_errors: Some(errors.pointer),
+        addends: None,
         key_tables: tables.pointer,
         queries: queries.pointer,
         query_blocks: blocks,

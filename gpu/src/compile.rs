@@ -86,6 +86,7 @@ const HEADERS: &[Source] = &[
     source!("sq_attend/values.cuh"),
     source!("sq_encode.cuh"),
     source!("sq_key_table.cuh"),
+    source!("sq_levels.cuh"),
     source!("sq_tile.cuh"),
     source!("svd_gram/gram.cuh"),
     source!("svd_gram/join.cuh"),

@@ -298,25 +298,42 @@ fn attention_on_scalar_codes() {
         (256, 32, 2, 8, true, true),
     ];
     let programs = shapes.map(|(dim, key_slots, value_bits, group, mean_errors, paged)| {
-        let element = if paged { Element::Bf16 } else { Element::F16 };
-        let shape =
-            sq::AttendShape { dim, key_slots, value_bits, block: 256, group, element, mean_errors, paged };
-        shape.program().unwrap()
+        let (block, element) = (256, if paged { Element::Bf16 } else { Element::F16 });
+        [false, true].map(|addends| {
+            let shape = sq::AttendShape {
+                dim,
+                key_slots,
+                value_bits,
+                block,
+                group,
+                element,
+                mean_errors,
+                addends,
+                paged,
+            };
+            shape.program().unwrap()
+        })
     });
-    check(|_| programs.to_vec(), true);
+    check(|_| programs.concat(), true);
 }
 
 #[test]
-fn scalar_encoding() {
+fn scalar_encoding_and_decoding() {
     let sides = [
         (128, sq::Side::Keys { slots: 23 }),
         (96, sq::Side::Keys { slots: 48 }),
         (256, sq::Side::Values { bits: 3 }),
         (64, sq::Side::Values { bits: 1 }),
     ];
-    let programs = sides
-        .map(|(dim, side)| sq::EncodeShape { dim, side, block: 256, paged: dim == 256 }.program().unwrap());
-    check(|_| programs.to_vec(), true);
+    let elements = [VectorElement::F16, VectorElement::F32, VectorElement::Bf16];
+    let programs = sides.into_iter().zip(elements.into_iter().cycle()).map(|((dim, side), element)| {
+        let (block, paged) = (256, dim == 256);
+        let encode = sq::EncodeShape { dim, side, block, paged };
+        let decode = sq::DecodeShape { dim, side, block, element, paged };
+        [encode.program().unwrap(), decode.program().unwrap()]
+    });
+    let programs: Vec<_> = programs.flatten().collect();
+    check(|_| programs.clone(), true);
 }
 
 #[test]

@@ -1,7 +1,7 @@
 // Common to the encoding of both sides: arguments, and the arithmetic of pq_core::sq, which is compiled without fused
 // multiply-adds, so that codes are the same bit for bit.
 #pragma once
-#include "sq_tile.cuh"
+#include "sq_levels.cuh"
 
 struct Arguments {
     const float* rows; // [sequence][head][max_rows][D]
@@ -19,12 +19,6 @@ struct Arguments {
 
 // Rows of a code tile in shared memory: the padding keeps the bytes of one component in different banks.
 constexpr int CODE_ROW = D + 4;
-
-// 2^(i / 16) as pq_core::sq rounds it.
-__constant__ float SIXTEENTHS[16] = {1.f,        1.0442738f, 1.0905077f, 1.1387886f, 1.1892071f, 1.2418578f,
-                                     1.2968396f, 1.3542556f, 1.4142135f, 1.4768261f, 1.5422108f, 1.6104903f,
-                                     1.6817929f, 1.7562522f, 1.8340081f, 1.9152066f};
-__device__ __forceinline__ float power_of_two(u32 biased_exponent) { return __uint_as_float(biased_exponent << 23); }
 
 // The byte of x, rounded down; 0 for NaN.
 __device__ __forceinline__ u32 saturated_byte(float x) { return min(__float2uint_rz(x), 255u); }

@@ -13,9 +13,6 @@ constexpr int TURNS = 3, THREADS = TURNS * D;
 constexpr int KEY_WORDS = KEY_SLOTS * VECTOR;
 
 __device__ __forceinline__ u32 encode_step(float step) { return saturated_byte(log2f(step) * 8 + 128.5f); }
-__device__ __forceinline__ float decode_step(u32 code) {
-    return SIXTEENTHS[code % 8 * 2] * power_of_two(code / 8 + 127 - 16);
-}
 
 __constant__ float MULTIPLES[3 * TURNS] = {.6f, .75f, .9f, 1.05f, 1.25f, 1.5f, 1.9f, 2.5f, 3.3f};
 
@@ -34,7 +31,7 @@ __device__ __forceinline__ u32 best_step(const Arguments& a, const float* rows, 
         float error = 0;
         for (u32 t = 0; t < n; t++) {
             const float x = rows[t * D];
-            const float lost = x - (code_of(x, per_step, half_range) + .5f - half_range) * step;
+            const float lost = x - level_of(code_of(x, per_step, half_range), half_range) * step;
             error += lost * lost;
         }
         if (error < least || i == 0) least = error, best = coded;

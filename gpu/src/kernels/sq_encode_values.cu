@@ -11,10 +11,6 @@
 constexpr int THREADS = D, VALUE_SLOTS = PARTS * VALUE_BITS, VALUE_WORDS = VALUE_SLOTS * VECTOR;
 constexpr float HALF_RANGE = 1 << VALUE_BITS >> 1;
 
-__device__ __forceinline__ float decode_norm(u32 code) {
-    return SIXTEENTHS[code % 16] * power_of_two(code / 16 + 127 - 8);
-}
-
 // The bits of the codes of four tokens at a slot of a part, as `Field::put` of pq_core::sq places them.
 __device__ __forceinline__ u32 put_part(const u8 (&codes)[TILE][CODE_ROW], const Row& row, int part, int unit,
                                         int component) {
@@ -67,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sq_encode_values(const Arg
             if (t < in_tile) {
                 const float x = of_tile[t * D + threadIdx.x];
                 code = code_of(x, 1 / steps[t], HALF_RANGE);
-                lost += x - (code + .5f - HALF_RANGE) * steps[t];
+                lost += x - level_of(code, HALF_RANGE) * steps[t];
             }
             codes[t][threadIdx.x] = code;
         }

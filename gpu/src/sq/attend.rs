@@ -9,7 +9,7 @@ use crate::compile::source;
 use crate::device::Kernel;
 use crate::launch::Operation;
 use crate::pointer::{AnyElement, DevicePtr};
-use crate::pq::Pages;
+use crate::pq::{Addends, Pages};
 use crate::{Device, Element, Error, Program};
 
 /// The most slots of keys: bits of each byte lane of a tile, 8 bits of 128 components.
@@ -22,9 +22,9 @@ const MAX_KEY_SLOTS: usize = 64;
 /// use kv_gpu::{Element, sq::AttendShape};
 /// let keys = pq_core::sq::Shape::uniform(128, 3)?; // or of any mix of widths: `pq_core::sq::allot`
 /// let (dim, key_slots, value_bits, block, group) = (keys.dim(), keys.slots(), 2, 256, 4);
-/// let (element, mean_errors, paged) = (Element::F16, true, false);
+/// let (element, mean_errors, addends, paged) = (Element::F16, true, false, false);
 /// let shape =
-///     AttendShape { dim, key_slots, value_bits, block, group, element, mean_errors, paged };
+///     AttendShape { dim, key_slots, value_bits, block, group, element, mean_errors, addends, paged };
 /// assert!(shape.check().is_ok());
 /// # Ok::<(), pq_core::Error>(())
 /// ```
@@ -46,6 +46,8 @@ pub struct AttendShape {
     /// Whether values have a mean error per block
     /// ([`mean_error_into`](pq_core::sq::mean_error_into)).
     pub mean_errors: bool,
+    /// Whether terms of the scores are given ([`Addends`]).
+    pub addends: bool,
     /// Whether blocks are in pages.
     pub paged: bool,
 }
@@ -82,7 +84,8 @@ impl AttendShape {
     fn warps(&self) -> usize {
         let codes = 4 * self.key_table().row_count() + self.dim / 32 * self.value_bits;
         let sums = self.dim * self.queries() / 32;
-        match codes + sums {
+        let addends = if self.addends && self.queries() == 8 { 20 } else { 0 };
+        match codes + sums + addends {
             0..=40 => 16,
             41..=54 => 12,
             _ => 8,
@@ -126,6 +129,7 @@ impl AttendShape {
             ("BLOCK", self.block),
             ("WARPS", self.warps()),
             ("MEAN_ERRORS", usize::from(self.mean_errors)),
+            ("ADDENDS", usize::from(self.addends)),
             ("SHARED_BYTES", self.shared_bytes()),
         ];
         Ok(Program::new(source!("sq_attend/attend.cu"), &defines).define_if(self.paged, "PAGED"))
@@ -159,6 +163,9 @@ pub struct AttendArguments {
     /// `f16` (pages or batch, heads, blocks, dim): mean errors of the values, given if and only if the shape
     /// has them.
     pub mean_errors: Option<DevicePtr<f16>>,
+    /// Terms that are added to the scores, such as those of the keys' mean, given if and only if the shape has
+    /// them: [`pq::RopeMeanScores`](crate::pq::RopeMeanScores) writes them.
+    pub addends: Option<Addends>,
     /// `u32` (heads, [`KeyTable::table_len`]): where the codes of keys are.
     pub key_tables: DevicePtr<u32>,
     /// `f32` (batch, heads, `query_blocks`, group, dim): the queries in the dual basis of each block: rotated
@@ -197,6 +204,7 @@ struct KernelArguments {
     steps: DevicePtr<u8>,
     norms: DevicePtr<u8>,
     mean_errors: Option<DevicePtr<f16>>,
+    addends: Option<DevicePtr<f16>>,
     queries: DevicePtr<f32>,
     key_tables: DevicePtr<u32>,
     lengths: DevicePtr<u32>,
@@ -211,11 +219,13 @@ struct KernelArguments {
     blocks: u32,
     max_pages: u32,
     query_blocks: u32,
+    addend_tiles: u32,
+    padding: u32,
     scale: f32,
     value_step: f32,
 }
 
-const _: () = assert!(size_of::<KernelArguments>() == 136);
+const _: () = assert!(size_of::<KernelArguments>() == 152);
 
 /// Decode attention over scalar codes, `pq_core::sq::attend_into`, for a ragged batch.
 ///
@@ -270,8 +280,8 @@ impl Attend {
     /// [`Error::Argument`] for sizes that do not fit, [`Error::Driver`].
     /// # Safety
     /// The [contract of a launch](DevicePtr#launches) holds, with every pointer aligned to 16 bytes. Lengths
-    /// do not exceed the blocks of a sequence or of its pages, nor those of its queries, and every page number
-    /// refers to an existing page: the kernel does not clamp them. The tables are of
+    /// do not exceed the blocks of a sequence or of its pages, of its queries, or the tiles of its addends, and
+    /// every page number refers to an existing page: the kernel does not clamp them. The tables are of
     /// [`AttendShape::key_table`]. The workspace was zeroed before the first launch, and no other launch uses
     /// it at the same time.
     pub unsafe fn launch(&self, stream: CUstream, arguments: &AttendArguments) -> Result<(), Error> {
@@ -284,6 +294,9 @@ impl Attend {
         }
         if self.shape.mean_errors != a.mean_errors.is_some() {
             return Err(OPERATION.error("mean errors are given exactly when it is compiled for them"));
+        }
+        if self.shape.addends != a.addends.is_some() {
+            return Err(OPERATION.error("addends are given exactly when it is compiled for them"));
         }
         if a.blocks == 0 {
             return Err(OPERATION.error("no room for a block"));
@@ -304,6 +317,7 @@ impl Attend {
             steps: a.steps,
             norms: a.norms,
             mean_errors: a.mean_errors,
+            addends: a.addends.map(|addends| addends.values),
             queries: a.queries,
             key_tables: a.key_tables,
             lengths: a.lengths,
@@ -318,6 +332,8 @@ impl Attend {
             blocks: in_32_bits("blocks", a.blocks)?,
             max_pages: in_32_bits("pages", max_pages)?,
             query_blocks: in_32_bits("blocks of queries", a.query_blocks)?,
+            addend_tiles: in_32_bits("tiles of addends", a.addends.map_or(0, |addends| addends.tiles))?,
+            padding: 0,
             scale: a.scale * std::f32::consts::LOG2_E,
             value_step: step,
         };

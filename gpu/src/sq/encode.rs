@@ -4,28 +4,13 @@ use cudarc::driver::sys::CUstream;
 use half::f16;
 use pq_core::sq;
 
-use super::KeyTable;
+use super::{KeyTable, Side};
 use crate::compile::source;
 use crate::device::Kernel;
 use crate::launch::Operation;
 use crate::pointer::DevicePtr;
 use crate::pq::Pages;
 use crate::{Device, Error, Program};
-
-/// Keys or values, and their bits.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Side {
-    /// Keys of some slots ([`Shape::slots`](pq_core::sq::Shape::slots)), the same for all heads.
-    Keys {
-        /// Bits of each byte lane of a tile.
-        slots: usize,
-    },
-    /// Values of some bits per component, 1 to 8.
-    Values {
-        /// Bits of a component.
-        bits: usize,
-    },
-}
 
 /// Compile-time shape of [`Encode`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,25 +31,14 @@ impl EncodeShape {
     /// # Errors
     /// [`Error::Unsupported`].
     pub fn program(&self) -> Result<Program, Error> {
-        let bits_fit = match self.side {
-            Side::Keys { slots } => (1..=self.dim / 2).contains(&slots),
-            Side::Values { bits } => (1..=8).contains(&bits),
+        let defines = self.side.defines(self.dim, self.block);
+        let defines =
+            defines.map_err(|supported| Error::Unsupported { operation: format!("{self:?}"), supported })?;
+        let source = match self.side {
+            Side::Keys { .. } => source!("sq_encode_keys.cu"),
+            Side::Values { .. } => source!("sq_encode_values.cu"),
         };
-        let supported = if !matches!(self.dim, 64 | 96 | 128 | 256) {
-            "64, 96, 128 or 256 components"
-        } else if !bits_fit {
-            "1 to 8 bits per component"
-        } else if !self.block.is_multiple_of(sq::TILE) || !(1..=sq::MAX_BLOCK).contains(&self.block) {
-            "blocks of a multiple of 32 tokens, at most 256"
-        } else {
-            let (source, bits) = match self.side {
-                Side::Keys { slots } => (source!("sq_encode_keys.cu"), ("KEY_SLOTS", slots)),
-                Side::Values { bits } => (source!("sq_encode_values.cu"), ("VALUE_BITS", bits)),
-            };
-            let program = Program::new(source, &[("HEAD_DIM", self.dim), bits, ("BLOCK", self.block)]);
-            return Ok(program.define_if(self.paged, "PAGED").without_fused_multiply_add());
-        };
-        Err(Error::Unsupported { operation: format!("{self:?}"), supported })
+        Ok(Program::new(source, &defines).define_if(self.paged, "PAGED").without_fused_multiply_add())
     }
 
     /// The kernel's name, and threads per component.
@@ -158,10 +132,7 @@ impl Encode {
     /// The layout of the tables of keys.
     #[must_use]
     pub const fn key_table(&self) -> Option<KeyTable> {
-        match self.shape.side {
-            Side::Keys { slots } => Some(KeyTable::new(self.shape.dim, slots)),
-            Side::Values { .. } => None,
-        }
+        self.shape.side.key_table(self.shape.dim)
     }
 
     /// Launches the encoding on a stream.

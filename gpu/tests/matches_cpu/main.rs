@@ -20,6 +20,7 @@ mod pq_rope_mean_scores;
 mod pq_search;
 mod pq_train;
 mod sq_attend;
+mod sq_decode;
 mod sq_encode;
 mod svd_attend;
 mod svd_gram;

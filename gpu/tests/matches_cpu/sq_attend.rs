@@ -1,7 +1,7 @@
 //! Attention on scalar codes agrees with `pq_core::sq::attend_into` and with its formula in f64.
 
 use half::f16;
-use kv_gpu::pq::Pages;
+use kv_gpu::pq::{Addends, Pages};
 use kv_gpu::sq::{Attend, AttendArguments, AttendShape};
 use kv_gpu::{Device, Element, Error};
 use pq_core::sq::{self, Block, Keys, Shape, TILE, Values};
@@ -28,6 +28,7 @@ struct Coded {
     norms: Vec<u8>,
     error: Vec<f16>,
     queries: Vec<f32>, // (group, dim)
+    addends: Vec<f16>, // (group, n)
 }
 
 impl Coded {
@@ -60,7 +61,9 @@ impl Coded {
         let scale = lead / (dim as f32).sqrt();
         let queries =
             (0..group).flat_map(|_| sigma).map(|sigma| scale * random.normal() / sigma.max(1e-3)).collect();
-        Self { n, steps, keys: key_words, values: value_words, norms, error, queries }
+        let addend = |_| f16::from_f32(if shape.addends { lead * random.normal() } else { 0.0 });
+        let addends = (0..group * n).map(addend).collect();
+        Self { n, steps, keys: key_words, values: value_words, norms, error, queries, addends }
     }
 }
 
@@ -89,15 +92,17 @@ fn formula(blocks: &[Coded], keys: Shape, shape: &AttendShape, query: usize) -> 
             .unwrap();
         sq::decode_values_into(&Values::new(values, &block.norms, &block.values).unwrap(), &mut value_rows)
             .unwrap();
-        let query = &block.queries[query * dim..][..dim];
+        let of_query = &block.queries[query * dim..][..dim];
         let steps: Vec<f64> = block.steps.iter().map(|&s| ((f64::from(s) - 128.0) / 8.0).exp2()).collect();
-        let products = query.iter().zip(&steps).map(|(&q, step)| (f64::from(q) * step).abs());
+        let products = of_query.iter().zip(&steps).map(|(&q, step)| (f64::from(q) * step).abs());
         let unit = products.fold(0.0, f64::max) / QUERY_LIMIT;
-        for (key, value) in key_rows.chunks_exact(dim).zip(value_rows.chunks_exact(dim)) {
-            let score = key.iter().zip(query).map(|(&k, &q)| f64::from(k) * f64::from(q)).sum();
+        let rows = key_rows.chunks_exact(dim).zip(value_rows.chunks_exact(dim));
+        for ((key, value), addend) in rows.zip(&block.addends[query * block.n..]) {
+            let score: f64 = key.iter().zip(of_query).map(|(&k, &q)| f64::from(k) * f64::from(q)).sum();
             let levels: f64 = key.iter().zip(&steps).map(|(&k, step)| (f64::from(k) / step).abs()).sum();
             rounding = rounding.max(0.5 * unit * levels);
             let error = block.error.iter().map(|x| if shape.mean_errors { x.to_f64() } else { 0.0 });
+            let score = score + addend.to_f64();
             tokens.push((score, value.iter().zip(error).map(|(&v, e)| f64::from(v) + e).collect()));
         }
     }
@@ -121,7 +126,8 @@ fn definition(blocks: &[Coded], keys: Shape, shape: &AttendShape) -> (Vec<f32>, 
         let of_values =
             if shape.mean_errors { of_values.with_error(&block.error).unwrap() } else { of_values };
         let of_keys = Keys::new(keys, block.n, &block.steps, &block.keys).unwrap();
-        let coded = Block::new(of_keys, of_values).unwrap();
+        let bias: Vec<f32> = block.addends.iter().map(|x| x.to_f32()).collect();
+        let coded = Block::new(of_keys, of_values).unwrap().with_bias(&bias[..]);
         let mut scratch = vec![0.0; sq::attend_scratch_len(&keys, &values, block.n, group)];
         let (queries, backend) = (&block.queries, Backend::Scalar);
         sq::attend_into_with(backend, queries, &coded, &mut scratch, &mut out, &mut stats).unwrap();
@@ -149,6 +155,7 @@ fn random_shape(random: &mut Random) -> AttendShape {
         group: 1 + random.below(groups),
         element: random.pick(&[Element::F16, Element::Bf16]),
         mean_errors: random.below(2) == 1,
+        addends: random.below(2) == 1,
         paged: false,
     }
 }
@@ -216,7 +223,18 @@ fn run(device: &Device, random: &mut Random, case: &Case<'_>) {
             queries[(pair * blocks + b) * group * dim..][..group * dim].copy_from_slice(&coded.queries);
         }
     }
+    let tiles = blocks * block / TILE + random.below(3);
+    let mut addends = vec![f16::NAN; batch * heads * tiles * group * TILE];
+    for (pair, of_pair) in coded.iter().enumerate() {
+        for (b, coded) in of_pair.iter().enumerate() {
+            for (i, &addend) in coded.addends.iter().enumerate() {
+                let (query, t) = (i / coded.n, b * block + i % coded.n);
+                addends[((pair * tiles + t / TILE) * group + query) * TILE + t % TILE] = addend;
+            }
+        }
+    }
     let (queries, tables) = (Buffer::new(device, &queries), Buffer::new(device, &tables));
+    let addends = Buffer::new(device, &addends);
     let lengths_there = Buffer::new(device, &lengths.iter().map(|&n| n as u32).collect::<Vec<u32>>());
     let workspace = Buffer::new(device, &vec![0_u8; attend.workspace_len(batch, heads)]);
     let pdl = random.below(2) == 1;
@@ -233,6 +251,7 @@ fn run(device: &Device, random: &mut Random, case: &Case<'_>) {
             values: words[1].pointer(),
             norms: bytes[1].pointer(),
             mean_errors: shape.mean_errors.then(|| errors.pointer()),
+            addends: shape.addends.then(|| Addends { values: addends.pointer(), tiles }),
             key_tables: tables.pointer(),
             queries: queries.pointer(),
             query_blocks: blocks,
@@ -353,6 +372,7 @@ fn a_long_tail_keeps_its_weight() {
         group: 1,
         element: Element::F16,
         mean_errors: false,
+        addends: false,
         paged: false,
     };
     let attend = Attend::new(&device, shape).unwrap();
@@ -391,6 +411,7 @@ fn a_long_tail_keeps_its_weight() {
         values: words[1].pointer(),
         norms: bytes[1].pointer(),
         mean_errors: None,
+        addends: None,
         key_tables: table_words.pointer(),
         queries: queries.pointer(),
         query_blocks: blocks,
@@ -431,6 +452,7 @@ fn shapes_without_a_kernel_are_errors() {
         group: 4,
         element: Element::F16,
         mean_errors: false,
+        addends: false,
         paged: false,
     };
     assert_eq!(good.check(), Ok(()));

@@ -69,6 +69,7 @@ fn time(
         group,
         element: Element::F16,
         mean_errors: false,
+        addends: false,
         paged: false,
     };
     let attend = Attend::new(&watch.gpu, shape).unwrap();
@@ -110,6 +111,7 @@ fn time(
         values: watch.pointer(&codes[copy][1]),
         norms: watch.pointer(&bytes_there[1]),
         mean_errors: None,
+        addends: None,
         key_tables: watch.pointer(&tables),
         queries: watch.pointer(&queries_there),
         query_blocks: blocks,

@@ -44,10 +44,33 @@ struct Units {
 struct Tile {
     Keys keys;
     Values values;
-    u32 norms; // bytes of tokens 4 g to 4 g + 3
+    u32 norms;                                      // bytes of tokens 4 g to 4 g + 3
+    u32 addends[ADDENDS ? SETS : 1][ADDENDS ? 2 : 1]; // halves of these tokens, of query l of every set
 
     __device__ __forceinline__ void load_keys(const Arguments& a, u64 tile, const Lane& lane) {
         keys.load(a.keys + tile * (KEY_SLOTS * VECTOR), lane);
+    }
+    // The addends of a tile of an entry. Queries beyond the group have those of its last one.
+    __device__ __forceinline__ void load_addends(const Arguments& a, u32 entry, u32 tile, const Lane& lane) {
+#if ADDENDS
+        const u16* rows = a.addends + ((u64)entry * a.addend_tiles + tile) * a.group * TILE + 4 * lane.g;
+#pragma unroll
+        for (int set = 0; set < SETS; set++) {
+            const u32 query = min(blockIdx.y * QUERIES + 4 * set + lane.l, a.group - 1);
+            ld_nc_no_allocate<2>(addends[set], rows + query * TILE);
+        }
+#endif
+    }
+    // Adds the addends to the scores, logarithms to base 2.
+    __device__ __forceinline__ void add_to(float (&scores)[SETS][4]) const {
+#if ADDENDS
+#pragma unroll
+        for (int set = 0; set < SETS; set++) {
+            const float2 first = half2_to_float2(addends[set][0]), second = half2_to_float2(addends[set][1]);
+            scores[set][0] += first.x * LOG2_E, scores[set][1] += first.y * LOG2_E;
+            scores[set][2] += second.x * LOG2_E, scores[set][3] += second.y * LOG2_E;
+        }
+#endif
     }
     __device__ __forceinline__ void load_values(const Arguments& a, u64 tile, const Lane& lane) {
         values.load(a.values + tile * (VALUE_SLOTS * VECTOR), lane);
@@ -71,6 +94,7 @@ __device__ __forceinline__ void attend_entry(const Arguments& a, Work& work) {
         next_place = place_of(a, sequence, head, tile / BLOCK_TILES);
         loaded.load_keys(a, stored(next_place, tile), lane);
         loaded.load_values(a, stored(next_place, tile), lane);
+        loaded.load_addends(a, work.entry, tile, lane);
     }
 
     const KeyTable table{shared + TABLE};
@@ -112,8 +136,13 @@ __device__ __forceinline__ void attend_entry(const Arguments& a, Work& work) {
         for (int i = 0; i < SETS * 4; i++) {
             const int set = i / 4, t = i % 4, *limbs = products[set][t / 2] + t % 2 * 2;
             scores[set][t] = (float)(limbs[0] * 128 + limbs[1]) * queries.unit[set] + queries.offset[set];
-            if (first + TILE > length && first + 4 * lane.g + t >= length) scores[set][t] = -infinity();
         }
+        loaded.add_to(scores);
+        if (more) loaded.load_addends(a, work.entry, next, lane);
+        if (warp_uniform(first + TILE > length))
+#pragma unroll
+            for (int i = 0; i < SETS * 4; i++)
+                if (first + 4 * lane.g + i % 4 >= length) scores[i / 4][i % 4] = -infinity();
         sums.add(scores, loaded.norms, loaded.values, lane);
         if (more) loaded.load_values(a, stored(next_place, next), lane);
         if (MEAN_ERRORS && warp_uniform(is_new || !more)) sums.end_block(a.errors + place * D, per_step, lane);

@@ -2,7 +2,7 @@
 //
 // HEAD_DIM (64, 96, 128 or 256), QUERIES (4 or 8: of a block), KEY_SLOTS (bits of each byte lane of a tile of keys),
 // VALUE_BITS (1 to 4), BLOCK (tokens that share steps and queries, a multiple of 32), ELEMENT (1 for f16, 2 for bf16),
-// WARPS, MEAN_ERRORS (0 or 1), SHARED_BYTES, PAGED or not.
+// WARPS, MEAN_ERRORS (0 or 1), ADDENDS (0 or 1), SHARED_BYTES, PAGED or not.
 #pragma once
 #include "element.cuh"
 #include "primitives_sm80.cuh"
@@ -19,6 +19,7 @@ struct Arguments {
     const u8* steps;   // [page or sequence][head][block][D]
     const u8* norms;   // [page or sequence][head][block][BLOCK]
     const u16* errors; // f16 [page or sequence][head][block][D]
+    const u16* addends; // f16 [sequence][head][tile of sequence][query of group][TILE], in units of the score
     const float* queries; // [sequence][head][block of sequence][query of group][D], in the dual basis of the block
     const u32* tables;    // [head][KeyTable::WORDS]
     const u32* lengths;   // [sequence]
@@ -30,6 +31,7 @@ struct Arguments {
     u32 batch, heads, group;
     u32 blocks, max_pages; // blocks of tokens of a page or sequence, and pages of a sequence
     u32 query_blocks;      // blocks of tokens of a sequence's queries
+    u32 addend_tiles, padding; // tiles of a sequence's addends
     float scale;           // factor of the scores, times log2(e)
     float value_step;      // between the levels of a value of norm 1
 };
