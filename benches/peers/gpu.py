@@ -30,6 +30,7 @@ except ImportError:
 
 DEVICE = "cuda"
 A100 = "8.0:163"  # architecture and KiB of shared memory
+ATTENDING = ("attend", "hybrid", "scalar attend")  # kernels of a decode step
 
 
 def median_us(run, launches):
@@ -293,7 +294,7 @@ def peer_of(row):
     """(name, microseconds)."""
     numbers = [int(x) for x in re.findall(r"\d+", row["shape"])]
     kernel = row["kernel"].removesuffix(", overlapped")
-    if kernel.startswith(("attend", "hybrid")):
+    if kernel.startswith(ATTENDING):
         return attention(*shape_of_attention(row))
     if kernel.startswith(("encode", "train")):
         return encoding(*(int(x) for x in re.findall(r"\d+", kernel)), *numbers)
@@ -330,7 +331,7 @@ def measured(binary, only, **environment):
 def peers_of(row, known):
     """What is timed beside a row, once for all attention of the same heads and tokens."""
     kernel = row["kernel"].removesuffix(", overlapped")
-    attends = kernel.startswith(("attend", "hybrid"))
+    attends = kernel.startswith(ATTENDING)
     key = shape_of_attention(row) if attends else (kernel, row["shape"])
     if key not in known:
         known[key] = peer_of(row), fp8_attention(*key) if attends else (None, None)

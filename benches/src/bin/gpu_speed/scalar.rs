@@ -14,12 +14,18 @@ const DIM: usize = 128;
 const BLOCK: usize = 256;
 
 /// Query heads, KV heads, sequences and their tokens.
-const LOADS: [(usize, usize, usize, usize); 6] = [
+const LOADS: [(usize, usize, usize, usize); 12] = [
     (32, 8, 1, 131_072),
     (32, 8, 4, 131_072),
     (32, 8, 16, 8_192),
+    (32, 8, 256, 512),
+    (32, 8, 1, 32_768),
     (32, 8, 1, 1_024),
+    (56, 8, 1, 131_072),
     (64, 8, 1, 131_072),
+    (96, 8, 1, 131_072),
+    (128, 8, 1, 131_072),
+    (8, 1, 1, 32_768),
     (32, 32, 1, 32_768),
 ];
 
@@ -64,6 +70,7 @@ fn time(
     let shape = AttendShape {
         dim: DIM,
         key_slots: keys.slots(),
+        uniform_keys: keys.widths().iter().all(|&width| width == keys.widths()[0]),
         value_bits: bits as usize,
         block: BLOCK,
         group,
