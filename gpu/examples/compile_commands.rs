@@ -36,6 +36,7 @@ fn programs() -> Result<Vec<Program>, Box<dyn Error>> {
     let scalar = sq::AttendShape {
         dim: 128,
         key_slots: 24,
+        uniform_keys: false,
         value_bits: 3,
         block: 256,
         group,
@@ -67,15 +68,23 @@ fn programs() -> Result<Vec<Program>, Box<dyn Error>> {
         ScanShape { quantizer: coarse, group }.program(DEVICES[1].1)?,
         GatherAttendShape { dim: 128, element }.program()?,
         ragged.program()?,
-        scalar.program()?,
         sq::EncodeShape { dim: 128, side: sq::Side::Keys { slots: 24 }, block: 256, paged: true }
             .program()?,
         sq::EncodeShape { dim: 128, side: sq::Side::Values { bits: 3 }, block: 256, paged: true }
             .program()?,
+        sq::DecodeShape {
+            dim: 128,
+            side: sq::Side::Keys { slots: 24 },
+            block: 256,
+            element: rows,
+            paged: true,
+        }
+        .program()?,
         planes.decode_program(),
         planes.encode_program(),
         codec::Encode::join_program(),
     ];
+    programs.extend(scalar.programs(DEVICES[1].1)?);
     programs.extend(
         [planes.transform_program(), planes.points_program(), planes.quantize_program()]
             .into_iter()

@@ -20,6 +20,7 @@ fn main() -> Result<()> {
     let shape = AttendShape {
         dim,
         key_slots,
+        uniform_keys: false,
         value_bits,
         block,
         group,

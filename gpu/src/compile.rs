@@ -82,7 +82,9 @@ const HEADERS: &[Source] = &[
     source!("softmax_reduce.cuh"),
     source!("sq_attend/keys.cuh"),
     source!("sq_attend/queries.cuh"),
+    source!("sq_attend/ring.cuh"),
     source!("sq_attend/shape.cuh"),
+    source!("sq_attend/uniform_codes.cuh"),
     source!("sq_attend/values.cuh"),
     source!("sq_encode.cuh"),
     source!("sq_key_table.cuh"),
@@ -382,9 +384,19 @@ mod tests {
         let hybrid =
             HybridShape { keys, values, group: 4, element, rule, paged: true, addends: true, adaptive: true };
         let hybrid = hybrid.programs((9, 0), 227 << 10).unwrap();
-        let (dim, key_slots, value_bits, block, mean_errors) = (128, 23, 3, 64, true);
-        let scalar =
-            sq::AttendShape { dim, key_slots, value_bits, block, group, element, mean_errors, paged: true };
+        let scalar = sq::AttendShape {
+            dim: 128,
+            key_slots: 23,
+            uniform_keys: false,
+            value_bits: 3,
+            block: 64,
+            group,
+            element,
+            mean_errors: true,
+            addends: true,
+            paged: true,
+        };
+        let side = sq::Side::Keys { slots: 23 };
         let programs = [
             attend.program(227 << 10).unwrap(),
             search.program((8, 0), 163 << 10).unwrap(),
@@ -394,7 +406,10 @@ mod tests {
             hybrid[2].clone(),
             svd::GramShape { dim: 128, element }.program((9, 0)).unwrap(),
             svd::AttendShape { dim: 128, element }.program().unwrap(),
-            scalar.program().unwrap(),
+            scalar.programs(227 << 10).unwrap()[0].clone(),
+            sq::DecodeShape { dim: 128, side, block: 64, element: element.into(), paged: true }
+                .program()
+                .unwrap(),
         ];
         for program in programs {
             for header in program.headers() {

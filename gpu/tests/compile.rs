@@ -297,24 +297,24 @@ fn attention_on_scalar_codes() {
         (256, 64, 4, 4, false, false),
         (256, 32, 2, 8, true, true),
     ];
-    let programs = shapes.map(|(dim, key_slots, value_bits, group, mean_errors, paged)| {
-        let (block, element) = (256, if paged { Element::Bf16 } else { Element::F16 });
-        [false, true].map(|addends| {
-            let shape = sq::AttendShape {
-                dim,
-                key_slots,
-                value_bits,
-                block,
-                group,
-                element,
-                mean_errors,
-                addends,
-                paged,
-            };
-            shape.program().unwrap()
+    let of_shape = |(dim, key_slots, value_bits, group, mean_errors, paged)| {
+        let uniform = (16 * key_slots % dim == 0).then_some((true, false));
+        let options = [(false, false), (false, true)].into_iter().chain(uniform);
+        options.map(move |(uniform_keys, addends)| sq::AttendShape {
+            dim,
+            key_slots,
+            uniform_keys,
+            value_bits,
+            block: 256,
+            group,
+            element: if paged { Element::Bf16 } else { Element::F16 },
+            mean_errors,
+            addends,
+            paged,
         })
-    });
-    check(|_| programs.concat(), true);
+    };
+    let shapes = || shapes.into_iter().flat_map(of_shape);
+    check(|shared_memory| shapes().flat_map(|shape| shape.programs(shared_memory).unwrap()).collect(), true);
 }
 
 #[test]

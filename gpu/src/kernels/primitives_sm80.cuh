@@ -101,10 +101,15 @@ __device__ __forceinline__ void mma_m16n8k32_u8s8(int (&c)[4], const u32 (&a)[4]
         : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-__device__ __forceinline__ void mma_m16n8k32_u8u8_init(int (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    asm(MMA_M16N8K32("u8") "{%10, %10, %10, %10};"
+__device__ __forceinline__ void mma_m16n8k32_u8s8_init(int (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm(MMA_M16N8K32("s8") "{%10, %10, %10, %10};"
         : "=r"(c[0]), "=r"(c[1]), "=r"(c[2]), "=r"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(0));
+}
+__device__ __forceinline__ void mma_m16n8k32_u8u8(int (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm(MMA_M16N8K32("u8") "{%0, %1, %2, %3};"
+        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 // Two FP8 numbers (E4M3), in the low 16 bits, as two halves. NaN stays NaN.

@@ -14,6 +14,14 @@ use crate::{Device, Element, Error, Program};
 
 /// The most slots of keys: bits of each byte lane of a tile, 8 bits of 128 components.
 const MAX_KEY_SLOTS: usize = 64;
+/// Stages of a warp's ring of tiles.
+const STAGES: usize = 2;
+/// Floats of a query's result after its components.
+const RESULT_PADDING: usize = 4;
+/// The shared memory of a block on sm_90.
+const SHARED_MEMORY_SM_90: usize = 227 << 10;
+/// Bytes of shared memory that the system takes of every block.
+const RESERVED: usize = 1 << 10;
 
 /// Compile-time shape of [`Attend`].
 ///
@@ -22,9 +30,18 @@ const MAX_KEY_SLOTS: usize = 64;
 /// use kv_gpu::{Element, sq::AttendShape};
 /// let keys = pq_core::sq::Shape::uniform(128, 3)?; // or of any mix of widths: `pq_core::sq::allot`
 /// let (dim, key_slots, value_bits, block, group) = (keys.dim(), keys.slots(), 2, 256, 4);
-/// let (element, mean_errors, addends, paged) = (Element::F16, true, false, false);
-/// let shape =
-///     AttendShape { dim, key_slots, value_bits, block, group, element, mean_errors, addends, paged };
+/// let shape = AttendShape {
+///     dim,
+///     key_slots,
+///     uniform_keys: true,
+///     value_bits,
+///     block,
+///     group,
+///     element: Element::F16,
+///     mean_errors: true,
+///     addends: false,
+///     paged: false,
+/// };
 /// assert!(shape.check().is_ok());
 /// # Ok::<(), pq_core::Error>(())
 /// ```
@@ -35,6 +52,9 @@ pub struct AttendShape {
     /// [`Shape::slots`](pq_core::sq::Shape::slots) of the keys, the same for all heads. The widths of their
     /// components are data: a [`KeyTable`] per head.
     pub key_slots: usize,
+    /// Whether all components of the keys of all heads have the same bits. The kernel then needs no table,
+    /// and fewer instructions for a key.
+    pub uniform_keys: bool,
     /// Bits of the values' components, 1 to 4.
     pub value_bits: usize,
     /// Tokens of a block, which have the same steps and queries: a multiple of 32, at most 256.
@@ -62,6 +82,8 @@ impl AttendShape {
             "64, 96, 128 or 256 components"
         } else if !(1..=MAX_KEY_SLOTS.min(self.dim / 2)).contains(&self.key_slots) {
             "keys of 1 to 64 slots, of at most 8 bits per component"
+        } else if self.uniform_keys && !(16 * self.key_slots).is_multiple_of(self.dim) {
+            "whole bits per component of uniform keys"
         } else if !(1..=4).contains(&self.value_bits) {
             "values of 1 to 4 bits"
         } else if !self.block.is_multiple_of(sq::TILE) || !(1..=sq::MAX_BLOCK).contains(&self.block) {
@@ -74,32 +96,10 @@ impl AttendShape {
         Err(Error::Unsupported { operation: format!("{self:?}"), supported })
     }
 
-    /// Queries of a block of threads, whose limbs fill one or two MMAs of 8 columns. A thread has no registers
-    /// for the sums of 8 queries of 256 components.
+    /// Queries of a block of threads, whose limbs fill one or two MMAs of 8 columns. A thread has no
+    /// registers for the sums of 8 queries of 256 components.
     const fn queries(&self) -> usize {
         if self.group <= 4 || self.dim > 128 { 4 } else { 8 }
-    }
-
-    /// Warps of a block of threads: fewer if a thread needs more registers for a tile and its sums.
-    fn warps(&self) -> usize {
-        let codes = 4 * self.key_table().row_count() + self.dim / 32 * self.value_bits;
-        let sums = self.dim * self.queries() / 32;
-        let addends = if self.addends && self.queries() == 8 { 20 } else { 0 };
-        match codes + sums + addends {
-            0..=40 => 16,
-            41..=54 => 12,
-            _ => 8,
-        }
-    }
-
-    /// Threads of a block.
-    fn threads(&self) -> u32 {
-        self.warps() as u32 * 32
-    }
-
-    /// `RESULT` of the kernel.
-    const fn result_len(&self) -> usize {
-        self.dim + 4
     }
 
     /// The layout of the tables of the keys.
@@ -108,31 +108,95 @@ impl AttendShape {
         KeyTable::new(self.dim, self.key_slots)
     }
 
-    /// `SHARED` of the kernel.
-    fn shared_bytes(&self) -> usize {
-        let of_warp = self.queries() * self.result_len() + self.queries() / 4 * self.dim * 2;
-        (self.warps() * of_warp + self.key_table().table_len() + 16) * 4
+    /// The bits of every component of the keys, 0 if they differ.
+    const fn key_width(&self) -> usize {
+        if self.uniform_keys { self.key_slots * 16 / self.dim } else { 0 }
     }
 
-    /// The kernel, for [`compile`](crate::compile) without a device.
+    /// How few long sequences of heads are run, and many.
+    fn plans(&self, shared_memory: usize) -> Result<[Plan; 2], Error> {
+        self.check()?;
+        // A thread of 4 times 4 warps has 128 registers, of 3 times 4 or of 12 warps 168. On sm_80 options take
+        // some more. Pages do not change the plan, so that the results are the same bytes.
+        let few_options = shared_memory >= SHARED_MEMORY_SM_90 || !(self.mean_errors || self.addends);
+        let small = self.queries() == 4 && self.dim <= 128 && few_options;
+        let few = if self.queries() == 8 && !few_options { 8 } else { 12 };
+        let many = if small { 4 } else { 3 };
+        let fitting = |layouts: &[(usize, usize)]| {
+            let mut plans = layouts.iter().map(|&(warps, resident)| Plan { shape: *self, warps, resident });
+            plans.find(|plan| plan.shared_bytes() <= plan.of_block(shared_memory))
+        };
+        match (fitting(&[(few, 1), (8, 1), (4, 1)]), fitting(&[(4, many), (4, 2), (4, 1)])) {
+            (Some(few), Some(many)) => Ok([few, many]),
+            _ => Err(Error::Unsupported {
+                operation: format!("{self:?}"),
+                supported: "shapes of which two tiles for 4 warps fit the shared memory of the device",
+            }),
+        }
+    }
+
+    /// The kernels for blocks of up to `shared_memory` bytes ([`Device::shared_memory`]), for
+    /// [`compile`](crate::compile) without a device: for few long sequences of heads, and for many.
     ///
     /// # Errors
     /// [`Error::Unsupported`].
-    pub fn program(&self) -> Result<Program, Error> {
-        self.check()?;
+    pub fn programs(&self, shared_memory: usize) -> Result<[Program; 2], Error> {
+        Ok(self.plans(shared_memory)?.map(|plan| plan.program()))
+    }
+}
+
+/// How a shape is run.
+#[derive(Clone, Copy)]
+struct Plan {
+    shape: AttendShape,
+    warps: usize,    // of a block of threads
+    resident: usize, // blocks of a multiprocessor
+}
+
+impl Plan {
+    /// Bytes of shared memory that a block can have if a block alone can have `shared_memory`.
+    const fn of_block(&self, shared_memory: usize) -> usize {
+        (shared_memory + RESERVED) / self.resident - RESERVED
+    }
+
+    fn threads(&self) -> u32 {
+        self.warps as u32 * 32
+    }
+
+    /// `STAGE` of the kernel: bytes of a tile.
+    fn stage_bytes(&self) -> usize {
+        let AttendShape { dim, key_slots, value_bits, addends, .. } = self.shape;
+        let codes = [key_slots, dim / 16 * value_bits].map(|slots| (64 * slots).next_multiple_of(128));
+        let addends = if addends { self.shape.queries() * sq::TILE * 2 } else { 0 };
+        codes[0] + codes[1] + 128 + addends
+    }
+
+    /// `SHARED` of the kernel.
+    fn shared_bytes(&self) -> usize {
+        let (dim, queries) = (self.shape.dim, self.shape.queries());
+        let of_warp = STAGES * self.stage_bytes() + 4 * queries * (dim + RESULT_PADDING) + 2 * queries * dim;
+        let table = if self.shape.uniform_keys { 0 } else { self.shape.key_table().table_len() };
+        self.warps * of_warp + (table.next_multiple_of(4) + 16) * 4
+    }
+
+    fn program(&self) -> Program {
+        let shape = &self.shape;
         let defines = [
-            ("HEAD_DIM", self.dim),
-            ("ELEMENT", self.element as usize),
-            ("QUERIES", self.queries()),
-            ("KEY_SLOTS", self.key_slots),
-            ("VALUE_BITS", self.value_bits),
-            ("BLOCK", self.block),
-            ("WARPS", self.warps()),
-            ("MEAN_ERRORS", usize::from(self.mean_errors)),
-            ("ADDENDS", usize::from(self.addends)),
+            ("HEAD_DIM", shape.dim),
+            ("ELEMENT", shape.element as usize),
+            ("QUERIES", shape.queries()),
+            ("KEY_SLOTS", shape.key_slots),
+            ("KEY_WIDTH", shape.key_width()),
+            ("VALUE_BITS", shape.value_bits),
+            ("BLOCK", shape.block),
+            ("WARPS", self.warps),
+            ("RESIDENT", self.resident),
+            ("STAGES", STAGES),
+            ("MEAN_ERRORS", usize::from(shape.mean_errors)),
+            ("ADDENDS", usize::from(shape.addends)),
             ("SHARED_BYTES", self.shared_bytes()),
         ];
-        Ok(Program::new(source!("sq_attend/attend.cu"), &defines).define_if(self.paged, "PAGED"))
+        Program::new(source!("sq_attend/attend.cu"), &defines).define_if(shape.paged, "PAGED")
     }
 }
 
@@ -163,10 +227,11 @@ pub struct AttendArguments {
     /// `f16` (pages or batch, heads, blocks, dim): mean errors of the values, given if and only if the shape
     /// has them.
     pub mean_errors: Option<DevicePtr<f16>>,
-    /// Terms that are added to the scores, such as those of the keys' mean, given if and only if the shape has
-    /// them: [`pq::RopeMeanScores`](crate::pq::RopeMeanScores) writes them.
+    /// Terms that are added to the scores, such as those of the keys' mean, given if and only if the shape
+    /// has them: [`pq::RopeMeanScores`](crate::pq::RopeMeanScores) writes them.
     pub addends: Option<Addends>,
-    /// `u32` (heads, [`KeyTable::table_len`]): where the codes of keys are.
+    /// `u32` (heads, [`KeyTable::table_len`]): where the codes of keys are. Not read if all have the same
+    /// bits.
     pub key_tables: DevicePtr<u32>,
     /// `f32` (batch, heads, `query_blocks`, group, dim): the queries in the dual basis of each block: rotated
     /// by minus the position of its middle, times the dual of the keys' basis.
@@ -220,7 +285,6 @@ struct KernelArguments {
     max_pages: u32,
     query_blocks: u32,
     addend_tiles: u32,
-    padding: u32,
     scale: f32,
     value_step: f32,
 }
@@ -230,17 +294,17 @@ const _: () = assert!(size_of::<KernelArguments>() == 152);
 /// Decode attention over scalar codes, `pq_core::sq::attend_into`, for a ragged batch.
 ///
 /// Codes are multiplied as they are stored, by int8 tensor cores: the queries are integers of 15 bits, as on
-/// the CPU, and the weights integers of 16 bits of the largest of 32 tokens. The kernel splits the tokens of a
-/// batch evenly over its blocks. A launch allocates nothing and does not synchronize, and a captured graph
-/// stays valid. The same inputs give the same bytes.
+/// the CPU, and the weights integers, of which the largest of 32 tokens has 10 to 16 bits. The kernel splits
+/// the tokens of a batch evenly over its blocks. A launch allocates nothing and does not synchronize, and a
+/// captured graph stays valid. The same inputs give the same bytes in batches of the same size.
 ///
 /// # Cost
 /// Every code is read once for up to 8 query heads of its group, 4 with 256 components.
 /// # Source
 /// Transform coding, as `pq_core::sq` describes it; limbs as in the int8 emulation of wider products.
 pub struct Attend {
-    kernel: Kernel,
     shape: AttendShape,
+    kernels: [(Kernel, Plan); 2], // for few long sequences of heads, and for many
     sm_count: usize,
 }
 
@@ -250,27 +314,35 @@ impl Attend {
     /// # Errors
     /// [`Error::Unsupported`], [`Error::NoNvrtc`], [`Error::Compile`] or [`Error::Driver`].
     pub fn new(device: &Device, shape: AttendShape) -> Result<Self, Error> {
-        let kernel = device.kernel(&shape.program()?, "sq_attend", shape.shared_bytes())?;
-        let kernel = kernel.prefer_l1(shape.threads())?;
-        Ok(Self { kernel, shape, sm_count: device.sm_count() })
+        let kernel = |plan: Plan| {
+            let kernel = device.kernel(&plan.program(), "sq_attend", plan.shared_bytes())?;
+            Ok((kernel, plan))
+        };
+        let [few, many] = shape.plans(device.shared_memory())?.map(kernel);
+        Ok(Self { shape, kernels: [few?, many?], sm_count: device.sm_count() })
     }
 
-    /// Blocks of a slice of a group, and slices.
-    fn grid(&self) -> (usize, usize) {
-        let slices = self.shape.group.div_ceil(self.shape.queries());
-        ((self.sm_count / slices).max(1), slices)
+    /// Slices of a group.
+    const fn slices(&self) -> usize {
+        self.shape.group.div_ceil(self.shape.queries())
+    }
+
+    /// Blocks of a slice.
+    fn blocks(&self, plan: &Plan) -> usize {
+        (self.sm_count * plan.resident / self.slices()).max(1)
     }
 
     /// Floats of the partial results of blocks that share a sequence.
     fn partials_len(&self) -> usize {
-        let (blocks, slices) = self.grid();
-        (blocks * slices).saturating_mul(2 * self.shape.queries() * self.shape.result_len())
+        let blocks = self.kernels.iter().map(|(_, plan)| self.blocks(plan)).max().unwrap_or(0);
+        let of_block = 2 * self.shape.queries() * (self.shape.dim + RESULT_PADDING);
+        (blocks * self.slices()).saturating_mul(of_block)
     }
 
     /// Bytes of workspace for launches of up to `batch` sequences with up to `heads` KV heads.
     #[must_use]
     pub fn workspace_len(&self, batch: usize, heads: usize) -> usize {
-        let counters = batch.saturating_mul(heads).saturating_mul(self.grid().1);
+        let counters = batch.saturating_mul(heads).saturating_mul(self.slices());
         self.partials_len().saturating_add(counters).saturating_mul(4)
     }
 
@@ -285,32 +357,34 @@ impl Attend {
     /// [`AttendShape::key_table`]. The workspace was zeroed before the first launch, and no other launch uses
     /// it at the same time.
     pub unsafe fn launch(&self, stream: CUstream, arguments: &AttendArguments) -> Result<(), Error> {
-        let a = arguments;
+        let (a, shape) = (arguments, &self.shape);
         if a.batch == 0 || a.heads == 0 {
             return Ok(());
         }
-        if self.shape.paged != a.pages.is_some() {
+        if shape.paged != a.pages.is_some() {
             return Err(OPERATION.error("pages are given exactly when it is compiled for them"));
         }
-        if self.shape.mean_errors != a.mean_errors.is_some() {
+        if shape.mean_errors != a.mean_errors.is_some() {
             return Err(OPERATION.error("mean errors are given exactly when it is compiled for them"));
         }
-        if self.shape.addends != a.addends.is_some() {
+        if shape.addends != a.addends.is_some() {
             return Err(OPERATION.error("addends are given exactly when it is compiled for them"));
         }
         if a.blocks == 0 {
             return Err(OPERATION.error("no room for a block"));
         }
         let in_32_bits = |what, size| OPERATION.in_32_bits(what, size);
+        let is_many = a.batch.saturating_mul(a.heads) >= self.sm_count / 2;
+        let (kernel, plan) = &self.kernels[usize::from(is_many)];
         let max_pages = a.pages.map_or(1, |pages| pages.max_pages);
-        let tiles = a.blocks.saturating_mul(max_pages).saturating_mul(self.shape.block / sq::TILE);
-        // The kernel counts work in 32 bits: a tile is a unit, and the cost of an entry 20.
-        let units = tiles.saturating_add(20).saturating_mul(a.batch.saturating_mul(a.heads));
-        in_32_bits("units of work (1 for 32 tokens of a head, 20 for the head)", units)?;
-        let (blocks, slices) = self.grid();
-        let grid = OPERATION.grid(&[("blocks", blocks), ("slices of a group", slices)])?;
+        let tiles = a.blocks.saturating_mul(max_pages).saturating_mul(shape.block / sq::TILE);
+        // The kernel counts work in 32 bits: a tile is a unit, and the cost of an entry `ENTRY_COST`.
+        let entry_cost = 5 * plan.warps;
+        let units = tiles.saturating_add(entry_cost).saturating_mul(a.batch.saturating_mul(a.heads));
+        in_32_bits("units of work (1 for 32 tokens of a head, and some for the head)", units)?;
+        let grid = OPERATION.grid(&[("blocks", self.blocks(plan)), ("slices of a group", self.slices())])?;
         let partials = a.workspace.cast::<f32>();
-        let step = sq::STEPS[self.shape.value_bits] / (self.shape.dim as f32).sqrt();
+        let step = sq::STEPS[shape.value_bits] / (shape.dim as f32).sqrt();
         let kernel_arguments = KernelArguments {
             keys: a.keys,
             values: a.values,
@@ -328,16 +402,15 @@ impl Attend {
             log_sum_exp: a.log_sum_exp,
             batch: a.batch as u32,
             heads: a.heads as u32,
-            group: self.shape.group as u32,
+            group: shape.group as u32,
             blocks: in_32_bits("blocks", a.blocks)?,
             max_pages: in_32_bits("pages", max_pages)?,
             query_blocks: in_32_bits("blocks of queries", a.query_blocks)?,
             addend_tiles: in_32_bits("tiles of addends", a.addends.map_or(0, |addends| addends.tiles))?,
-            padding: 0,
             scale: a.scale * std::f32::consts::LOG2_E,
             value_step: step,
         };
         // SAFETY: the structure is the kernel's argument; the caller upholds the contract of its pointers.
-        unsafe { self.kernel.launch(stream, grid, self.shape.threads(), a.pdl, &kernel_arguments) }
+        unsafe { kernel.launch(stream, grid, plan.threads(), a.pdl, &kernel_arguments) }
     }
 }

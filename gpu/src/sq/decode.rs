@@ -63,8 +63,8 @@ pub struct DecodeArguments {
     pub counts: DevicePtr<u32>,
     /// `u32` (heads, [`KeyTable::table_len`]), given if and only if the rows are keys.
     pub key_tables: Option<DevicePtr<u32>>,
-    /// Bytes (pages or batch, heads, blocks, dim): steps of keys; or (pages or batch, heads, blocks, tokens of
-    /// a block): norms of values.
+    /// Bytes (pages or batch, heads, blocks, dim): steps of keys; or (pages or batch, heads, blocks, tokens
+    /// of a block): norms of values.
     pub scales: DevicePtr<u8>,
     /// Words (pages or batch, heads, blocks, [`words_len`](pq_core::sq::Shape::words_len) of a block).
     pub words: DevicePtr<u32>,

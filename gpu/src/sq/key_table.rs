@@ -41,7 +41,7 @@ impl KeyTable {
     }
 
     /// The number of rows of a tile.
-    pub(super) fn row_count(self) -> usize {
+    fn row_count(self) -> usize {
         self.rows().count()
     }
 

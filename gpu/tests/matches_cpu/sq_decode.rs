@@ -1,4 +1,5 @@
-//! Decoded rows of scalar codes are those of `pq_core::sq::decode_keys_into` and `decode_values_into`, rounded.
+//! Decoded rows of scalar codes are those of `pq_core::sq::decode_keys_into` and `decode_values_into`,
+//! rounded.
 
 use half::f16;
 use kv_gpu::pq::Pages;
