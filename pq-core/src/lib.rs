@@ -83,7 +83,7 @@ pub use codes_mut::CodesMut;
 pub use drift::Drift;
 pub use encode::{decode_into, encode_into, encode_into_with, encode_rows_into, encode_rows_into_with};
 pub use error::Error;
-pub use gaussian_codebook::gaussian_centroids;
+pub use gaussian_codebook::{gaussian_centroids, gaussian_gain};
 pub use group::{GroupRule, combine_group_into, combine_group_into_with};
 #[cfg(feature = "alloc")]
 pub use head_books::HeadBooks;

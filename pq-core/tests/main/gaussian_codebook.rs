@@ -47,6 +47,13 @@ fn errors_are_those_of_good_quantizers() {
 }
 
 fn error(dsub: usize, nbits: u32) -> f64 {
+    let (rows, decoded) = coded(dsub, nbits);
+    let squares = rows.iter().zip(&decoded).map(|(x, y)| f64::from(x - y).powi(2));
+    squares.sum::<f64>() / rows.len() as f64 * 16.0
+}
+
+/// Rows (4096, 16) of independent components, and as they are decoded.
+fn coded(dsub: usize, nbits: u32) -> (Vec<f32>, Vec<f32>) {
     let shape = PqShape::new(16, 16 / dsub, nbits).unwrap();
     let book = CodebookBuf::gaussian(shape).unwrap();
     // Sums of uniform numbers; unit variance over sqrt(dim), as rows of norm 1 have.
@@ -64,8 +71,21 @@ fn error(dsub: usize, nbits: u32) -> f64 {
     codes.append(&book.view(), &rows).unwrap();
     let mut decoded = vec![0.0; rows.len()];
     decode_into(&book.view(), &codes.view(), 0, &mut decoded).unwrap();
-    let squares = rows.iter().zip(&decoded).map(|(x, y)| f64::from(x - y).powi(2));
-    squares.sum::<f64>() / rows.len() as f64 * 16.0
+    (rows, decoded)
+}
+
+/// Decoded rows times the gain have rows as their mean: no part of a row is lost in an average of many.
+#[test]
+fn gains_undo_the_shortening_of_rows() {
+    for nbits in 4..=8 {
+        for dsub in [1, 2, 4, 8, 16] {
+            let (rows, decoded) = coded(dsub, nbits);
+            let dot = |x: &[f32], y: &[f32]| x.iter().zip(y).map(|(x, y)| f64::from(x * y)).sum::<f64>();
+            let gain = f64::from(gaussian_gain(dsub, nbits).unwrap());
+            let kept = gain * dot(&rows, &decoded) / dot(&rows, &rows);
+            assert!((kept - 1.0).abs() < 0.02, "{dsub} components, {nbits} bits: {kept}");
+        }
+    }
 }
 
 #[test]
@@ -73,6 +93,7 @@ fn other_subspaces_are_errors() {
     for (dsub, nbits) in [(3, 8), (0, 8), (32, 8), (1, 3), (1, 9)] {
         let expected = Error::NoGaussian { dsub, nbits };
         assert_eq!(gaussian_centroids(dsub, nbits).err(), Some(expected));
+        assert_eq!(gaussian_gain(dsub, nbits), Err(expected));
     }
     let shape = PqShape::new(96, 32, 8).unwrap();
     assert_eq!(CodebookBuf::gaussian(shape).err(), Some(Error::NoGaussian { dsub: 3, nbits: 8 }));
