@@ -41,6 +41,7 @@ fn main() -> Result<()> {
         rule: GroupRule::SumOfSoftmax,
         paged: false,
         addends: false,
+        value_norms: false,
         adaptive: false,
     };
     let hybrid = Hybrid::new(&gpu, shape)?;
@@ -55,6 +56,7 @@ fn main() -> Result<()> {
         key_table: key_table.pointer,
         value_table: value_table.pointer,
         key_errors: None,
+        value_norms: None,
         queries: queries.pointer.cast(),
         code_queries: None,
         lengths: lengths.pointer,

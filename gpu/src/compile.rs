@@ -63,6 +63,7 @@ const HEADERS: &[Source] = &[
     source!("pq_hybrid/coded_rows.cuh"),
     source!("pq_hybrid/codes.cuh"),
     source!("pq_hybrid/lut.cuh"),
+    source!("pq_hybrid/norms.cuh"),
     source!("pq_hybrid/plan.cuh"),
     source!("pq_hybrid/recenter.cuh"),
     source!("pq_hybrid/rows.cuh"),
@@ -381,8 +382,17 @@ mod tests {
         let search = SearchShape { quantizer: coarse, group: 4, rule: GroupRule::SumOfSoftmax };
         let (keys, values) = (PqShape::new(128, 16, 8).unwrap(), PqShape::new(128, 8, 8).unwrap());
         let rule = GroupRule::SumOfSoftmax;
-        let hybrid =
-            HybridShape { keys, values, group: 4, element, rule, paged: true, addends: true, adaptive: true };
+        let hybrid = HybridShape {
+            keys,
+            values,
+            group: 4,
+            element,
+            rule,
+            paged: true,
+            addends: true,
+            value_norms: true,
+            adaptive: true,
+        };
         let hybrid = hybrid.programs((9, 0), 227 << 10).unwrap();
         let scalar = sq::AttendShape {
             dim: 128,

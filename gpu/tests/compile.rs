@@ -192,8 +192,11 @@ fn attention_on_codes_and_exact_rows() {
             let quantizer = |(m, nbits)| PqShape::new(dim, m, nbits).unwrap();
             let (keys, values) = (quantizer(keys), quantizer(values));
             let (element, rule) = (Element::Bf16, GroupRule::SumOfSoftmax);
-            for (addends, adaptive) in [(false, false), (true, true)] {
-                let shape = HybridShape { keys, values, group, element, rule, paged, addends, adaptive };
+            for (addends, value_norms, adaptive) in
+                [(false, false, false), (true, false, true), (true, true, false), (true, true, true)]
+            {
+                let shape =
+                    HybridShape { keys, values, group, element, rule, paged, addends, value_norms, adaptive };
                 let programs = shape.programs(capability, shared_memory).unwrap();
                 for (program, most) in programs.iter().zip([0, 0, 128, 0]) {
                     if !compiled.insert((program.clone(), architecture)) {

@@ -31,6 +31,7 @@ use crate::{Device, Element, Error, Program};
 ///     rule: GroupRule::SumOfSoftmax,
 ///     paged: false,
 ///     addends: false,
+///     value_norms: false,
 ///     adaptive: false,
 /// };
 /// assert!(shape.check().is_ok());
@@ -52,6 +53,8 @@ pub struct HybridShape {
     pub paged: bool,
     /// Whether [`Addends`] are added to the scores.
     pub addends: bool,
+    /// Whether decoded values are multiplied by [norms](HybridArguments::value_norms).
+    pub value_norms: bool,
     /// Whether [`Hybrid::select`] determines how many tokens each head reads exactly ([`ErrorBound`]), up to
     /// k.
     pub adaptive: bool,
@@ -102,11 +105,12 @@ impl HybridShape {
         }
         let entry = self.selection().entry();
         // Weights are summed by code where that takes at most half of the accesses to shared memory, for up
-        // to two queries: more take longer to multiply by the codebook. For look-ups, two copies of the
+        // to two queries: more take longer to multiply by the codebook. Counters lack the range for weights
+        // times norms. For look-ups, two copies of the
         // centroids of at most 16 subspaces avoid bank conflicts: with 128 components a code then has two
         // rows, 2^16 bytes apart.
         let (m, ksub, dim) = (self.values.m(), self.values.ksub(), self.values.dim());
-        let sums_by_code = self.group <= 2 && 4 * self.additions() <= dim;
+        let sums_by_code = self.group <= 2 && !self.value_norms && 4 * self.additions() <= dim;
         let plan = |copies: Option<usize>, warps: usize| {
             let values = match copies {
                 None => ksub * ROW, // counters of two queries
@@ -164,7 +168,10 @@ impl HybridShape {
         let values = plan.copies.map_or(("BY_CODE", 1), |copies| ("VALUE_COPIES", copies));
         let program =
             self.selection().program(source!("pq_hybrid/attend.cu"), &[&defines[..], &[values]].concat());
-        program.define_if(self.adaptive, "ADAPTIVE").define_if(beside, "BESIDE")
+        program
+            .define_if(self.adaptive, "ADAPTIVE")
+            .define_if(beside, "BESIDE")
+            .define_if(self.value_norms, "VALUE_NORMS")
     }
 }
 
@@ -223,6 +230,10 @@ pub struct HybridArguments {
     /// `f32` (heads, dim): mean squared errors of the coded keys, for
     /// [`score_variances`](pq_core::Hybrid::score_variances); zeros if absent.
     pub key_errors: Option<DevicePtr<f32>>,
+    /// `f16` (pages or batch, heads, tiles, [`TILE`](super::TILE)), given exactly if the shape has
+    /// `value_norms`: the norms by which values were divided before encoding
+    /// ([`pq_core::divide_by_norms`]), as in [`Norms`](super::Norms). They are below 256, as coded norms are.
+    pub value_norms: Option<DevicePtr<f16>>,
     /// Elements (batch, heads, group, dim), within the range of `f16`.
     pub queries: DevicePtr<AnyElement>,
     /// As `queries`, in the space of the key codes if these encode rotated or projected keys
@@ -274,6 +285,7 @@ struct KernelArguments {
     common: CommonArguments,
     codes: DevicePtr<u8>,
     table: DevicePtr<f16>,
+    value_norms: Option<DevicePtr<f16>>,
     queries: DevicePtr<AnyElement>,
     exact_keys: Option<DevicePtr<AnyElement>>,
     exact_values: Option<DevicePtr<AnyElement>>,
@@ -292,7 +304,7 @@ struct KernelArguments {
     rows_arrive: u32,
 }
 
-const _: () = assert!(size_of::<KernelArguments>() == 232);
+const _: () = assert!(size_of::<KernelArguments>() == 240);
 
 /// Decode attention over the codes of all tokens, except that the few tokens with the largest weights use
 /// their exact rows: `pq_core::hybrid_select_into`, `pq_core::hybrid_attend_into` and
@@ -389,10 +401,13 @@ impl Hybrid {
     }
 
     fn check(&self, arguments: &HybridArguments) -> Result<(), Error> {
-        if self.shape.adaptive == arguments.bound.is_some() {
-            return Ok(());
+        if self.shape.adaptive != arguments.bound.is_some() {
+            return Err(OPERATION.error("a bound is given exactly when it is compiled for one"));
         }
-        Err(OPERATION.error("a bound is given exactly when it is compiled for one"))
+        if self.shape.value_norms != arguments.value_norms.is_some() {
+            return Err(OPERATION.error("norms are given exactly when it is compiled for them"));
+        }
+        Ok(())
     }
 
     /// Attends to the codes of all tokens but the selected ones, to their exact rows, and to the other exact
@@ -403,7 +418,7 @@ impl Hybrid {
     /// # Safety
     /// As for [`Hybrid::select`]; rows exist for all selected tokens, and exact lengths do not exceed their
     /// capacity. A kernel between the two launches triggers this one (PDL) only after the selection has
-    /// ended. No kernel after [`Hybrid::select`] writes tables, page tables, codes, lengths (of exact tokens,
+    /// ended. No kernel after [`Hybrid::select`] writes tables, page tables, codes, norms, lengths (of exact tokens,
     /// too) or k: they are read before the PDL wait.
     pub unsafe fn attend(&self, stream: CUstream, arguments: &HybridArguments) -> Result<(), Error> {
         let a = arguments;
@@ -416,6 +431,7 @@ impl Hybrid {
             common,
             codes: a.value_codes,
             table: a.value_table,
+            value_norms: a.value_norms,
             queries: a.queries,
             exact_keys: a.exact.map(|exact| exact.keys),
             exact_values: a.exact.map(|exact| exact.values),
@@ -489,11 +505,14 @@ mod tests {
                     rule: GroupRule::SumOfSoftmax,
                     paged: false,
                     addends: false,
+                    value_norms: false,
                     adaptive: false,
                 };
                 for kib in [99, 163, 227] {
                     let plan = shape.plan(kib << 10)?;
                     assert_eq!(plan.copies.is_none(), is_by_code, "{shape:?}, {kib} KiB");
+                    let plan = HybridShape { value_norms: true, ..shape }.plan(kib << 10)?;
+                    assert!(plan.copies.is_some(), "{shape:?} with norms, {kib} KiB");
                 }
             }
         }

@@ -238,6 +238,38 @@ fn addends_agree() {
     }
 }
 
+/// Norms of the coded values: of every group, in long and in ragged sequences, in pages, with a bound, of
+/// queries that are not finite.
+#[test]
+fn norms_of_values_agree() {
+    let Some(device) = device("norms_of_values_agree") else { return };
+    // At twice the spread the score of a single token may round by more than the tolerance.
+    let multiply = |case: &mut Case| (case.shape.value_norms, case.spread) = (true, 1.0);
+    run(&device, 800..816, multiply, |_| ());
+    for (seed, group) in (820..).zip((1..=8).cycle().take(16)) {
+        let of_group = |case: &mut Case| {
+            multiply(case);
+            (case.shape.group, case.shape.addends) = (group, seed % 2 == 0);
+            if seed % 3 == 0 {
+                case.adapt(0.2);
+            }
+        };
+        run(&device, seed..seed + 1, of_group, |_| ());
+    }
+    let lengthen = |case: &mut Case| {
+        multiply(case);
+        (case.capacity, case.batch, case.heads) = (40_000, 2, 1);
+        (case.lengths, case.ks) = (vec![39_990, 17], vec![400, 3]);
+        case.exact_lengths = vec![case.exact_capacity as u32; 2];
+        case.selected_len = 500;
+        case.page_tiles = if case.shape.paged { 8 } else { 1250 };
+    };
+    run(&device, 840..846, lengthen, |_| ());
+    for (seed, bad) in (850..).zip([f32::NAN, f32::INFINITY, f32::NEG_INFINITY].repeat(2)) {
+        run(&device, seed..seed + 1, multiply, |queries| queries[7] = bad);
+    }
+}
+
 #[test]
 fn queries_that_are_not_finite_spoil_themselves_alone() {
     let Some(device) = device("queries_that_are_not_finite_spoil_themselves_alone") else { return };
@@ -257,6 +289,7 @@ fn shapes_without_kernels_are_errors() {
         rule: GroupRule::SumOfSoftmax,
         paged: false,
         addends: false,
+        value_norms: false,
         adaptive: false,
     };
     assert!(good.programs((9, 0), 227 << 10).is_ok());

@@ -43,12 +43,13 @@ struct Variant {
     page: Option<usize>,
     exact: usize,   // sinks and window
     addends: bool,  // terms that are added to the scores
+    norms: bool,    // of the values
     adaptive: bool, // `share` is the mean over heads that choose by a bound
 }
 
 impl Default for Variant {
     fn default() -> Self {
-        Self { share: 100, page: None, exact: 0, addends: false, adaptive: false }
+        Self { share: 100, page: None, exact: 0, addends: false, norms: false, adaptive: false }
     }
 }
 
@@ -68,6 +69,9 @@ pub fn run(watch: &Stopwatch) {
     for load in LOADS.into_iter().filter(|load| load.2 == 1) {
         time(watch, [coarse, coarse], load, Variant { addends: true, ..Variant::default() });
     }
+    for load in LOADS.into_iter().chain(PAIRS) {
+        time(watch, [coarse, coarse], load, Variant { norms: true, ..Variant::default() });
+    }
     for (load, page) in PAGED {
         time(watch, [coarse, coarse], load, Variant { page: Some(page), ..Variant::default() });
     }
@@ -84,7 +88,7 @@ fn time(
     watch: &Stopwatch,
     quantizers: [PqShape; 2],
     (query_heads, heads, batch, n): Load,
-    Variant { share, page, exact, addends, adaptive }: Variant,
+    Variant { share, page, exact, addends, norms, adaptive }: Variant,
 ) {
     let (group, k) = (query_heads / heads, n / share);
     let [keys, values] = quantizers;
@@ -100,6 +104,9 @@ fn time(
     if addends {
         name += ", addends";
     }
+    if norms {
+        name += ", norms of values";
+    }
     if adaptive {
         name += ", by a bound";
     }
@@ -109,7 +116,8 @@ fn time(
     }
     let (element, rule) = (Element::F16, GroupRule::SumOfSoftmax);
     let paged = page.is_some();
-    let shape = HybridShape { keys, values, group, element, rule, paged, addends, adaptive };
+    let shape =
+        HybridShape { keys, values, group, element, rule, paged, addends, value_norms: norms, adaptive };
     let hybrid = Hybrid::new(&watch.gpu, shape).unwrap();
     let layouts = [(keys, Side::Keys), (values, Side::Values)]
         .map(|(shape, side)| CodeLayout::new(shape, side).unwrap());
@@ -170,6 +178,11 @@ fn time(
     let addends_there: Vec<_> = (0..if addends { copies } else { 0 })
         .map(|_| watch.upload(&addends_of_head.repeat(batch * heads)))
         .collect();
+    let norms_of_head: Vec<f16> =
+        (0..if norms { n } else { 0 }).map(|_| f16::from_f32(1.5) + uniform() * f16::from_f32(0.5)).collect();
+    let norms_there: Vec<_> = (0..if norms { copies } else { 0 })
+        .map(|_| watch.upload(&norms_of_head.repeat(batch * heads)))
+        .collect();
     let workspace = watch.zeros::<u8>(hybrid.workspace_len(batch, heads, n.next_multiple_of(TILE)));
     let selected = watch.zeros::<u32>(batch * heads * most);
     let out = watch.zeros::<f16>(queries.len());
@@ -183,6 +196,7 @@ fn time(
         key_table: watch.pointer(&tables[0]),
         value_table: watch.pointer(&tables[1]),
         key_errors: None,
+        value_norms: norms.then(|| watch.pointer(&norms_there[copy])),
         queries: watch.pointer(&queries_there).cast(),
         code_queries: None,
         lengths: watch.pointer(&lengths),
@@ -255,7 +269,10 @@ fn time(
     };
     let places = (0..group).flat_map(|query| (0..n).map(move |token| (query, token)));
     let bias: Vec<f32> = if addends { places.map(addend).collect() } else { Vec::new() };
+    let value_norms = wide(&norms_of_head);
     let tokens = CodedTokens::new(key_codes, value_codes, books[1].view())
+        .unwrap()
+        .with_value_scales(norms.then_some(&value_norms[..]))
         .unwrap()
         .with_bias(addends.then_some(&bias[..]));
     let (mut floats, mut coded) =
@@ -281,7 +298,10 @@ fn time(
     assert!((error / norm).sqrt() < 2e-3, "{shape:?}: {}", (error / norm).sqrt());
 
     let exact_rows = rows + batch * heads * exact;
-    let read = packed[0].len() + packed[1].len() + exact_rows * DIM * 2 * 2;
+    let read = packed[0].len()
+        + packed[1].len()
+        + 2 * batch * heads * norms_of_head.len()
+        + exact_rows * DIM * 2 * 2;
     watch.report(&name, &load, read as f64, us);
     watch.report(&format!("{name}, overlapped"), &load, read as f64, us_pdl);
 }

@@ -31,6 +31,7 @@ struct CodedRows : RowSums {
         const u64 row = (u64)sequence * a.heads + head;
         const ScoredTile* scores = a.scores_of(row);
         float p[4], level[4]; // row g + 8 (i / 2), query 2 l + i % 2
+        u16 norms[2];         // of rows g and g + 8
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             // The query is clamped for registers: with the condition alone, the kernel spills.
@@ -39,6 +40,15 @@ struct CodedRows : RowSums {
             const bool exists = 2 * l + i % 2 < GROUP && g + i / 2 * 8 < count;
             p[i] = near_score(exists ? __ldcg(&tile.scores[q][place_of(token % TILE)]) : NO_SCORE) - ORIGIN;
             level[i] = exists ? __ldcg(&tile.levels[q]) : NOTHING;
+        }
+        if constexpr (HAS_VALUE_NORMS) {
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const u32 token = token_of(g + i * 8);
+                TileIndices tiles;
+                tiles.begin(a, sequence, head, token / TILE);
+                norms[i] = __ldg(a.value_norms + (u64)tiles.own(token / TILE) * TILE + token % TILE);
+            }
         }
         u32 words[PARTS][4][4]; // [group of chunks][token 2 l + i % 2 + i / 2 * 8][word of a chunk]
 #pragma unroll
@@ -59,7 +69,10 @@ struct CodedRows : RowSums {
             }
         }
 #pragma unroll
-        for (int i = 0; i < 4; i++) p[i] = exp2_approx(p[i] + (level[i] - max[i % 2])), weight[i % 2] -= p[i];
+        for (int i = 0; i < 4; i++) {
+            p[i] = exp2_approx(p[i] + (level[i] - max[i % 2])), weight[i % 2] -= p[i];
+            if constexpr (HAS_VALUE_NORMS) p[i] = TileNorms::times_norm(p[i], norms[i / 2]);
+        }
         const u32 weights[2] = {movmatrix_trans(pack_half2(-p[0], -p[1])), movmatrix_trans(pack_half2(-p[2], -p[3]))};
 #pragma unroll
         for (int part = 0; part < PARTS; part++)

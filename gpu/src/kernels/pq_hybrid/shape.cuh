@@ -4,7 +4,8 @@
 // CPU twins: pq_core::hybrid_select_into, pq_core::hybrid_attend_into, pq_core::attend_exact_into. Compile-time shape:
 // HEAD_DIM 64 or 128; GROUP 1 to 8 query heads per KV head; KEY_M, VALUE_M 8, 16 or 32 subspaces; KEY_BITS,
 // VALUE_BITS 4 or 8; BY_CODE (code_weights.cuh) or VALUE_COPIES 1 or 2 (values.cuh); ELEMENT 1 (f16) or 2 (bf16);
-// MAX_RULE (keys.cuh); PAGED or not; ADAPTIVE or not (budget.cuh); ADDENDS or not (addends.cuh).
+// MAX_RULE (keys.cuh); PAGED or not; ADAPTIVE or not (budget.cuh); ADDENDS or not (addends.cuh); VALUE_NORMS or not
+// (norms.cuh).
 //
 // A step is two operations, so that rows can be fetched in between:
 //
@@ -43,10 +44,15 @@ constexpr bool IS_BY_CODE = true;
 #else
 constexpr bool IS_BY_CODE = false;
 #endif
+#ifdef VALUE_NORMS
+constexpr bool HAS_VALUE_NORMS = true;
+#else
+constexpr bool HAS_VALUE_NORMS = false;
+#endif
 // The logarithm to base 2 of the sum of a query's coded weights in attend.cu. Counters of 32 bits hold such sums with a
 // sign: those of a block that subtracts more than it has added are negative. With f16, weights down to 2^-39 of the sum
-// are represented.
-constexpr float WEIGHT_BITS = IS_BY_CODE ? 30 : 15;
+// are represented; times norms, which are below 2^8, down to 2^-32 of it.
+constexpr float WEIGHT_BITS = IS_BY_CODE ? 30 : HAS_VALUE_NORMS ? 8 : 15;
 // Queries of a table entry.
 constexpr int VEC = GROUP <= 2 ? 2 : GROUP <= 4 ? 4 : 8;
 
@@ -123,6 +129,7 @@ struct SelectArguments : Arguments {
 struct AttendArguments : Arguments {
     const u8* codes;          // codes of the values, in the layout of the keys
     const u32* table;         // codebooks of the values
+    const u16* value_norms;   // f16 [page][head][tile of page][TILE], read only if VALUE_NORMS
     const u16* queries;       // [sequence][head][GROUP][D]
     const u16* exact_keys;    // [sequence][head][exact_capacity][D]
     const u16* exact_values;  // as exact_keys

@@ -9,6 +9,7 @@
 // has shared memory for it (VALUE_COPIES 2). A code of 16 components counts as two sets.
 #pragma once
 #include "pq_hybrid/codes.cuh"
+#include "pq_hybrid/norms.cuh"
 #include "pq_hybrid/plan.cuh"
 #include "pq_hybrid/scored_tile.cuh"
 #include "tile_indices.cuh"
@@ -122,9 +123,10 @@ struct ValueSums {
         }
     }
 
-    // Converts scores of the lane's half to weights, as pairs of f16 in `weights[half][mma]`. `levels`: of the tile.
+    // Converts scores of the lane's half to weights of values, as pairs of f16 in `weights[half][mma]`. `levels`,
+    // `norms`: of the tile.
     __device__ __forceinline__ void weigh(u32 (&weights)[2][MMAS][2], const uint2 (&scores)[MMAS],
-                                          const float (&levels)[MMAS], int lane) {
+                                          const float (&levels)[MMAS], const TileNorms& norms, int lane) {
         const bool has_second = half_of(lane);
 #pragma unroll
         for (int m = 0; m < MMAS; m++) {
@@ -134,6 +136,8 @@ struct ValueSums {
 #pragma unroll
             for (int i = 0; i < 4; i++) p[i] = exp2_approx(near_score(pairs[i / 2], i % 2) - ORIGIN + level);
             weight[m] += (p[0] + p[1]) + (p[2] + p[3]);
+#pragma unroll
+            for (int i = 0; i < 4; i++) p[i] = norms.weight_of_value(p[i], lane % 4 + 4 * has_second + 8 * i);
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 const u32 own = pack_half2(p[2 * i], p[2 * i + 1]), other = __shfl_xor_sync(FULL, own, OTHER_HALF);
@@ -216,13 +220,15 @@ __device__ __forceinline__ void sum_tiles(const AttendArguments& a, const Plan<A
     const int place = ValueSums::half_of(lane) * 16 + l * 4;
     struct Tile {
         Values codes;
+        TileNorms norms;
         uint2 scores[MMAS]; // four of the lane's half
         float levels[MMAS];
     };
     auto load = [&](Tile& ahead) {
         // Reloads the last tile instead of branching: the lanes of the warp might not reconverge after a branch.
-        const u32 tile = min(walk.tile, end - 1);
-        ahead.codes.load(codes + (u64)tiles.take(tile) * Values::TILE_BYTES);
+        const u32 tile = min(walk.tile, end - 1), at = tiles.take(tile);
+        ahead.codes.load(codes + (u64)at * Values::TILE_BYTES);
+        ahead.norms.load(a, at, lane);
 #pragma unroll
         for (int m = 0; m < MMAS; m++) {
             const int query = min(m * COLUMNS + g % COLUMNS, GROUP - 1);
@@ -245,7 +251,7 @@ __device__ __forceinline__ void sum_tiles(const AttendArguments& a, const Plan<A
             if (TileIndices::PAGES && warp_uniform(tiles.left() == 0 && walk.tile < end)) begin_run();
             load(next); // prefetches one tile ahead
             u32 weights[2][MMAS][2], any = 0;
-            sums.weigh(weights, tile.scores, tile.levels, lane);
+            sums.weigh(weights, tile.scores, tile.levels, tile.norms, lane);
 #pragma unroll
             for (int i = 0; i < 4 * MMAS; i++) any |= weights[i / 2 / MMAS][i / 2 % MMAS][i % 2];
             // A tile is skipped if all its weights have underflowed.

@@ -6,7 +6,7 @@ mod on_device;
 use half::f16;
 use kv_gpu::Element;
 use kv_gpu::pq::{CodeLayout, HybridShape, Side, TILE};
-use pq_core::{CodebookBuf, Codes, GroupRule, PqShape, decode_into};
+use pq_core::{CodebookBuf, Codes, GroupRule, PqShape, decode_into, decode_norm};
 
 use crate::common::{Random, SIDES, from_element, to_element};
 
@@ -54,6 +54,7 @@ pub struct Inputs {
     pub pages: Vec<usize>,            // (batch, max_pages) and an unused page; (batch,) without pages
     pub pdl: bool,
     pub addends: Vec<f32>, // (batch, heads, group, capacity), halves, if the shape has some
+    pub value_norms: Vec<f32>, // (batch, heads, capacity), halves from 1/4 to 4; ones if the shape has none
 }
 
 /// The selection, how many tokens of each head (batch, heads) it has, and the bits of the outputs (batch,
@@ -97,6 +98,7 @@ impl Case {
             rule: random.pick(&[GroupRule::SumOfSoftmax, GroupRule::MaxOfSoftmax]),
             paged: random.below(2) == 1,
             addends: false,
+            value_norms: false,
             adaptive: false,
         };
         let capacity = random.pick(&[1, 31, 32, 33, 100, 700, 3000, 9000]);
@@ -199,7 +201,22 @@ impl Case {
         let pdl = random.below(2) == 1;
         let len = if shape.addends { batch * heads * shape.group * capacity } else { 0 };
         let addends = (0..len).map(|_| f16::from_f32(ADDEND * random.normal()).to_f32()).collect();
-        Inputs { queries, code_queries, errors, value_errors, exact, rows, books, codes, pages, pdl, addends }
+        let mut norm = || if shape.value_norms { decode_norm(96 + random.below(65) as u8) } else { 1.0 };
+        let value_norms = (0..batch * heads * capacity).map(|_| f16::from_f32(norm()).to_f32()).collect();
+        Inputs {
+            queries,
+            code_queries,
+            errors,
+            value_errors,
+            exact,
+            rows,
+            books,
+            codes,
+            pages,
+            pdl,
+            addends,
+            value_norms,
+        }
     }
 
     /// Makes the exact keys those that the codes stand for.
@@ -223,13 +240,30 @@ impl Case {
             let codes = Codes::new(layout.shape(), self.capacity, &codes[side as usize]).unwrap();
             layout.pack_into(&codes, &mut packed).unwrap();
             for (tile, packed) in packed.chunks_exact(layout.tile_len()).enumerate() {
-                let page = if self.shape.paged {
-                    inputs.pages[sequence * self.max_pages() + tile / self.page_tiles]
-                } else {
-                    sequence
-                };
-                let at = (page * self.heads + head) * self.page_tiles + tile % self.page_tiles;
+                let at = self.place_of(inputs, (sequence, head), tile);
                 memory[at * layout.tile_len()..][..layout.tile_len()].copy_from_slice(packed);
+            }
+        }
+        memory
+    }
+
+    /// The index of a head's tile among all tiles.
+    fn place_of(&self, inputs: &Inputs, (sequence, head): (usize, usize), tile: usize) -> usize {
+        let page = if self.shape.paged {
+            inputs.pages[sequence * self.max_pages() + tile / self.page_tiles]
+        } else {
+            sequence
+        };
+        (page * self.heads + head) * self.page_tiles + tile % self.page_tiles
+    }
+
+    /// The norms of the values of all sequences in tiles; those behind a sequence's length are not numbers.
+    pub fn value_norms(&self, inputs: &Inputs) -> Vec<f16> {
+        let mut memory = vec![f16::NAN; inputs.pages.len() * self.heads * self.page_tiles * TILE];
+        for (i, norms) in inputs.value_norms.chunks_exact(self.capacity).enumerate() {
+            let place = (i / self.heads, i % self.heads);
+            for (t, &norm) in norms[..self.lengths[place.0] as usize].iter().enumerate() {
+                memory[self.place_of(inputs, place, t / TILE) * TILE + t % TILE] = f16::from_f32(norm);
             }
         }
         memory

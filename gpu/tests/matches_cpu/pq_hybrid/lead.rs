@@ -4,7 +4,7 @@
 use half::f16;
 use kv_gpu::pq::Side;
 use kv_gpu::{Device, Element};
-use pq_core::{CodebookBuf, Codes, GroupRule, PqShape, decode_into};
+use pq_core::{CodebookBuf, Codes, GroupRule, PqShape, decode_into, decode_norm};
 
 use super::case::{Case, Index, Inputs, Outputs};
 use crate::common::{Random, device, from_element, relative_error};
@@ -140,6 +140,12 @@ fn defined(case: &Case, inputs: &Inputs, outputs: &Outputs, head: usize) -> Vec<
         let codes = Codes::new(shape, n, &inputs.codes[head][side][..shape.codes_len(n)]).unwrap();
         let mut rows = vec![0.0; n * dim];
         decode_into(&inputs.books[head][side].view(), &codes, 0, &mut rows).unwrap();
+        if side == Side::Values as usize {
+            let norms = &inputs.value_norms[head * case.capacity..];
+            for (row, norm) in rows.chunks_exact_mut(dim).zip(norms) {
+                row.iter_mut().for_each(|x| *x *= norm);
+            }
+        }
         for &token in selected {
             let exact = &inputs.rows[side][(head * case.capacity + token as usize) * dim..][..dim];
             rows[token as usize * dim..][..dim].copy_from_slice(exact);
@@ -248,6 +254,26 @@ fn tokens_that_are_not_selected_lead() {
             let mut step = Lead::new(form, group, values, lead, leaders);
             step.case.ks = vec![k];
             step.check(&device);
+        }
+    }
+}
+
+/// Norms are factors of the values of leading tokens, too, whether these are selected or not.
+#[test]
+fn leading_values_have_norms() {
+    let Some(device) = device("leading_values_have_norms") else { return };
+    for (form, lead) in FORMS.into_iter().flat_map(|form| LEADS.map(|lead| (form, lead))) {
+        for (shape, k, leaders) in
+            [(0, 8, vec![733]), (5, 8, vec![40, 41]), (3, 0, vec![9]), (9, 2, vec![0, 31, 700])]
+        {
+            let (group, values) = SHAPES[shape];
+            let mut step = Lead::new(form, group, values, lead, leaders);
+            (step.case.ks, step.case.shape.value_norms) = (vec![k], true);
+            step.check(&device);
+            // The largest that a byte stands for.
+            let mut inputs = step.inputs();
+            inputs.value_norms.fill(f16::from_f32(decode_norm(u8::MAX)).to_f32());
+            step.check_within(&device, &inputs, TOLERANCE);
         }
     }
 }

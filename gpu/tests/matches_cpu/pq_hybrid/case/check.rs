@@ -49,6 +49,8 @@ impl Case {
                 .collect();
             let tokens = CodedTokens::new(keys, values, books[Side::Values as usize].view())
                 .unwrap()
+                .with_value_scales(&inputs.value_norms[i * capacity..][..n])
+                .unwrap()
                 .with_bias(shape.addends.then_some(&bias[..]));
             let variance = |query: &[f32]| {
                 let errors = &inputs.errors[i % heads * dim..][..dim];

@@ -32,6 +32,7 @@ impl Case {
         let total = Buffer::new(device, &[0_u64]);
         let page_table = Buffer::new(device, &self.page_table(inputs));
         let addends = Buffer::new(device, &self.addends(inputs));
+        let value_norms = Buffer::new(device, &self.value_norms(inputs));
         let mut lengths = Buffer::new(device, &self.lengths);
         let exact_lengths = Buffer::new(device, &self.exact_lengths);
         let ks = Buffer::new(device, &self.ks);
@@ -55,6 +56,7 @@ impl Case {
             key_table: key_table.pointer(),
             value_table: value_table.pointer(),
             key_errors: self.has_errors.then(|| errors.pointer()),
+            value_norms: shape.value_norms.then(|| value_norms.pointer()),
             queries: queries.pointer().cast(),
             code_queries: self.has_code_queries.then(|| code_queries.pointer().cast()),
             lengths: lengths.pointer(),
