@@ -36,13 +36,16 @@ impl Plan {
                     CodedRows::Plain(_) => None,
                     CodedRows::Transformed(form, _) => Some(*form),
                 };
+                if form.is_some_and(|form| form.norms.keys.is_some() != form.norms.values.is_some()) {
+                    return Err(Error::argument("attention to codes has norms of keys and values, or none"));
+                }
                 let paging = paging(pages.is_some());
                 check_encoders(*quantizers, shape.element, paging)?;
                 Ok(million::kernel(shape, *quantizers, form, paging).check()?)
             }
             Self::Hybrid(plan, _) => {
-                if plan.form.norms {
-                    return Err(Error::argument("hybrid attention selects by codes without norms"));
+                if plan.form.norms.keys.is_some() {
+                    return Err(Error::argument("hybrid attention selects by codes of keys without norms"));
                 }
                 check_encoders(plan.quantizers, shape.element, paging(false))?;
                 Ok(hybrid::kernels(shape, plan).check()?)

@@ -54,12 +54,13 @@ pub enum CodedRows {
 }
 
 /// The form of transformed rows that is coded.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct RowForm {
     /// Whether the rotated mean is subtracted from keys.
     pub rotated_mean: bool,
-    /// Whether keys and values are divided by their norms, which are stored.
-    pub norms: bool,
+    /// The factor of rows that are then divided by their norms, which are stored; none if they are not. Above 1
+    /// it makes up for codes that shorten rows ([`pq_core::gaussian_gain`]).
+    pub norms: Pair<Option<f32>>,
 }
 
 /// One head's codes of transformed rows.
@@ -96,7 +97,7 @@ pub struct HeadMaps {
 pub struct HybridPlan {
     /// The quantizers of keys and of values.
     pub quantizers: Pair<PqShape>,
-    /// The form of the coded rows, without norms.
+    /// The form of the coded rows, of which keys are without norms.
     pub form: RowForm,
     /// The rows per step, or their maximum.
     pub budget: TokenBudget,

@@ -9,7 +9,8 @@ use std::fmt::Display;
 use std::str::FromStr;
 use std::sync::Arc;
 
-use kv_attend::owner::Pair;
+#[cfg(feature = "cuda")]
+use kv_attend::owner::Side;
 #[cfg(feature = "cuda")]
 use kv_device::plan::{HybridPlan, Plan};
 #[cfg(feature = "cuda")]
@@ -17,7 +18,6 @@ use pq_core::Window;
 use pq_core::{Hybrid, HybridScratch, RowBudget, TokenBudget, hybrid_attend_into, hybrid_select_into};
 use svd_core::SoftmaxStats;
 
-use super::Place;
 use super::kind::{Entry, Kind, Site};
 use super::offload::{Home, OffloadSettings, offload_help};
 #[cfg(feature = "cuda")]
@@ -35,10 +35,10 @@ pub(super) const HYBRID: Entry = Entry {
     names: &["hybrid"],
     help: concat!(
         "\
-  hybrid            attention on coarse PQ codes, with the exact rows of  k=16x8 v=8x8 keys=mean|rope|rotated
-                      the few tokens that hold most of the weight:        norms=off|on iterations=8
-                      a fraction of the tokens, or as many as keep the    refine=0|N|misfits rows=0.01|auto
-                      error of about 95 % of the outputs below `bound`    bound=0.05
+  hybrid            attention on coarse PQ codes, with the exact rows of  k=16x8 v=16x8 keys=mean|rope|rotated
+                      the few tokens that hold most of the weight:        values=gaussian|trained norms=off|on
+                      a fraction of the tokens, or as many as keep the    iterations=8 refine=0|N|misfits
+                      error of about 95 % of the outputs below `bound`    rows=0.01|auto bound=0.05
                       standard deviations of the values, up to `most`     most=1
                       of the tokens
                       on a GPU: the memory that holds the exact rows      rows-on=host|device
@@ -52,12 +52,7 @@ pub(super) const HYBRID: Entry = Entry {
         "hybrid:k=8/8:v=8/8:rows=1:offloaded=int8:exact=f32:window=4",
     ],
     parse: |s| {
-        // Of a small head, too, a device takes 8 subspaces or more.
-        let components = match s.place {
-            Place::Cpu => 16,
-            Place::Cuda => (s.head_dim / 8).clamp(1, 16),
-        };
-        let codes = Pair::new(PqCode::take(s, "k", 8, 8)?, PqCode::take(s, "v", 8, components)?);
+        let codes = PqCode::take_both(s, 8, 8)?;
         let rows = s.own("rows", Rows::Share(0.01))?;
         if rows != Rows::Auto {
             s.need(&["bound", "most"], "rows=auto")?;
@@ -162,9 +157,9 @@ impl DeviceKind for HybridKind {
         let mut limits = Limit::of_rings(window);
         limits.extend(self.codes.limits_of_rows());
         limits.push(Limit::new(
-            self.codes.has_norms(),
+            self.codes.has_norms(Side::Keys),
             "norms=on",
-            "a device selects by codes without norms",
+            "a device selects by codes of keys without norms",
             "norms=off",
         ));
         limits.push(self.offload.limit_of_files());

@@ -11,7 +11,7 @@ use std::str::FromStr;
 use std::sync::Arc;
 
 use kv_attend::owner::{Pair, Side};
-use pq_core::{CodebookBuf, TrainOptions, gaussian_centroids, train};
+use pq_core::{CodebookBuf, TrainOptions, gaussian_centroids, gaussian_gain, train};
 use rayon::prelude::*;
 use svd_core::{Gram, Hadamard, MapBuf, NoRope, Rotation, Rows, balanced_order};
 
@@ -137,7 +137,7 @@ struct HeadEntries {
 pub(super) struct PqKlt {
     codes: Pair<PqCode>,
     space: KeySpace,
-    norms: bool,
+    norms: bool, // of rows with codebooks of their own
     values: ValueBooks,
     iterations: usize,
     refine: Refine,
@@ -150,7 +150,7 @@ impl PqKlt {
         let (space, norms) = (s.own("keys", KeySpace::RotatedMean)?, s.common("norms", norms)? == Switch::On);
         let shape = codes.values.shape(s.head_dim);
         let has_table = shape.is_ok_and(|shape| gaussian_centroids(shape.dsub(), shape.nbits()).is_ok());
-        let default = if norms && has_table { ValueBooks::Gaussian } else { ValueBooks::Trained };
+        let default = if has_table { ValueBooks::Gaussian } else { ValueBooks::Trained };
         Ok(Self {
             codes,
             space,
@@ -169,28 +169,37 @@ impl PqKlt {
             return Ok(());
         }
         let wrong = |what: String| Error::Argument(format!("method {method}: values=gaussian: {what}"));
-        if !self.norms {
-            return Err(wrong("needs norms=on".into()));
-        }
         CodebookBuf::gaussian(self.codes.values.shape(config.head_dim)?).map_err(|e| wrong(e.to_string()))?;
         Hadamard::new(config.head_dim).map_err(|e| wrong(e.to_string()))?;
         Ok(())
     }
 
     /// Whether rows are divided by their norms.
-    #[cfg(feature = "cuda")]
-    pub const fn has_norms(&self) -> bool {
-        self.norms
+    pub fn has_norms(&self, side: Side) -> bool {
+        self.norms || self.is_gaussian(side)
+    }
+
+    const fn is_gaussian(&self, side: Side) -> bool {
+        matches!((side, self.values), (Side::Values, ValueBooks::Gaussian))
+    }
+
+    /// The factor of rows that are divided by their norms: values are averaged, so that their codes are without
+    /// bias where it is known.
+    fn norms(&self, side: Side, head_dim: usize) -> Result<Option<f32>> {
+        let shape = self.codes[side].shape(head_dim)?;
+        let gain =
+            || Ok(if self.is_gaussian(side) { gaussian_gain(shape.dsub(), shape.nbits())? } else { 1.0 });
+        self.has_norms(side).then(gain).transpose()
     }
 
     fn key(&self, side: Side, l: usize, head: usize, part: &str) -> String {
-        let Self { space, norms, iterations, .. } = self;
-        let space = match (side, self.values) {
-            (Side::Keys, _) => space.to_string(),
-            (Side::Values, ValueBooks::Trained) => "v".into(),
-            (Side::Values, books @ ValueBooks::Gaussian) => books.to_string(),
+        let Self { space, iterations, .. } = self;
+        let space = match side {
+            Side::Keys => space.to_string(),
+            Side::Values if self.is_gaussian(side) => self.values.to_string(),
+            Side::Values => "v".into(),
         };
-        let (code, letter) = (self.codes[side], side.letter());
+        let (code, norms, letter) = (self.codes[side], self.has_norms(side), side.letter());
         format!("pqklt/{space}/{norms}/{iterations}/{code}/{letter}/{l}/{head}/{part}")
     }
 
@@ -207,11 +216,13 @@ impl PqKlt {
         let dim = metric.dim();
         let rotation = Rotation::query_metric(covariance, metric)?;
         let rotation = rotation.reordered(&balanced_order(rotation.sigma(), code.m)?)?;
-        let norms = HeadCode::transform(&rotation.basis_map(dim)?, self.norms, &mut rows)?;
+        let gain = self.norms.then_some(1.0);
+        let norms = HeadCode::transform(&rotation.basis_map(dim)?, gain, &mut rows)?;
         let options = TrainOptions { iterations: self.iterations, seed: SEED, ..Default::default() };
         let shape = code.shape(dim)?;
         let centroids = halved(&train(shape, &rows, &options)?.centroids);
-        let residuals = HeadCode::residuals(&CodebookBuf::new(shape, &centroids)?, &mut rows, &norms)?;
+        let codebook = CodebookBuf::new(shape, &centroids)?;
+        let residuals = HeadCode::residuals(&codebook, &mut rows, gain, &norms)?;
         let error = CodingError::of(dim, &rows, &residuals).relative();
         let error = unseen_error(error, tokens, shape.ksub());
         Ok(Fitted { rotation, centroids, residuals, error })
@@ -220,9 +231,10 @@ impl PqKlt {
     /// The error of values in their Hadamard basis.
     fn gaussian_error(&self, dim: usize, mut rows: Vec<f32>) -> Result<f64> {
         let basis = Hadamard::new(dim)?.rotation()?.basis_map(dim)?;
-        let norms = HeadCode::transform(&basis, self.norms, &mut rows)?;
+        let gain = self.norms(Side::Values, dim)?;
+        let norms = HeadCode::transform(&basis, gain, &mut rows)?;
         let book = CodebookBuf::gaussian(self.codes.values.shape(dim)?)?;
-        let residuals = HeadCode::residuals(&book, &mut rows, &norms)?;
+        let residuals = HeadCode::residuals(&book, &mut rows, gain, &norms)?;
         Ok(CodingError::of(dim, &rows, &residuals).relative())
     }
 
@@ -260,7 +272,7 @@ impl PqKlt {
             let [error] = part("error")?[..] else {
                 return Err(Error::Profile("more or less than one coding error of a head".into()));
             };
-            let shared = gaussian.clone().filter(|_| side == Side::Values);
+            let shared = gaussian.clone().filter(|_| self.is_gaussian(side));
             let is_gaussian = shared.is_some();
             let (basis, dual, codebook) = match shared {
                 Some(shared) => shared,
@@ -269,7 +281,7 @@ impl PqKlt {
                     (map("store")?, map("probe")?, Arc::new(codebook.map_err(|e| wrong(&e))?))
                 }
             };
-            let norms = self.norms;
+            let norms = self.norms(side, dim)?;
             Ok(HeadCode { mean, basis, dual, codebook, is_gaussian, norms, errors, error })
         };
         let heads = (0..config.n_kv_heads).map(|head| Pair::try_of(|side| read(side, head)));

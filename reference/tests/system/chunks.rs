@@ -43,7 +43,7 @@ const EXACT: [&str; 10] = [
     "zack:k=1:v=1:exact=f32:window=4",
     "zack:k=1:v=1:prompt=cut:exact=f32:window=4",
     "snapkv:tokens=1:exact=f32:window=4",
-    "pqklt:k=1x8:v=1x8:norms=off:keys=rope:exact=f32:window=4",
+    "pqklt:k=1x8:v=1x8:norms=off:values=trained:keys=rope:exact=f32:window=4",
     "streaming:window=200:exact=f32",
 ];
 
@@ -51,8 +51,8 @@ const EXACT: [&str; 10] = [
 /// context, not at those of the text.
 const EXACT_AFTER_ROPE: [&str; 3] = [
     "million:k=1x8:v=1x8:exact=f32:window=4",
-    "pqklt:k=1x8:v=1x8:norms=off:exact=f32:window=4",
-    "pqklt:k=1x8:v=1x8:norms=off:keys=rope:exact=f32:window=4",
+    "pqklt:k=1x8:v=1x8:norms=off:values=trained:exact=f32:window=4",
+    "pqklt:k=1x8:v=1x8:norms=off:values=trained:keys=rope:exact=f32:window=4",
 ];
 
 const TOKENS: usize = 130;

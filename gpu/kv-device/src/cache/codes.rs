@@ -35,7 +35,7 @@ pub(super) struct TokenCodes {
     codes: Pair<Buffer<u8>>,          // (layer, pages or batch, heads, tiles, tile_len)
     tables: Pair<Buffer<f16>>,        // (layer, heads, table_len)
     centroids: Pair<Buffer<f32>>,     // (layer, heads, m, ksub, dsub)
-    norms: Option<Pair<Buffer<f16>>>, // (layer, pages or batch, heads, tiles, TILE)
+    norms: Pair<Option<Buffer<f16>>>, // (layer, pages or batch, heads, tiles, TILE)
     kernels: Pair<Option<RowKernels>>, // if rows are prepared before coding
     prepared: Option<Buffer<u16>>,    // (heads, tokens, head_dim): the prepared rows of a chunk
     span: Span,                       // that a chunk encodes
@@ -74,11 +74,11 @@ impl TokenCodes {
             Some(transform) => transform.kernels(gpu, element, head_dim, side),
             None => Ok(None),
         };
-        let norms = || Pair::try_of(|_| Buffer::zeros(gpu, all_tiles * TILE));
-        let has_norms = transform.as_ref().is_some_and(Transform::has_norms);
+        let has_norms = |side| transform.as_ref().is_some_and(|transform| transform.norms[side].is_some());
+        let norms = |side| has_norms(side).then(|| Buffer::zeros(gpu, all_tiles * TILE)).transpose();
         Ok(Self {
             kernels: Pair::try_of(kernels)?,
-            norms: has_norms.then(norms).transpose()?,
+            norms: Pair::try_of(norms)?,
             prepared: None,
             encoders: Pair::try_of(encoder)?,
             codes: Pair::try_of(|side| Buffer::zeros(gpu, all_tiles * layouts[side].tile_len()))?,
@@ -196,7 +196,7 @@ impl TokenCodes {
 
     /// Fills the codes with hashed ones, and norms with 1.06, which is two equal bytes.
     pub fn fill_random(&self, gpu: &Gpu) -> Result<()> {
-        self.norms.iter().flat_map(Pair::iter).try_for_each(|norms| norms.fill(gpu, 0x3c))?;
+        self.norms.iter().flatten().try_for_each(|norms| norms.fill(gpu, 0x3c))?;
         Side::ALL
             .into_iter()
             .try_for_each(|side| fill_codes(gpu, &self.codes[side], RANDOM_CODES + side as u32))
@@ -207,15 +207,15 @@ impl TokenCodes {
         let WindowShape { n_layers, batch, heads, .. } = self.shape;
         let tiles = tokens.div_ceil(self.pages.as_ref().map_or(TILE, Pages::page));
         let tiles = if self.pages.is_some() { tiles * self.tiles } else { tiles };
-        let norms = if self.norms.is_some() { TILE * size_of::<f16>() } else { 0 };
-        let head: usize = self.layouts.iter().map(|layout| tiles * (layout.tile_len() + norms)).sum();
-        n_layers * batch * heads * head
+        let norms = self.norms.iter().flatten().count() * TILE * size_of::<f16>();
+        let tile = self.layouts.iter().map(CodeLayout::tile_len).sum::<usize>() + norms;
+        n_layers * batch * heads * tiles * tile
     }
 
     /// Bytes of all codes, and of the buffers to encode and read them.
     pub fn bytes(&self) -> usize {
         let codes: usize = self.codes.iter().map(Buffer::bytes).sum();
-        let norms = self.norms.iter().flat_map(Pair::iter).map(Buffer::bytes).sum::<usize>();
+        let norms = self.norms.iter().flatten().map(Buffer::bytes).sum::<usize>();
         let prepared = self.prepared.as_ref().map_or(0, Buffer::bytes);
         codes + norms + prepared + self.working_bytes() + self.pages.as_ref().map_or(0, Pages::bytes)
     }

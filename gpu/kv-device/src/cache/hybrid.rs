@@ -158,7 +158,7 @@ pub(crate) const fn kernels(shape: &CacheShape, plan: &HybridPlan) -> HybridShap
         paged: false,
         adaptive: plan.bound.is_some(),
         addends: plan.form.rotated_mean,
-        value_norms: false,
+        value_norms: plan.form.norms.values.is_some(),
     }
 }
 
@@ -197,7 +197,7 @@ impl DeviceCache for HybridCache {
             value_codes: self.codes.of(Side::Values, layer, 0),
             key_table: self.codes.table(Side::Keys, layer),
             value_table: self.codes.table(Side::Values, layer),
-            value_norms: None,
+            value_norms: self.codes.norms_of(Side::Values, layer, 0),
             key_errors: Some(self.errors.pointer().offset(layer * heads * head_dim)),
             queries,
             code_queries: None,

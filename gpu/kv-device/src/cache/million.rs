@@ -145,7 +145,7 @@ pub(crate) fn kernel(
         element: shape.element,
         paging,
         addends: form.is_some_and(|form| form.rotated_mean),
-        norms: form.is_some_and(|form| form.norms),
+        norms: form.is_some_and(|form| form.norms.keys.is_some()),
         exact_fp8: false,
     }
 }

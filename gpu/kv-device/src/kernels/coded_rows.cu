@@ -1,7 +1,7 @@
 // Prepares rows for the quantizers, and restores them: keys minus their rotated mean, keys and values divided by their
-// norms.
+// norms, which are times a gain.
 //
-// CPU twin: RopeMean::subtract and divide_by_norms of pq_core. Compile-time shape: ELEMENT (1 for f16, 2 for bf16),
+// CPU twin: RopeMean::subtract and, of rows times the gain, divide_by_norms of pq_core. Compile-time shape: ELEMENT (1 for f16, 2 for bf16),
 // HEAD_DIM; MEAN and NORMS, each 0 or 1.
 //
 // Rows are in the basis of the codes. The rotated mean is mapped to it by the map of the keys, and rounded to elements
@@ -27,6 +27,7 @@ struct Arguments {
     const u32* firsts;        // [sequence]: the first token, counted after the sinks; null: `first`
     const u32* counts;        // [sequence]; null: `count`
     u32 first, count, heads, from_capacity, to_capacity, sinks, tiles, max_pages;
+    float gain; // of rows before they are divided by their norms
 };
 
 // The nearest of the norms that pq_core::encode_norm stores in a byte.
@@ -117,8 +118,8 @@ __device__ __forceinline__ void code(const Arguments& a) {
                 float square = 0;
 #pragma unroll
                 for (u32 w = 0; w < WARPS; w++) square += squares[w][g + 8 * half];
-                const u16 norm = float_to_half(coded_norm(sqrtf(square)));
-                norms[half] = 1 / half_to_float(norm);
+                const u16 norm = float_to_half(coded_norm(a.gain * sqrtf(square)));
+                norms[half] = a.gain / half_to_float(norm);
                 const u32 token = tile + g + 8 * half;
                 if (warp == 0 && l == 0 && token < count) *norm_of(a, sequence, first + token) = norm;
             }

@@ -7,7 +7,7 @@
 
 use std::sync::Arc;
 
-use kv_attend::owner::Pair;
+use kv_attend::owner::{Pair, Side};
 use kv_device::plan::{CodedRows, HeadMaps, Heads, Plan, RowForm, TransformedHead};
 use pq_core::{PqShape, Window};
 use svd_core::{Map, MapBuf, Rows, RowsMut};
@@ -41,7 +41,8 @@ impl PqKlt {
 
     /// The quantizers, and the form of the rows that they code.
     pub fn device_form(&self, head_dim: usize) -> Result<(Pair<PqShape>, RowForm)> {
-        let form = RowForm { rotated_mean: self.space == KeySpace::RotatedMean, norms: self.norms };
+        let rotated_mean = self.space == KeySpace::RotatedMean;
+        let form = RowForm { rotated_mean, norms: Pair::try_of(|side| self.norms(side, head_dim))? };
         Ok((Pair::try_of(|side| self.codes[side].shape(head_dim))?, form))
     }
 
@@ -71,6 +72,12 @@ impl DeviceKind for PqKlt {
     fn limits(&self, window: Window) -> Vec<Limit> {
         let mut limits = Limit::of_rings(window);
         limits.extend(self.limits_of_rows());
+        limits.push(Limit::new(
+            self.has_norms(Side::Keys) != self.has_norms(Side::Values),
+            "norms=off",
+            "a device's attention has norms of keys and values, or none",
+            "norms=on or values=trained",
+        ));
         limits
     }
 

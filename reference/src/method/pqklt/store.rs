@@ -35,8 +35,8 @@ pub(crate) struct HeadCode {
     pub basis: MapBuf,  // projects rows
     pub dual: MapBuf,   // projects queries and reconstructs rows
     pub codebook: Arc<CodebookBuf>,
-    pub is_gaussian: bool, // the codebook, basis and dual are those of all heads
-    pub norms: bool,       // divide rows by their norms, stored in a byte each
+    pub is_gaussian: bool,  // the codebook, basis and dual are those of all heads
+    pub norms: Option<f32>, // factor of rows, which are then divided by their norms, stored in a byte each
     /// Mean squared error of each component of a key, as the query sees it, on the calibration rows: (head_dim,).
     /// Empty for values.
     pub errors: Vec<f32>,
@@ -44,39 +44,47 @@ pub(crate) struct HeadCode {
 }
 
 impl HeadCode {
-    /// Transforms mean-free rows (n, head_dim) in place; returns the norms, if they are stored.
-    pub fn transform(basis: &MapBuf, norms: bool, rows: &mut Vec<f32>) -> Result<Vec<u8>> {
+    /// Transforms mean-free rows (n, head_dim) in place; with a gain, also divides them by their norms, and returns
+    /// these times the gain.
+    pub fn transform(basis: &MapBuf, gain: Option<f32>, rows: &mut Vec<f32>) -> Result<Vec<u8>> {
         let dim = basis.view().dim();
         let mut transformed = vec![0.0; rows.len()];
         let out = RowsMut::contiguous(&mut transformed, dim)?;
         basis.view().project_into(Rows::contiguous(rows, dim)?, out)?;
         *rows = transformed;
         let mut coded = vec![];
-        if norms {
+        if let Some(gain) = gain {
+            rows.iter_mut().for_each(|x| *x *= gain);
             coded = vec![0; rows.len() / dim];
             divide_by_norms(rows, dim, &mut coded)?;
         }
         Ok(coded)
     }
 
-    /// Codes transformed rows and returns the residuals, in units of the rows before division by the norms.
-    pub fn residuals(codebook: &CodebookBuf, rows: &mut [f32], norms: &[u8]) -> Result<Vec<f32>> {
+    /// Codes transformed rows, undoes their division by the norms and returns what coding has lost of them.
+    pub fn residuals(
+        codebook: &CodebookBuf,
+        rows: &mut [f32],
+        gain: Option<f32>,
+        norms: &[u8],
+    ) -> Result<Vec<f32>> {
         let (codebook, shape) = (codebook.view(), codebook.view().shape());
         let mut codes = CodesBuf::new(shape);
         codes.append(&codebook, rows)?;
         let mut residuals = vec![0.0; rows.len()];
         decode_into(&codebook, &codes.view(), 0, &mut residuals)?;
+        Self::multiply_by_norms(rows, gain, norms);
+        Self::multiply_by_norms(&mut residuals, None, norms);
         residuals.iter_mut().zip(rows.iter()).for_each(|(decoded, x)| *decoded = x - *decoded);
-        Self::multiply_by_norms(rows, norms);
-        Self::multiply_by_norms(&mut residuals, norms);
         Ok(residuals)
     }
 
-    /// Undoes the division by the norms, if there are any.
-    fn multiply_by_norms(rows: &mut [f32], norms: &[u8]) {
+    /// Multiplies rows by their norms, if there are any, and divides them by the gain, which the norms include.
+    fn multiply_by_norms(rows: &mut [f32], gain: Option<f32>, norms: &[u8]) {
         let dim = rows.len() / norms.len().max(1);
         for (row, &norm) in rows.chunks_exact_mut(dim.max(1)).zip(norms) {
-            row.iter_mut().for_each(|x| *x *= decode_norm(norm));
+            let factor = decode_norm(norm) / gain.unwrap_or(1.0);
+            row.iter_mut().for_each(|x| *x *= factor);
         }
     }
 
@@ -113,7 +121,7 @@ impl Refine {
             Self::All(n) => Ok(n),
             Self::Misfits => {
                 let mut rows = rows.to_vec();
-                let residuals = HeadCode::residuals(&code.codebook, &mut rows, norms)?;
+                let residuals = HeadCode::residuals(&code.codebook, &mut rows, code.norms, norms)?;
                 let error = CodingError::of(code.mean.len(), &rows, &residuals);
                 Ok(if error.is_misfit(code.error.into()) { OF_MISFITS } else { 0 })
             }
@@ -168,7 +176,8 @@ impl TransformedStore {
         let shape = code.codebook.view().shape();
         let norms = HeadCode::transform(&code.basis, code.norms, &mut rows)?;
         let is_prompt = coded.codes.view().n() == 0 && rows.len() / shape.dim() >= ENOUGH;
-        let iterations = if is_prompt { self.plan.refine.iterations(code, &rows, &norms)? } else { 0 };
+        let refines = is_prompt && !code.is_gaussian;
+        let iterations = if refines { self.plan.refine.iterations(code, &rows, &norms)? } else { 0 };
         if iterations > 0 {
             let start = code.codebook.centroids();
             let options = TrainOptions { iterations, start: Start::From(&start), ..Default::default() };
@@ -181,8 +190,8 @@ impl TransformedStore {
         coded.norms.extend(&norms);
         let mut decoded = vec![0.0; rows.len()];
         decode_into(&codebook.view(), &coded.codes.view(), start, &mut decoded)?;
-        HeadCode::multiply_by_norms(&mut rows, &norms);
-        HeadCode::multiply_by_norms(&mut decoded, &norms);
+        HeadCode::multiply_by_norms(&mut rows, code.norms, &norms);
+        HeadCode::multiply_by_norms(&mut decoded, None, &norms);
         let elements = rows.iter().zip(&decoded).map(|(&x, decoded)| (x, x - decoded));
         coded.error.add(rows.len() / shape.dim(), elements);
         Ok(decoded)

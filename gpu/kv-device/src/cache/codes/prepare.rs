@@ -2,7 +2,7 @@
 
 use cudarc::driver::CudaStream;
 use half::f16;
-use kv_attend::owner::Side;
+use kv_attend::owner::{Pair, Side};
 use kv_gpu::pq::{Norms, TILE};
 use kv_gpu::{DevicePtr, Element, Grid, Kernel, Program};
 
@@ -40,7 +40,7 @@ const BLOCKS: usize = 64;
 pub(crate) struct Transform {
     pub bases: Bases,
     pub means: Option<KeyMeans>,
-    norms: bool,
+    pub norms: Pair<Option<f32>>, // whether rows are divided by their norms, and their factor before
 }
 
 impl Transform {
@@ -52,11 +52,6 @@ impl Transform {
             means: codes.form.rotated_mean.then(means).transpose()?,
             norms: codes.form.norms,
         })
-    }
-
-    /// Whether rows are divided by their norms.
-    pub(super) const fn has_norms(&self) -> bool {
-        self.norms
     }
 
     /// Bytes of maps and means.
@@ -73,10 +68,11 @@ impl Transform {
         side: Side,
     ) -> Result<Option<RowKernels>> {
         let mean = side == Side::Keys && self.means.is_some();
-        if !mean && !self.norms {
+        let norms = self.norms[side].is_some();
+        if !mean && !norms {
             return Ok(None);
         }
-        let program = program(element, head_dim, mean, self.norms);
+        let program = program(element, head_dim, mean, norms);
         let kernel = |name| gpu.device.kernel(&program, name, 0);
         Ok(Some(RowKernels { prepare: kernel("prepare")?, restore: kernel("restore")? }))
     }
@@ -127,9 +123,10 @@ struct Arguments {
     sinks: u32,
     tiles: u32,
     max_pages: u32,
+    gain: f32,
 }
 
-const _: () = assert!(size_of::<Arguments>() == 104);
+const _: () = assert!(size_of::<Arguments>() == 112);
 
 impl TokenCodes {
     /// Prepares the evicted tokens of a layer in place, where they are staged.
@@ -253,6 +250,7 @@ impl TokenCodes {
             sinks: sinks as u32,
             tiles: self.tiles as u32,
             max_pages: pages.map_or(0, |pages| pages.max_pages as u32),
+            gain: self.transform.as_ref().and_then(|transform| transform.norms[side]).unwrap_or(1.0),
         };
         let (grid, threads) = (Grid::new([heads, blocks, rows.sequences])?, 2 * head_dim as u32);
         // SAFETY: the structure is the kernel's argument. The rows have as many tokens of every head, and the
@@ -260,15 +258,15 @@ impl TokenCodes {
         Ok(unsafe { kernel.launch(stream.cu_stream(), grid, threads, false, &arguments) }?)
     }
 
-    /// Norms of a layer, if rows are divided by them.
+    /// Norms of a layer, if keys and values are divided by them.
     pub fn norms(&self, layer: usize) -> Option<Norms> {
         let of = |side| self.norms_of(side, layer, 0);
         of(Side::Keys).zip(of(Side::Values)).map(|(keys, values)| Norms { keys, values })
     }
 
     /// Norms of a side of a layer from a sequence on, or of all pages, as their codes lie.
-    fn norms_of(&self, side: Side, layer: usize, sequence: usize) -> Option<DevicePtr<f16>> {
+    pub fn norms_of(&self, side: Side, layer: usize, sequence: usize) -> Option<DevicePtr<f16>> {
         let len = self.shape.heads * self.tiles * TILE;
-        self.norms.as_ref().map(|norms| norms[side].pointer().offset(self.place(layer, sequence) * len))
+        self.norms[side].as_ref().map(|norms| norms.pointer().offset(self.place(layer, sequence) * len))
     }
 }
