@@ -25,13 +25,17 @@ impl Fit {
     /// The error over that of the calibration.
     #[must_use]
     pub fn ratio(&self) -> f64 {
-        ratio(self.found, self.expected)
+        /// Expected errors below this one count as this one: no code needs to be so exact.
+        const NEGLIGIBLE: f64 = 1e-4;
+        self.found / self.expected.max(NEGLIGIBLE)
     }
 
     /// Whether the codes have more than 1.5 times the error of the calibration, over at least 64 tokens.
     #[must_use]
     pub fn is_misfit(&self) -> bool {
-        is_misfit(self.found, self.expected, self.tokens)
+        const MOST: f64 = 1.5;
+        const ENOUGH: usize = 64;
+        self.tokens >= ENOUGH && self.ratio() > MOST
     }
 
     /// A line about the heads of `all` whose codes do not fit, with the worst; none if all fit.
@@ -50,18 +54,6 @@ impl Fit {
             worst.ratio()
         ))
     }
-}
-
-fn ratio(found: f64, expected: f64) -> f64 {
-    /// Expected errors below this one count as this one: no code needs to be so exact.
-    const NEGLIGIBLE: f64 = 1e-4;
-    found / expected.max(NEGLIGIBLE)
-}
-
-fn is_misfit(found: f64, expected: f64, tokens: usize) -> bool {
-    const MOST: f64 = 1.5;
-    const ENOUGH: usize = 64;
-    tokens >= ENOUGH && ratio(found, expected) > MOST
 }
 
 /// The error to expect of a codebook on other tokens, given that on the `n` tokens that it was trained on: each
@@ -95,11 +87,6 @@ impl CodingError {
         let mut error = Self::default();
         error.add(rows.len() / dim, rows.iter().copied().zip(residuals.iter().copied()));
         error
-    }
-
-    /// Whether codes with the relative error `expected` do not fit these rows.
-    pub fn is_misfit(self, expected: f64) -> bool {
-        is_misfit(self.relative(), expected, self.tokens)
     }
 
     /// These rows beside the calibration, on which codes had the relative error `expected`.

@@ -37,8 +37,8 @@ pub(super) const HYBRID: Entry = Entry {
         "\
   hybrid            attention on coarse PQ codes, with the exact rows of  k=16x8 v=16x8 keys=mean|rope|rotated
                       the few tokens that hold most of the weight:        values=gaussian|trained norms=off|on
-                      a fraction of the tokens, or as many as keep the    iterations=8 refine=0|N|misfits
-                      error of about 95 % of the outputs below `bound`    rows=0.01|auto bound=0.05
+                      a fraction of the tokens, or as many as keep the    iterations=8 refine=0 rows=0.01|auto
+                      error of about 95 % of the outputs below `bound`    bound=0.05
                       standard deviations of the values, up to `most`     most=1
                       of the tokens
                       on a GPU: the memory that holds the exact rows      rows-on=host|device

@@ -7,7 +7,6 @@ mod device;
 mod store;
 
 use std::fmt::Display;
-use std::str::FromStr;
 use std::sync::Arc;
 
 use kv_attend::owner::{Pair, Side};
@@ -27,14 +26,13 @@ use crate::model::{Config, Model, Rope};
 use crate::ops::mean_row;
 use crate::{Error, Profile, Result};
 pub(super) use store::{CodedStep, TransformedStore};
-use store::{HeadCode, KeySpace, Refine, TransformedPlan, halved};
+use store::{HeadCode, KeySpace, TransformedPlan, halved};
 
 pub(super) const PQ_KLT: Entry = Entry {
     names: &["pqklt"],
     help: "\
   pqklt             attention on PQ codes of transformed rows             k=32x6 v=32x6 keys=mean|rope|rotated
-                                                                          norms=on|off iterations=8
-                                                                          refine=0|N|misfits
+                                                                          norms=on|off iterations=8 refine=0
                       values in a Hadamard basis with the codebook of     values=gaussian|trained
                       Gaussians, or in one with codebooks of their own
                       on a device: pages of N tokens, of a pool of M      pages=N pool=M
@@ -55,30 +53,6 @@ words!(
     KeySpace,
     "mean" => KeySpace::RotatedMean, "rope" => KeySpace::BeforeRope, "rotated" => KeySpace::AfterRope
 );
-
-/// Most iterations of a refinement.
-const MOST_ITERATIONS: usize = 4096;
-
-impl FromStr for Refine {
-    type Err = String;
-
-    fn from_str(text: &str) -> std::result::Result<Self, String> {
-        match text.parse() {
-            _ if text == "misfits" => Ok(Self::Misfits),
-            Ok(n) if n <= MOST_ITERATIONS => Ok(Self::All(n)),
-            _ => Err(format!("must be `misfits` or a whole number from 0 to {MOST_ITERATIONS}")),
-        }
-    }
-}
-
-impl Display for Refine {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Self::All(n) => n.fmt(f),
-            Self::Misfits => f.write_str("misfits"),
-        }
-    }
-}
 
 /// The codebooks of the values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -140,7 +114,7 @@ pub(super) struct PqKlt {
     norms: bool, // of rows with codebooks of their own
     values: ValueBooks,
     iterations: usize,
-    refine: Refine,
+    refine: usize,
     pages: Option<Paging>,
 }
 
@@ -157,7 +131,7 @@ impl PqKlt {
             norms,
             values: s.common("values", default)?,
             iterations: s.positive("iterations", 8)?,
-            refine: s.common("refine", Refine::All(0))?,
+            refine: s.count("refine", 0)?,
             pages: None,
         })
     }

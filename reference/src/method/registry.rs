@@ -46,8 +46,7 @@ pub fn methods_help() -> String {
         "A method is NAME[:KEY=VALUE]...; several are separated by commas.\n\n{methods}\n\
 For all but dense: sinks=4 window=64 (tokens kept exact), batch=N (tokens that leave the window at once: 64 for int,
 cachegen and zack's codes, else 1), exact=f16|bf16|f32 (how), exact-layers=0+5 (layers left uncompressed).
-ratio= includes sinks and window, rows= does not. refine=N trains codebooks for N iterations more on the prompt,
-refine=misfits those with more than 1.5 times the error of the calibration there.
+ratio= includes sinks and window, rows= does not. refine=N trains codebooks for N iterations more on the prompt.
 A PQ code is SUBSPACESxBITS, or BITS/COMPONENTS for any head: 8/2 is 64x8 for 128 components, and the
 default scales so."
     )
@@ -177,7 +176,7 @@ mod tests {
             ("oracle:ratio=0.1:tokens=8", "give `tokens` or `ratio`, not both"),
             ("oracle:x=1", "unknown setting `x`; known: tokens, ratio, sinks"),
             ("q4_0:v=5", "v=5: must be 4 or 8"),
-            ("pqklt:refine=4097", "refine=4097: must be `misfits` or a whole number from 0 to 4096"),
+            ("pqklt:refine=4097", "refine=4097: must be a whole number from 0 to 4096"),
             ("hybrid:bound=0.1", "`bound` has no effect without rows=auto"),
             ("hybrid:most=0.1", "`most` has no effect without rows=auto"),
             ("pqcache:k-cache=8", "`k-cache` has no effect without offload=FOLDER"),

@@ -13,7 +13,7 @@ use pq_core::{PqShape, Window};
 use svd_core::{Map, MapBuf, Rows, RowsMut};
 
 use super::PqKlt;
-use super::store::{HeadCode, KeySpace, Refine, TransformedPlan};
+use super::store::{HeadCode, KeySpace, TransformedPlan};
 use crate::method::on_device::{DeviceKind, Limit};
 use crate::method::paged::Paging;
 use crate::model::{AttentionWeights, Config, Layer, Model};
@@ -30,12 +30,7 @@ impl PqKlt {
                 "a device codes keys after RoPE",
                 "keys=mean or keys=rotated",
             ),
-            Limit::new(
-                self.refine != Refine::All(0),
-                "refine=1",
-                "a device has the codebooks of the profile",
-                "refine=0",
-            ),
+            Limit::new(self.refine != 0, "refine=1", "a device has the codebooks of the profile", "refine=0"),
         ]
     }
 

@@ -100,33 +100,8 @@ impl HeadCode {
 pub(crate) struct TransformedPlan {
     pub heads: Vec<Pair<HeadCode>>, // (n_kv_heads,)
     pub space: KeySpace,
-    pub refine: Refine,
-}
-
-/// Which codebooks are trained further on the prompt. They are then the sequence's own.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Refine {
-    /// All, for a number of iterations.
-    All(usize),
-    /// Those that do not fit the prompt.
-    Misfits,
-}
-
-impl Refine {
-    /// Iterations on a prompt's transformed rows, which were divided by `norms`.
-    fn iterations(self, code: &HeadCode, rows: &[f32], norms: &[u8]) -> Result<usize> {
-        /// More hardly lower the divergence.
-        const OF_MISFITS: usize = 3;
-        match self {
-            Self::All(n) => Ok(n),
-            Self::Misfits => {
-                let mut rows = rows.to_vec();
-                let residuals = HeadCode::residuals(&code.codebook, &mut rows, code.norms, norms)?;
-                let error = CodingError::of(code.mean.len(), &rows, &residuals);
-                Ok(if error.is_misfit(code.error.into()) { OF_MISFITS } else { 0 })
-            }
-        }
-    }
+    /// Iterations for which codebooks are trained further on the prompt; they are then the sequence's own.
+    pub refine: usize,
 }
 
 /// One head's keys or values.
@@ -176,9 +151,8 @@ impl TransformedStore {
         let shape = code.codebook.view().shape();
         let norms = HeadCode::transform(&code.basis, code.norms, &mut rows)?;
         let is_prompt = coded.codes.view().n() == 0 && rows.len() / shape.dim() >= ENOUGH;
-        let refines = is_prompt && !code.is_gaussian;
-        let iterations = if refines { self.plan.refine.iterations(code, &rows, &norms)? } else { 0 };
-        if iterations > 0 {
+        let iterations = self.plan.refine;
+        if is_prompt && iterations > 0 && !code.is_gaussian {
             let start = code.codebook.centroids();
             let options = TrainOptions { iterations, start: Start::From(&start), ..Default::default() };
             let centroids = halved(&train(shape, &rows, &options)?.centroids);
