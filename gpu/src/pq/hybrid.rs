@@ -327,8 +327,9 @@ const _: () = assert!(size_of::<KernelArguments>() == 240);
 /// # Cost
 /// Every code is read once. The coded scores, 2 bytes per token and query, are written once and read twice.
 /// Where a query's output has less than 2^-6 of the weight of all codes, since the selected tokens' rows are far
-/// below their codes, one block attends to the head again, relative to the other tokens. With up to two query heads per KV head and `4 * group * m <= dim` for the values, attention adds up the
-/// weights of each code in place of values.
+/// below their codes, one block attends to the head again, relative to the other tokens. With up to two query
+/// heads per KV head and `4 * group * m <= dim` for the values, attention adds up the weights of each code in
+/// place of values, unless these have norms.
 /// # Source
 /// MILLION (DAC 2025), III-B, for attention on codes; PQCache (arXiv 2407.12820), 3.4, for the group's rule.
 pub struct Hybrid {
