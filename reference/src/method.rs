@@ -6,6 +6,8 @@ mod budget;
 mod cachegen;
 pub mod cut;
 mod dense;
+#[cfg(feature = "cuda")]
+mod fold_values;
 mod hybrid;
 mod kind;
 mod million;

@@ -13,6 +13,7 @@ use crate::cache::int4::Int4Cache;
 use crate::cache::million::{self, MillionCache};
 use crate::cache::paged::PagedCache;
 use crate::cache::pqcache::{self, PqCache};
+use crate::cache::sq::{self, SqCache};
 use crate::cache::transformed::TransformedCodes;
 use crate::cache::zack::{Cuts, ZackCache, uniform_ranks};
 use crate::gpu::Gpu;
@@ -56,6 +57,7 @@ impl Plan {
                 }
                 pqcache::check_kernels(shape, retrieval)
             }
+            Self::Scalar(plan, _) => sq::check(shape, plan),
         }
     }
 
@@ -75,6 +77,7 @@ impl Plan {
             Self::Retrieval(retrieval, codebooks) => {
                 Box::new(PqCache::new(gpu, shape, retrieval, codebooks)?)
             }
+            Self::Scalar(plan, heads) => Box::new(SqCache::new(gpu, shape, &plan, heads.as_ref())?),
             Self::Hybrid(plan, heads) => {
                 let codes = TransformedCodes::new(shape, plan.form, heads);
                 Box::new(HybridCache::new(gpu, shape, plan, codes)?)
@@ -131,6 +134,13 @@ impl Plan {
                         && rows.into_iter().all(|row| row.len() == dim)
                 })
             }
+            Self::Scalar(plan, heads) => check_heads(shape, heads, |head| {
+                let rows = [&head.key_mean, &head.value_mean];
+                let maps = [&head.basis, &head.dual, &plan.value_map];
+                (head.keys.dim(), head.keys.slots()) == (dim, plan.key_slots)
+                    && rows.into_iter().all(|row| row.len() == dim)
+                    && maps.into_iter().all(|map| map.len() == dim * dim)
+            }),
             Self::Cuts(_, heads) => check_heads(shape, heads, |head| {
                 let fits = |&rank: &usize| rank <= dim && rank.is_multiple_of(DeviceCuts::MULTIPLE);
                 has_maps(&head.maps) && head.ranks.iter().all(fits)

@@ -8,6 +8,7 @@ mod full_rank;
 pub(crate) mod hybrid;
 pub(crate) mod int4;
 mod key_means;
+pub(crate) mod merge;
 pub(crate) mod million;
 pub(crate) mod paged;
 mod pages;
@@ -15,6 +16,7 @@ pub(crate) mod pqcache;
 mod prompt_rows;
 pub(crate) mod row_store;
 mod span;
+pub(crate) mod sq;
 mod step_budget;
 pub(crate) mod transformed;
 mod window;
@@ -87,18 +89,6 @@ impl RowTransform<'_> {
         // SAFETY: the caller's contract.
         unsafe { self.bases.turn(gpu, layer, &rows) }
     }
-
-    /// Launches the transform of a chunk's keys and values in the rows of [`ChunkCache::chunk_rows`], both as
-    /// a model computes them without the maps that are folded into its weights.
-    ///
-    /// # Errors
-    /// [`Error::Gpu`](crate::Error::Gpu).
-    /// # Safety
-    /// As [`Self::chunk`].
-    pub unsafe fn stored(&self, gpu: &Gpu, layer: usize, chunk: &Chunk, rows: &Rows) -> Result<()> {
-        // SAFETY: the caller's contract.
-        unsafe { self.bases.turn_stored(gpu, layer, chunk, rows) }
-    }
 }
 
 /// The keys and values of a batch of sequences, in a method's form on the device.
@@ -121,6 +111,21 @@ pub trait DeviceCache: ChunkCache + Timed {
     /// How it takes rotated queries and keys, of steps and of chunks; none for the model's own.
     fn transform(&self) -> Option<RowTransform<'_>> {
         None
+    }
+
+    /// Launches the transform of a chunk's keys and values in the rows of [`ChunkCache::chunk_rows`], both as
+    /// a model computes them without the maps that are folded into its weights.
+    ///
+    /// # Errors
+    /// [`Error::Gpu`](crate::Error::Gpu).
+    /// # Safety
+    /// As [`RowTransform::chunk`].
+    unsafe fn turn_stored(&self, gpu: &Gpu, layer: usize, chunk: &Chunk, rows: &Rows) -> Result<()> {
+        match self.transform() {
+            // SAFETY: the caller's contract.
+            Some(RowTransform { bases, .. }) => unsafe { bases.turn_stored(gpu, layer, chunk, rows) },
+            None => Ok(()),
+        }
     }
 
     /// Launches attention of (batch, n_heads, head_dim) rotated queries over the tokens of a layer.

@@ -1,5 +1,6 @@
 //! Hashed numbers in place of data, to time steps without a model, a profile or a prompt.
 
+use bytemuck::Pod;
 use kv_attend::owner::{Pair, Side};
 use kv_gpu::{DevicePtr, Element, Grid, Program};
 use pq_core::{CodebookBuf, PqShape};
@@ -18,6 +19,9 @@ pub(crate) const RANDOM_BOOKS: u32 = 3 << 16;
 
 /// The hashed tensor of the key maps; the next two are those of queries and values.
 pub(crate) const RANDOM_MAPS: u32 = 5 << 16;
+
+/// The hashed tensor of the maps of scalar codes.
+pub(crate) const RANDOM_SCALAR_MAPS: u32 = 7 << 16;
 
 /// The hashed tensor of the means of keys.
 pub(crate) const RANDOM_MEANS: u32 = 6 << 16;
@@ -99,9 +103,9 @@ fn fill(
 }
 
 /// Fills codes with hashed ones.
-pub(crate) fn fill_codes(gpu: &Gpu, codes: &Buffer<u8>, tensor: u32) -> Result<()> {
+pub(crate) fn fill_codes<T: Pod>(gpu: &Gpu, codes: &Buffer<T>, tensor: u32) -> Result<()> {
     let kernel = gpu.device.kernel(&program(Element::F16), "fill_words", 0)?;
-    let (out, n) = (codes.pointer().cast(), (codes.len() / 4) as u64);
+    let (out, n) = (codes.pointer().cast(), (codes.bytes() / 4) as u64);
     let arguments = FillWordsArguments { out, n, tensor };
     // SAFETY: a quarter as many words as there are bytes, which are whole words.
     Ok(unsafe { kernel.launch(gpu.stream(), Grid::new([1024, 1, 1])?, 256, false, &arguments) }?)

@@ -4,7 +4,7 @@
 
 use codec_core::{ModelKind, PlaneBuf};
 use kv_attend::owner::Pair;
-use pq_core::{CodebookBuf, PqShape, TokenBudget};
+use pq_core::{CodebookBuf, PqShape, TokenBudget, sq};
 
 /// One of every layer and head.
 pub type Heads<T> = Vec<Vec<T>>;
@@ -31,6 +31,8 @@ pub enum Plan {
     Cuts(DeviceCuts, Option<Heads<CutHead>>),
     /// Rows as a bitstream (CacheGen), with the planes of every layer.
     Bitstream(Bitstream, Option<Vec<Pair<PlaneBuf>>>),
+    /// Scalar codes of whole blocks, all bits without a codebook.
+    Scalar(ScalarPlan, Option<Heads<ScalarHead>>),
     /// Uniform codes: 4-bit keys per channel over 64 tokens, 4-bit values per token over 64 channels.
     Int4,
 }
@@ -183,4 +185,34 @@ pub struct Bitstream {
     pub has_transform: bool,
     /// The kind of their models.
     pub models: ModelKind,
+}
+
+/// Scalar codes of keys and values. Whole blocks leave the exact rows: the window's batch is the block.
+#[derive(Clone, Debug)]
+pub struct ScalarPlan {
+    /// Slots of the keys' codes ([`Shape::slots`](sq::Shape::slots)): each is a bit for every sixteenth
+    /// component.
+    pub key_slots: usize,
+    /// Bits of a value's component, 1 to 4.
+    pub value_bits: usize,
+    /// Whether a block keeps the mean error of its values.
+    pub mean_errors: bool,
+    /// Multiplies values, (head_dim, head_dim): the Hadamard transform that the model has folded into its
+    /// weights.
+    pub value_map: Vec<f32>,
+}
+
+/// One head's scalar codes.
+#[derive(Clone, Debug)]
+pub struct ScalarHead {
+    /// The codes of its keys.
+    pub keys: sq::Shape,
+    /// Mean of the keys before RoPE, (head_dim,).
+    pub key_mean: Vec<f32>,
+    /// Multiplies keys, (head_dim, head_dim): columns in the order of the codes.
+    pub basis: Vec<f32>,
+    /// Multiplies queries, the same.
+    pub dual: Vec<f32>,
+    /// Mean of the values, (head_dim,), which the folded model subtracts before their transform.
+    pub value_mean: Vec<f32>,
 }

@@ -8,14 +8,20 @@ use pq_core::PqShape;
 use crate::cache::codes::prepare;
 use crate::cache::million::prefix;
 use crate::cache::row_store::{int8, residency};
-use crate::cache::{eviction, int4, paged, row_store, zack};
+use crate::cache::{eviction, int4, merge, paged, row_store, sq, zack};
 use crate::{bases, hashed, rotate};
 
 /// Every kernel of the caches for a compute capability, to be compiled without a device: for codes of all
 /// layouts.
 #[must_use]
 pub fn programs(capability: (i32, i32)) -> Vec<Program> {
-    let mut programs = vec![eviction::program(), paged::program(), row_store::program()];
+    let mut programs = vec![
+        eviction::program(),
+        paged::program(),
+        row_store::program(),
+        zack::program(64),
+        zack::program(128),
+    ];
     programs.extend([residency::program(true), residency::program(false)]);
     for element in [Element::F16, Element::Bf16] {
         programs.push(hashed::program(element));
@@ -25,7 +31,8 @@ pub fn programs(capability: (i32, i32)) -> Vec<Program> {
             programs.extend([64, 128].map(|dim| int8::program_sm90(element, dim)));
         }
         let heads = [(64, 3), (128, 1), (128, 4), (128, 16)];
-        programs.extend(heads.map(|(dim, group)| zack::program(element, dim, group)));
+        programs.extend(heads.map(|(dim, group)| merge::program(element, dim, group)));
+        programs.extend(heads.map(|(dim, group)| sq::program(element, dim, group)));
         // N.B. With 16 queries of a head `attend` of int4 spills 8 bytes for sm_90.
         programs.extend(heads[..3].iter().map(|&(dim, group)| int4::program(element, dim, group)));
         programs.extend(heads.map(|(dim, group)| bases::program(element, dim, group)));

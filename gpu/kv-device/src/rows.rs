@@ -13,7 +13,7 @@ use crate::gpu::{Gpu, driver};
 pub struct Sequences {
     /// Position of the token that the step feeds: the number of tokens before it.
     pub positions: DevicePtr<u32>,
-    /// Exact tokens, this one included: the first `sinks` and the last `ring` ([`Room::exact`]).
+    /// Exact tokens, this one included ([`Room::exact`]): the first `sinks` and the last ones.
     pub exact_lengths: DevicePtr<u32>,
     /// Tokens that are not exact.
     pub coded_lengths: DevicePtr<u32>,
@@ -80,19 +80,25 @@ impl Rows {
 pub struct Room {
     /// First tokens, whose rows stay exact.
     pub sinks: usize,
-    /// Exact rows that later tokens share as a ring; 0 if all tokens are sinks.
+    /// Exact rows that later tokens share; 0 if all tokens are sinks.
     pub ring: usize,
+    /// Tokens that leave these rows at once. One by one, the rows are a ring; otherwise those behind the
+    /// tokens that have left move up.
+    pub leaving: usize,
     /// Maximum tokens.
     pub capacity: usize,
 }
 
 impl Room {
-    /// The row of the token at a position, of a head of its sequence: sinks keep theirs, later tokens share
-    /// the ring.
+    /// The row of a sequence's last token, at a position, of a head: sinks keep theirs, later tokens share
+    /// the rows after them.
     #[must_use]
     pub fn slot(&self, position: usize) -> usize {
         match position.checked_sub(self.sinks) {
-            Some(after) if self.ring > 0 => self.sinks + after % self.ring,
+            Some(after) if self.ring > 0 => {
+                let moved = if self.leaving > 1 { self.coded(position + 1) } else { 0 };
+                self.sinks + (after - moved) % self.ring
+            }
             _ => position,
         }
     }
@@ -100,6 +106,41 @@ impl Room {
     /// Exact tokens in a sequence of `tokens`.
     #[must_use]
     pub fn exact(&self, tokens: usize) -> usize {
-        tokens.min(self.sinks + self.ring)
+        tokens - self.coded(tokens)
+    }
+
+    /// Tokens after the sinks that are not exact in a sequence of `tokens`.
+    #[must_use]
+    pub const fn coded(&self, tokens: usize) -> usize {
+        let kept = self.sinks + self.ring + 1 - self.leaving; // at least
+        tokens.saturating_sub(kept) / self.leaving * self.leaving
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Room;
+
+    #[test]
+    fn exact_rows_hold_sinks_and_the_last_tokens() {
+        for (sinks, recent, leaving) in [(3, 5, 1), (0, 1, 1), (3, 5, 8), (0, 1, 4), (2, 9, 4)] {
+            let room = Room { sinks, ring: recent + leaving - 1, leaving, capacity: 100 };
+            let mut rows = vec![usize::MAX; sinks + room.ring];
+            for position in 0..100 {
+                let (left, coded) = (room.coded(position), room.coded(position + 1));
+                if leaving > 1 && coded > left {
+                    rows.copy_within(sinks + leaving.., sinks);
+                }
+                rows[room.slot(position)] = position;
+                let mut exact = rows[..room.exact(position + 1)].to_vec();
+                exact.sort_unstable();
+                let expected: Vec<usize> =
+                    (0..sinks.min(position + 1)).chain(sinks + coded..=position).collect();
+                assert_eq!(exact, expected, "{room:?} at {position}");
+                assert!(
+                    coded % leaving == 0 && position + 1 - sinks.min(position + 1) - coded < recent + leaving
+                );
+            }
+        }
     }
 }

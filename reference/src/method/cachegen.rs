@@ -300,12 +300,7 @@ impl DeviceKind for CacheGen {
                 "a device encodes in interleaved lanes",
                 "coder=lanes",
             ),
-            Limit::new(
-                window.recent == 0,
-                "window=0",
-                "on a device the last token stays exact until the next one",
-                "window=1 or more",
-            ),
+            Limit::of_last_token(window),
         ]
     }
 

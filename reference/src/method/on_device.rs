@@ -74,6 +74,16 @@ impl Limit {
         ]
     }
 
+    /// Of methods whose last token cannot leave the window with its own step.
+    pub const fn of_last_token(window: Window) -> Self {
+        Self::new(
+            window.recent == 0,
+            "window=0",
+            "on a device the last token stays exact until the next one",
+            "window=1 or more",
+        )
+    }
+
     /// Of methods with a window: its element type, and the layers that are all exact.
     pub fn of_windowed(method: &Method) -> Vec<Self> {
         vec![

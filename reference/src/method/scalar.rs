@@ -195,6 +195,7 @@ impl DeviceKind for Scalar {
                 "group=64",
             ),
             Limit::new(window.batch != BLOCK, "batch=32", "64 tokens leave the window at once", "batch=64"),
+            Limit::of_last_token(window),
         ]
     }
 

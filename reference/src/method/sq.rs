@@ -1,6 +1,9 @@
 //! Scalar codes: keys in their query-weighted KLT, rotated relative to blocks of positions, values in a
 //! Hadamard basis. Calibration needs means and second moments only.
 
+#[cfg(feature = "cuda")]
+mod device;
+
 use std::fmt::Display;
 use std::str::FromStr;
 use std::sync::Arc;
@@ -77,6 +80,20 @@ struct HeadPlan {
     value_mean: Vec<f32>, // (head_dim,)
 }
 
+/// One head of a profile.
+struct SqHead {
+    /// The codes of its keys.
+    keys: Shape,
+    /// Mean of the keys before RoPE, (head_dim,).
+    mean: Vec<f32>,
+    /// Multiplies keys, (head_dim, head_dim): columns in the order of the codes.
+    basis: Vec<f32>,
+    /// Multiplies queries, the same.
+    dual: Vec<f32>,
+    /// Mean of the values, (head_dim,).
+    value_mean: Vec<f32>,
+}
+
 impl Sq {
     /// The name of a profile's entry. Entries serve any bits.
     fn key(&self, l: usize, head: usize, part: &str) -> String {
@@ -106,38 +123,52 @@ impl Sq {
         Ok(Fitted { mean, rotation, value_mean })
     }
 
-    /// Layer `l` from the profile.
-    fn plan(&self, site: &Site<'_>, l: usize) -> Result<Vec<HeadPlan>> {
-        let dim = site.config.head_dim;
-        let rope = site.rope(l);
-        let plan = |head: usize| -> Result<HeadPlan> {
+    /// The heads of layer `l` in the profile.
+    fn heads(&self, config: &Config, profile: &Profile, l: usize) -> Result<Vec<SqHead>> {
+        let dim = config.head_dim;
+        let head = |head: usize| -> Result<SqHead> {
             let part = |part, len: usize| -> Result<&[f32]> {
                 let entry = self.key(l, head, part);
-                let values = site.profile.floats(&entry)?;
+                let values = profile.floats(&entry)?;
                 let wrong = || Error::Profile(format!("`{entry}` has {} elements, not {len}", values.len()));
                 if values.len() == len { Ok(values) } else { Err(wrong()) }
             };
             let mut order = vec![0; dim];
             let sigma = part("sigma", dim)?;
-            let shape =
+            let keys =
                 allot(sigma, self.slots(dim), &mut order).map_err(|e| Error::Profile(e.to_string()))?;
             let columns = |map: &[f32]| -> Vec<f32> {
                 map.chunks_exact(dim).flat_map(|row| order.iter().map(move |&c| row[c])).collect()
             };
+            Ok(SqHead {
+                keys,
+                mean: part("mean", dim)?.to_vec(),
+                basis: columns(part("basis", dim * dim)?),
+                dual: columns(part("dual", dim * dim)?),
+                value_mean: part("value-mean", dim)?.to_vec(),
+            })
+        };
+        (0..config.n_kv_heads).map(head).collect()
+    }
+
+    /// Layer `l` from the profile.
+    fn plan(&self, site: &Site<'_>, l: usize) -> Result<Vec<HeadPlan>> {
+        let rope = site.rope(l);
+        let plan = |head: SqHead| -> Result<HeadPlan> {
             let transform = HeadTransform::new(&TransformParts {
                 frequencies: rope.frequencies(),
-                mean: part("mean", dim)?,
-                basis: &columns(part("basis", dim * dim)?),
-                dual: &columns(part("dual", dim * dim)?),
-                keys: shape,
-                values: Shape::uniform(dim, self.values)?,
+                mean: &head.mean,
+                basis: &head.basis,
+                dual: &head.dual,
+                keys: head.keys,
+                values: Shape::uniform(site.config.head_dim, self.values)?,
                 block: self.block,
                 mean_error: self.mean_error,
             });
             let transform = Arc::new(transform.map_err(|e| Error::Profile(e.to_string()))?);
-            Ok(HeadPlan { transform, value_mean: part("value-mean", dim)?.to_vec() })
+            Ok(HeadPlan { transform, value_mean: head.value_mean })
         };
-        (0..site.config.n_kv_heads).map(plan).collect()
+        self.heads(site.config, site.profile, l)?.into_iter().map(plan).collect()
     }
 }
 
@@ -195,8 +226,7 @@ impl Kind for Sq {
 
     #[cfg(feature = "cuda")]
     fn on_device(&self) -> std::result::Result<&dyn DeviceKind, Limit> {
-        let reason = "a device's decode loop does not call the kernels of scalar codes";
-        Err(Limit::new(true, "", reason, "pqklt, whose codes are in similar bases"))
+        Ok(self)
     }
 
     fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {

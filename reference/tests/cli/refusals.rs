@@ -157,7 +157,11 @@ mod on_a_device {
                 None => {}
             }
         }
-        assert_eq!(running, ["int4", "pqcache", "million", "pqklt", "hybrid", "zack", "cachegen"], "{list}");
+        assert_eq!(
+            running,
+            ["int4", "pqcache", "sq", "million", "pqklt", "hybrid", "zack", "cachegen"],
+            "{list}"
+        );
         assert!(settings > 25, "{list}");
     }
 
@@ -196,7 +200,7 @@ mod on_a_device {
                 &["compare"][..],
                 &["eval"],
                 &["generate", "We"],
-                &["compare", "--methods", "dense,int4,pqcache,million,pqklt,hybrid,zack,cachegen"],
+                &["compare", "--methods", "dense,int4,pqcache,million,pqklt,hybrid,sq,zack,cachegen"],
             ] {
                 let args = [args, &["--device", "cuda", "--model", text(model.path())]].concat();
                 let output = run("defaults", kv(&args));

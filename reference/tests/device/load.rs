@@ -43,13 +43,14 @@ fn gpu_in_turn() -> Option<MutexGuard<'static, Arc<Gpu>>> {
 const DENSE: &str = "dense:dtype=f16";
 
 /// Caches that take frames, each with one on the CPU that has the same logits.
-const CACHES: [(&str, &str); 8] = [
+const CACHES: [(&str, &str); 9] = [
     (DENSE, DENSE),
     ("dense:dtype=bf16", DENSE),
     ("dense:dtype=f16:pages=32", DENSE),
     ("int4", "int4"),
     ("million", "million"),
     ("pqklt", "pqklt"),
+    ("sq", "sq"),
     ("hybrid:rows=0.1", "hybrid:rows=0.1"),
     ("zack:k=1:v=1", DENSE), // all ranks
 ];

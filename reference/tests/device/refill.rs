@@ -34,6 +34,7 @@ fn refilled_batches_have_the_logits_of_the_cpu() {
         "million:pages=64:pool=1300",
         "pqklt",
         "pqklt:pages=64:pool=1300",
+        "sq",
         "hybrid:rows=0.1",
         "pqcache:tokens=128:codebooks=profile",
         "zack:k=1:v=1",

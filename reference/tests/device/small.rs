@@ -59,7 +59,7 @@ fn model(head_dim: usize) -> Model {
 }
 
 /// Every cache, with a batch.
-const CACHES: [(usize, &str); 29] = [
+const CACHES: [(usize, &str); 32] = [
     (2, "dense:dtype=bf16"),
     (2, "dense:dtype=f16:pages=16:pool=240"),
     (2, "int4:window=4:sinks=2"),
@@ -83,6 +83,9 @@ const CACHES: [(usize, &str); 29] = [
     (2, "pqklt:window=8:sinks=2:pages=32:pool=256"),
     (3, "pqklt:k=8/2:v=8/4:norms=off:values=trained:window=8:sinks=0:exact=bf16"),
     (3, "pqklt:k=8/2:v=8/4:keys=rotated:norms=off:values=trained:window=8:sinks=2"),
+    (2, "sq:block=32:window=8:sinks=2"),
+    (3, "sq:k=2:v=2:block=32:window=1:sinks=0:exact=bf16"),
+    (2, "sq:k=8:v=1:window=33:sinks=3"),
     (2, "zack:window=8:sinks=2:multiple=8"),
     (2, "zack:k=0.25:v=0.5:window=16:multiple=8:exact=bf16"),
     (2, "zack:k=0.25:v=0.5:window=8:sinks=2:multiple=8:prompt=cut"),

@@ -35,8 +35,8 @@ struct Speed {
     /// A model shape with hashed weights: llama-2-7b, llama-3.1-8b or llama-3.1-70b/8
     #[arg(long, value_name = "NAME", conflicts_with = "model")]
     random: Option<String>,
-    /// Methods to time: cachegen, dense in 16 bits, hybrid, int4, million, pqcache, pqklt and zack run on the
-    /// device
+    /// Methods to time: cachegen, dense in 16 bits, hybrid, int4, million, pqcache, pqklt, sq and zack run on
+    /// the device
     #[arg(long, value_name = "LIST", default_value = "dense:dtype=bf16,million:exact=bf16")]
     methods: String,
     /// Tokens that a step attends to

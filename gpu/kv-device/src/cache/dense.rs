@@ -63,7 +63,7 @@ impl DeviceCache for DenseCache {
     }
 
     fn room(&self) -> Room {
-        Room { sinks: self.capacity, ring: 0, capacity: self.capacity }
+        Room { sinks: self.capacity, ring: 0, leaving: 1, capacity: self.capacity }
     }
 
     unsafe fn attend(
@@ -78,7 +78,7 @@ impl DeviceCache for DenseCache {
         // SAFETY: the buffers have the lengths of `new`, and lengths are at most the capacity, which the
         // caller checks. The preceding kernel writes queries and rows, but not lengths: `begin` has written
         // them.
-        unsafe { self.attend.launch(gpu, rows, lengths, queries, out) }
+        unsafe { self.attend.launch(gpu, rows, lengths, queries, out, None) }
     }
 
     fn clear(&mut self, _gpu: &Gpu) -> Result<()> {

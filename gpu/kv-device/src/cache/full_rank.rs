@@ -45,7 +45,8 @@ impl FullRank {
         })
     }
 
-    /// Launches attention of (batch, n_heads, head_dim) queries, with PDL.
+    /// Launches attention of (batch, n_heads, head_dim) queries, with PDL. The log-sum-exp of the scores,
+    /// (batch, n_heads), are to merge the result with attention over other tokens.
     ///
     /// # Safety
     /// The [contract of a launch](DevicePtr#launches) holds. The rows, or those of the pages, have as many
@@ -57,6 +58,7 @@ impl FullRank {
         lengths: DevicePtr<u32>,
         queries: DevicePtr<AnyElement>,
         out: DevicePtr<AnyElement>,
+        log_sum_exp: Option<DevicePtr<f32>>,
     ) -> Result<()> {
         let Rows { keys, values, capacity } = rows;
         let sum = self.heads * self.head_dim;
@@ -78,7 +80,7 @@ impl FullRank {
             value_rank_sum: sum,
             scale: 1.0 / (self.head_dim as f32).sqrt(),
             out,
-            log_sum_exp: None,
+            log_sum_exp,
             pdl: true,
             workspace: self.workspace.pointer(),
         };

@@ -133,7 +133,7 @@ impl DeviceCache for PagedCache {
     }
 
     fn room(&self) -> Room {
-        Room { sinks: self.capacity, ring: 0, capacity: self.capacity }
+        Room { sinks: self.capacity, ring: 0, leaving: 1, capacity: self.capacity }
     }
 
     fn pages(&self) -> Option<PageTable> {
@@ -152,7 +152,7 @@ impl DeviceCache for PagedCache {
         // SAFETY: the buffers have the lengths of `new`; sequences have pages for their tokens, which
         // `before_step` has granted, or the spare page for the one token of an empty sequence. The preceding
         // kernel writes queries and rows, but not lengths: `begin` has written them.
-        unsafe { self.attend.launch(gpu, rows, lengths, queries, out) }
+        unsafe { self.attend.launch(gpu, rows, lengths, queries, out, None) }
     }
 
     fn clear(&mut self, gpu: &Gpu) -> Result<()> {

@@ -20,6 +20,7 @@ pub(super) struct WindowShape {
     pub head_dim: usize,
     pub sinks: usize,
     pub ring: usize,
+    pub leaving: usize,  // tokens that leave these rows at once: `Room`
     pub slots: usize,    // rows per head after the exact ones, for fetched rows
     pub capacity: usize, // tokens of a sequence
 }
@@ -34,13 +35,15 @@ impl WindowShape {
             head_dim,
             sinks: window.sinks,
             ring: window.recent,
+            leaving: 1,
             slots: 0,
             capacity,
         }
     }
 
     pub const fn room(&self) -> Room {
-        Room { sinks: self.sinks, ring: self.ring, capacity: self.capacity }
+        let Self { sinks, ring, leaving, capacity, .. } = *self;
+        Room { sinks, ring, leaving, capacity }
     }
 
     /// Rows per head.
@@ -60,12 +63,12 @@ impl WindowShape {
 
     /// The number of tokens in a sequence of `tokens` that are not exact.
     pub const fn stored(&self, tokens: usize) -> usize {
-        tokens.saturating_sub(self.sinks + self.ring)
+        self.room().coded(tokens)
     }
 
     /// Bytes of the exact rows with `tokens` in every sequence.
     pub fn exact_bytes(&self, tokens: usize) -> usize {
-        2 * self.n_layers * self.side_len(tokens.min(self.sinks + self.ring)) * size_of::<u16>()
+        2 * self.n_layers * self.side_len(tokens - self.stored(tokens)) * size_of::<u16>()
     }
 
     /// Tokens after the sinks that are stored at a chunk's end, as (first, count): all up to its end, except
@@ -93,6 +96,8 @@ struct ExactArguments {
     kept_side: u64,
     rows_side: u64,
     tokens: u32,
+    stored: u32,
+    moved: u32,
     sinks: u32,
     ring: u32,
     kept_capacity: u32,
@@ -101,7 +106,7 @@ struct ExactArguments {
     restore: u32,
 }
 
-const _: () = assert!(size_of::<ExactArguments>() == 64);
+const _: () = assert!(size_of::<ExactArguments>() == 72);
 
 impl Window {
     /// Empty rows.
@@ -173,7 +178,8 @@ impl Window {
 
     /// Copies the exact tokens among a sequence's first `tokens`: to the rows of all tokens, or from them.
     fn copy(&self, gpu: &Gpu, layer: usize, sequence: usize, tokens: usize, restore: bool) -> Result<()> {
-        let WindowShape { batch, heads, head_dim, sinks, ring, capacity, .. } = self.shape;
+        let WindowShape { batch, heads, head_dim, sinks, ring, leaving, capacity, .. } = self.shape;
+        let stored = self.shape.stored(tokens);
         let kept = heads * self.shape.rows() * head_dim; // of one sequence
         let arguments = ExactArguments {
             kept: self.rows.pointer().offset((2 * layer * batch + sequence) * kept),
@@ -181,6 +187,8 @@ impl Window {
             kept_side: (batch * kept / 8) as u64,
             rows_side: (self.shape.past_side_len() / 8) as u64,
             tokens: tokens as u32,
+            stored: stored as u32,
+            moved: if leaving > 1 { stored as u32 } else { 0 },
             sinks: sinks as u32,
             ring: ring as u32,
             kept_capacity: self.shape.rows() as u32,

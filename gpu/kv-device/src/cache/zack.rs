@@ -7,6 +7,7 @@ use kv_gpu::svd::{Attend, AttendShape};
 use kv_gpu::{AnyElement, DevicePtr, Element, Kernel, Program};
 
 use super::eviction::Evictions;
+use super::merge::Merge;
 use super::span::Span;
 use super::window::{Window, WindowShape};
 use super::{ChunkCache, DeviceCache, RowTransform, Timed};
@@ -19,10 +20,9 @@ use crate::plan::DeviceCuts;
 use crate::rows::{Chunk, Room, Rows, Sequences};
 use crate::shape::CacheShape;
 
-/// `cut`, `restore` and `merge`.
-pub(crate) fn program(element: Element, head_dim: usize, group: usize) -> Program {
-    let defines = [("ELEMENT", element as usize), ("HEAD_DIM", head_dim), ("GROUP", group)];
-    Program::own("zack.cu", include_str!("../kernels/zack.cu"), &[], &defines)
+/// `cut` and `restore`.
+pub(crate) fn program(head_dim: usize) -> Program {
+    Program::own("zack.cu", include_str!("../kernels/zack.cu"), &[], &[("HEAD_DIM", head_dim)])
 }
 
 /// ZACK: sinks and a ring of recent tokens are exact, all other tokens are rows truncated to each head's
@@ -67,7 +67,7 @@ struct Kernels {
     attend: Attend,
     cut: Kernel,
     restore: Kernel,
-    merge: Kernel,
+    merge: Merge,
 }
 
 /// Ranks and offsets of the exact rows. (heads,)
@@ -157,12 +157,12 @@ impl ZackCache {
 
 impl Kernels {
     fn new(gpu: &Gpu, element: Element, head_dim: usize, group: usize) -> Result<Self> {
-        let kernel = |name| gpu.device.kernel(&program(element, head_dim, group), name, 0);
+        let kernel = |name| gpu.device.kernel(&program(head_dim), name, 0);
         Ok(Self {
             attend: Attend::new(&gpu.device, AttendShape { dim: head_dim, element })?,
             cut: kernel("cut")?,
             restore: kernel("restore")?,
-            merge: kernel("merge")?,
+            merge: Merge::new(gpu, element, head_dim, group)?,
         })
     }
 }

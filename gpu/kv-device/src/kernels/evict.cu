@@ -47,7 +47,8 @@ struct ExactArguments {
     uint4* kept;              // [head][kept_capacity][chunk] of keys; values are `kept_side` chunks further on
     uint4* rows;              // [head][capacity][chunk] of keys; values are `rows_side` chunks further on
     u64 kept_side, rows_side;
-    u32 tokens;               // of the sequence: its first `sinks` and last `ring` are exact
+    u32 tokens, stored;       // of the sequence, and how many of them after the sinks are not exact
+    u32 moved;                // tokens after the sinks whose rows the later ones have taken: 0 in a ring
     u32 sinks, ring, kept_capacity, capacity, chunks;
     u32 restore; // 1 copies the kept rows to `rows`, 0 the other way
 };
@@ -57,12 +58,12 @@ struct ExactArguments {
 //
 // Launch: grid (heads, keys and values), any number of threads.
 extern "C" __global__ void exact(const ExactArguments a) {
-    const u32 head = blockIdx.x, exact = min(a.tokens, a.sinks + a.ring);
+    const u32 head = blockIdx.x, exact = a.tokens - a.stored;
     uint4* kept = a.kept + blockIdx.y * a.kept_side + (u64)head * a.kept_capacity * a.chunks;
     uint4* rows = a.rows + blockIdx.y * a.rows_side + (u64)head * a.capacity * a.chunks;
     for (u32 i = threadIdx.x; i < exact * a.chunks; i += blockDim.x) {
-        const u32 at = i / a.chunks, chunk = i % a.chunks, token = at < a.sinks ? at : a.tokens - exact + at;
-        const u32 slot = token < a.sinks ? token : a.sinks + (token - a.sinks) % a.ring;
+        const u32 at = i / a.chunks, chunk = i % a.chunks, token = at < a.sinks ? at : a.stored + at;
+        const u32 slot = token < a.sinks ? token : a.sinks + (token - a.sinks - a.moved) % a.ring;
         uint4 &own = kept[slot * a.chunks + chunk], &row = rows[(u64)token * a.chunks + chunk];
         if (a.restore)
             row = own;

@@ -1,12 +1,9 @@
-// ZACK between the products and attention: truncates tokens that leave the window to each head's ranks, restores those
-// rows for the chunks of a prompt, and merges attention over both parts. Rows arrive in the basis (bases.cu) whose
-// first components are kept.
+// ZACK between the products and attention: truncates tokens that leave the window to each head's ranks, and restores
+// those rows for the chunks of a prompt. Rows arrive in the basis (bases.cu) whose first components are kept.
 //
-// CPU twin: ZackStore. Compile-time shape: ELEMENT of rows and queries (1 for f16, 2 for bf16), HEAD_DIM, and GROUP
-// query heads of a key/value head. Ranks are multiples of 8. The store is ordered by head; each head's rows have its
-// rank.
-#include "element.cuh"
-#include "primitives_sm80.cuh"
+// CPU twin: ZackStore. Compile-time shape: HEAD_DIM; rows have 16-bit elements. Ranks are multiples of 8. The store is
+// ordered by head; each head's rows have its rank.
+#include "types.cuh"
 
 constexpr u32 THREADS = 256;
 
@@ -80,24 +77,4 @@ extern "C" __global__ void __launch_bounds__(THREADS) restore(const RestoreArgum
         ((uint4*)a.keys)[at + i] = c < key_chunks ? keys[t * key_chunks + c] : zeros;
         ((uint4*)a.values)[at + i] = c < value_chunks ? values[t * value_chunks + c] : zeros;
     }
-}
-
-struct MergeArguments {
-    u16* out;              // element [sequence][head][GROUP][HEAD_DIM]: attention to the exact tokens, then to all
-    const u16* cut;        // the same of the store's tokens, up to the value rank
-    const float* exact;    // [sequence][head][GROUP]: log-sum-exp of the scores
-    const float* stored;   // the same of the store's
-    const u32* value_ranks; // [head]
-};
-
-// Launch: grid (query heads of a sequence, sequences), HEAD_DIM threads.
-extern "C" __global__ void __launch_bounds__(HEAD_DIM) merge(const MergeArguments a) {
-    pdl_wait(); // the previous kernels write both parts
-    pdl_trigger();
-    const u64 query = (u64)blockIdx.y * gridDim.x + blockIdx.x;
-    const float exact = a.exact[query], stored = a.stored[query], most = fmaxf(exact, stored);
-    const float own = __expf(exact - most), other = __expf(stored - most), scale = 1 / (own + other);
-    const u64 at = query * HEAD_DIM + threadIdx.x;
-    const float cut = threadIdx.x < a.value_ranks[blockIdx.x / GROUP] ? to_float(a.cut[at]) : 0;
-    a.out[at] = to_element((own * to_float(a.out[at]) + other * cut) * scale);
 }

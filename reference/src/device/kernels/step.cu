@@ -19,13 +19,15 @@ struct BeginArguments {
     u32* exact_lengths;   // [sequence]: exact tokens, this one included
     u32* coded_lengths;   // [sequence]: tokens that only the codes hold
     const u32* pages;     // [sequence][max_pages] pages of the exact tokens, or null: a sequence is a page
-    u32 hidden, sinks, ring;
+    u32 hidden, sinks, ring, leaving;
     u32 max_pages, heads, capacity; // capacity: rows of a head in a page
     u32 vocab;
 };
 
-// Embeds the tokens and assigns their rows. The first `sinks` tokens keep their rows; the others share a ring of `ring`
-// rows after them, in which a token replaces the one `ring` positions earlier.
+// Embeds the tokens and assigns their rows. The first `sinks` tokens keep their rows; the others share `ring` rows
+// after them. If tokens leave one by one (`leaving` is 1), these are a ring, in which a token replaces the one `ring`
+// positions earlier; if several leave at once, the rows behind them have moved up, so that a token follows the one
+// before.
 //
 // Launch: one block per sequence, any number of threads.
 extern "C" __global__ void begin(const BeginArguments a) {
@@ -44,11 +46,13 @@ extern "C" __global__ void begin(const BeginArguments a) {
     }
     if (threadIdx.x == 0) {
         const u32 position = a.positions[sequence];
-        const u32 slot = position < a.sinks ? position : a.sinks + (position - a.sinks) % max(a.ring, 1u);
+        const u32 kept = a.sinks + a.ring + 1 - a.leaving; // at least
+        const u32 coded = position + 1 > kept ? (position + 1 - kept) / a.leaving * a.leaving : 0;
+        const u32 moved = a.leaving > 1 ? coded : 0;
+        const u32 slot = position < a.sinks ? position : a.sinks + (position - a.sinks - moved) % max(a.ring, 1u);
         const u32 page = a.pages ? a.pages[(u64)sequence * a.max_pages + slot / a.capacity] : sequence;
         a.slots[sequence] = page * a.heads * a.capacity + slot % a.capacity;
-        const u32 exact = min(position + 1, a.sinks + a.ring);
-        a.exact_lengths[sequence] = exact, a.coded_lengths[sequence] = position + 1 - exact;
+        a.exact_lengths[sequence] = position + 1 - coded, a.coded_lengths[sequence] = coded;
     }
 }
 

@@ -25,6 +25,7 @@ struct BeginArguments {
     hidden: u32,
     sinks: u32,
     ring: u32,
+    leaving: u32,
     max_pages: u32,
     heads: u32,
     capacity: u32,
@@ -90,7 +91,7 @@ impl Decoder {
     fn launch_begin(&self) -> Result<()> {
         let (sequences, activations) = (&self.sequences, &self.activations);
         let first = self.weights.layers.first().map_or(&self.weights.norm, |layer| &layer.attention_norm);
-        let Room { sinks, ring, .. } = self.cache.room();
+        let Room { sinks, ring, leaving, .. } = self.cache.room();
         let (Rows { capacity, .. }, pages) = (self.cache.rows(0), self.cache.pages());
         let arguments = BeginArguments {
             embedding: self.weights.embedding.pointer(),
@@ -106,6 +107,7 @@ impl Decoder {
             hidden: self.weights.config.hidden_size as u32,
             sinks: sinks as u32,
             ring: ring as u32,
+            leaving: leaving as u32,
             pages: pages.map(|pages| pages.table),
             max_pages: pages.map_or(0, |pages| pages.max_pages as u32),
             heads: self.weights.config.n_kv_heads as u32,

@@ -186,10 +186,8 @@ impl Decoder {
             let rows = self.cache.chunk_rows(&gpu, layer, chunk)?;
             // SAFETY: the rows have room for the chunk, and nothing else uses them before they are taken.
             unsafe { staging.copy(&gpu, layer, chunk, &rows) }?;
-            if let Some(transform) = self.cache.transform() {
-                // SAFETY: as above; these rows have just been written.
-                unsafe { transform.stored(&gpu, layer, chunk, &rows) }?;
-            }
+            // SAFETY: as above; these rows have just been written.
+            unsafe { self.cache.turn_stored(&gpu, layer, chunk, &rows) }?;
             self.cache.append(&gpu, layer, chunk)?;
         }
         self.set_lengths(&lengths, chunk.sequence)

@@ -10,14 +10,14 @@ use std::sync::Arc;
 use kv_attend::owner::{Pair, Side};
 use kv_device::plan::{CodedRows, HeadMaps, Heads, Plan, RowForm, TransformedHead};
 use pq_core::{PqShape, Window};
-use svd_core::{Map, MapBuf, Rows, RowsMut};
+use svd_core::MapBuf;
 
 use super::PqKlt;
 use super::store::{HeadCode, KeySpace, TransformedPlan};
+use crate::method::fold_values::{ValueFold, fold_values, projected};
 use crate::method::on_device::{DeviceKind, Limit};
 use crate::method::paged::Paging;
-use crate::model::{AttentionWeights, Config, Layer, Model};
-use crate::ops::dot;
+use crate::model::{Config, Model};
 use crate::{Profile, Result};
 
 impl PqKlt {
@@ -52,14 +52,12 @@ impl PqKlt {
 
     /// The model whose `W_V` yields values in the basis of their codes, minus their mean; `W_O` undoes both.
     pub fn fold_values(&self, model: &Model, profile: &Profile) -> Result<Model> {
-        let fold = |(l, layer): (usize, &Layer)| -> Result<Layer> {
-            let plan = self.plan(&model.config, profile, l)?;
-            let mut attention = (*layer.attention).clone();
-            fold_layer(&mut attention, &plan, &model.config)?;
-            Ok(Layer { attention: Arc::new(attention), feed_forward: layer.feed_forward.clone() })
+        let fold = |codes: Pair<HeadCode>| {
+            let HeadCode { mean, basis, dual, .. } = codes.values;
+            ValueFold { mean, basis, dual }
         };
-        let layers = model.layers.iter().enumerate().map(fold);
-        Ok(Model { layers: layers.collect::<Result<_>>()?, ..model.clone() })
+        let layer = |l| Ok(self.plan(&model.config, profile, l)?.heads.into_iter().map(fold).collect());
+        fold_values(model, layer)
     }
 }
 
@@ -111,72 +109,4 @@ fn columns(map: &MapBuf) -> Result<Vec<f32>> {
     let mut identity = vec![0.0; dim * dim];
     identity.iter_mut().step_by(dim + 1).for_each(|x| *x = 1.0);
     projected(map.view(), &identity)
-}
-
-fn projected(map: Map<'_>, rows: &[f32]) -> Result<Vec<f32>> {
-    let mut out = vec![0.0; rows.len()];
-    map.project_into(Rows::contiguous(rows, map.dim())?, RowsMut::contiguous(&mut out, map.rank())?)?;
-    Ok(out)
-}
-
-fn fold_layer(weights: &mut AttentionWeights, plan: &TransformedPlan, config: &Config) -> Result<()> {
-    let (dim, group) = (config.head_dim, config.gqa_group());
-    let AttentionWeights { v, o, .. } = weights;
-    let value_bias = v.bias.get_or_insert_with(|| vec![0.0; v.n_out]);
-    let output_bias = o.bias.get_or_insert_with(|| vec![0.0; o.n_out]);
-    for (head, codes) in plan.heads.iter().enumerate() {
-        let HeadCode { mean, basis, dual, .. } = &codes.values;
-        let rows = &mut v.weight[head * dim * v.n_in..][..dim * v.n_in];
-        let columns = transposed(rows, v.n_in);
-        rows.copy_from_slice(&transposed(&projected(basis.view(), &columns)?, dim));
-        let bias = &mut value_bias[head * dim..][..dim];
-        HeadCode::subtract_mean(mean, bias);
-        let folded = projected(basis.view(), bias)?;
-        bias.copy_from_slice(&folded);
-        for query_head in head * group..(head + 1) * group {
-            for (row, bias) in o.weight.chunks_exact_mut(o.n_in).zip(output_bias.iter_mut()) {
-                let row = &mut row[query_head * dim..][..dim];
-                *bias += dot(row, mean);
-                let folded = projected(dual.view(), row)?;
-                row.copy_from_slice(&folded);
-            }
-        }
-    }
-    Ok(())
-}
-
-/// Transposes a matrix with rows of `n` elements.
-fn transposed(matrix: &[f32], n: usize) -> Vec<f32> {
-    (0..n).flat_map(|column| matrix.iter().skip(column).step_by(n).copied()).collect()
-}
-
-#[cfg(test)]
-mod tests {
-    use std::path::Path;
-
-    use super::*;
-    use crate::forward::{logits, prefill};
-    use crate::method::Method;
-    use crate::model::Rope;
-
-    #[test]
-    fn the_folded_model_is_the_same_function() {
-        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/parity/fixtures/gqa");
-        let model = Arc::new(Model::load(&path).unwrap());
-        let tokens: Vec<u32> = (0..200_u32).map(|i| (i * i + 7 * i) % 96).collect();
-        let rope = Arc::new(Rope::new(&model.config, tokens.len()));
-        let method: Method = "hybrid".parse().unwrap();
-        let method = method.fitted(&model.config).unwrap();
-        let profile =
-            crate::compare::calibrated(&model, &rope, &tokens, std::slice::from_ref(&method)).unwrap();
-        let folded = method.device_model(&model, &profile).unwrap();
-        assert_ne!(folded.layers[0].attention.v.weight, model.layers[0].attention.v.weight);
-        let run = |model: &Model| {
-            logits(model, &prefill(model, &rope, &tokens, &mut |_, _| Ok(())).unwrap()).unwrap()
-        };
-        let (plain, folded) = (run(&model), run(&folded));
-        let largest = plain.iter().fold(0.0_f32, |m, x| m.max(x.abs()));
-        let difference = plain.iter().zip(&folded).fold(0.0_f32, |m, (a, b)| m.max((a - b).abs()));
-        assert!(difference <= 1e-3 * largest, "{difference} of {largest}");
-    }
 }

@@ -7,12 +7,13 @@ use kv_gpu::{AnyElement, DevicePtr, Grid};
 
 use super::{Layer, ZackCache};
 use crate::Result;
+use crate::cache::merge::Parts;
 use crate::cache::window::WindowShape;
 use crate::gpu::Gpu;
 use crate::memory::Buffer;
 use crate::rows::{Chunk, Rows, Sequences};
 
-/// Threads of all kernels except `merge`, and tokens of a block.
+/// Threads of the kernels, and tokens of a block.
 const THREADS: u32 = 256;
 const TOKENS: usize = 32;
 
@@ -55,19 +56,8 @@ struct RestoreArguments {
     rows: u32,
 }
 
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct MergeArguments {
-    out: DevicePtr<AnyElement>,
-    cut: DevicePtr<u16>,
-    exact: DevicePtr<f32>,
-    stored: DevicePtr<f32>,
-    value_ranks: DevicePtr<u32>,
-}
-
 const _: () = assert!(size_of::<Store>() == 72);
 const _: () = assert!(size_of::<CutArguments>() == 120 && size_of::<RestoreArguments>() == 96);
-const _: () = assert!(size_of::<MergeArguments>() == 40);
 
 impl ZackCache {
     /// A layer's part of a (layer, heads) buffer.
@@ -195,18 +185,15 @@ impl ZackCache {
         layer: usize,
         out: DevicePtr<AnyElement>,
     ) -> Result<()> {
-        let WindowShape { batch, heads, head_dim, .. } = self.window.shape;
-        let [exact, stored] = &self.scratch.log_sum_exps;
-        let arguments = MergeArguments {
+        let WindowShape { batch, heads, .. } = self.window.shape;
+        let parts = Parts {
             out,
-            cut: self.scratch.out.pointer(),
-            exact: exact.pointer(),
-            stored: stored.pointer(),
-            value_ranks: self.of_heads(&self.ranks.values, layer),
+            stored: self.scratch.out.pointer(),
+            log_sum_exps: self.scratch.log_sum_exps.each_ref().map(Buffer::pointer),
+            ranks: Some(self.of_heads(&self.ranks.values, layer)),
         };
-        let grid = Grid::new([heads * self.group, batch, 1])?;
-        // SAFETY: the structure is the kernel's argument, and the buffers have the lengths of `new`.
-        Ok(unsafe { self.kernels.merge.launch(gpu.stream(), grid, head_dim as u32, true, &arguments) }?)
+        // SAFETY: the buffers have the lengths of `new`; the caller's contract.
+        unsafe { self.kernels.merge.launch(gpu, heads * self.group, batch, &parts) }
     }
 
     /// Launches the copy of the evicted tokens of a layer into the store.

@@ -1,0 +1,123 @@
+//! The launches of a step.
+
+use kv_attend::owner::Side;
+use kv_gpu::sq::AttendArguments;
+use kv_gpu::{AnyElement, DevicePtr, Grid};
+
+use super::SqCache;
+use crate::Result;
+use crate::cache::window::WindowShape;
+use crate::gpu::Gpu;
+use crate::rows::{Rows, Sequences};
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct QueriesArguments {
+    queries: DevicePtr<AnyElement>,
+    duals: DevicePtr<f32>,
+    frequencies: DevicePtr<f32>,
+    lengths: DevicePtr<u32>,
+    out: DevicePtr<f32>,
+    heads: u32,
+    sinks: u32,
+    block: u32,
+    query_blocks: u32,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct CloseUpArguments {
+    rows: DevicePtr<AnyElement>,
+    counts: DevicePtr<u32>,
+    heads: u32,
+    capacity: u32,
+    sinks: u32,
+    behind: u32,
+}
+
+const _: () = assert!(size_of::<QueriesArguments>() == 56 && size_of::<CloseUpArguments>() == 32);
+
+impl SqCache {
+    /// Moves the rows behind a block that has left to where it was.
+    pub(super) fn launch_close_up(&self, gpu: &Gpu, layer: usize) -> Result<()> {
+        const THREADS: u32 = 256;
+        let WindowShape { batch, heads, sinks, ring, leaving, .. } = self.window.shape;
+        let Rows { keys, capacity, .. } = self.window.rows(layer);
+        let arguments = CloseUpArguments {
+            rows: keys,
+            counts: self.codes.transform.counts(),
+            heads: heads as u32,
+            capacity: capacity as u32,
+            sinks: sinks as u32,
+            behind: (ring - leaving) as u32,
+        };
+        // SAFETY: the structure is the kernel's argument; a block, which is no larger than the ring, and the
+        // rows behind it are all rows after the sinks. Values follow keys.
+        Ok(unsafe {
+            self.close_up.launch(gpu.stream(), Grid::new([heads, batch, 2])?, THREADS, false, &arguments)
+        }?)
+    }
+
+    /// Launches the transform of a step's queries to the dual bases of all blocks.
+    ///
+    /// # Safety
+    /// As [`DeviceCache::attend`](crate::DeviceCache::attend).
+    pub(super) unsafe fn launch_queries(
+        &self,
+        gpu: &Gpu,
+        layer: usize,
+        sequences: &Sequences,
+        queries: DevicePtr<AnyElement>,
+    ) -> Result<()> {
+        let WindowShape { batch, heads, head_dim, sinks, leaving: block, .. } = self.window.shape;
+        let arguments = QueriesArguments {
+            queries,
+            duals: self.codes.transform.duals(layer),
+            frequencies: self.codes.transform.means.frequencies(),
+            lengths: sequences.coded_lengths,
+            out: self.scratch.queries.pointer(),
+            heads: heads as u32,
+            sinks: sinks as u32,
+            block: block as u32,
+            query_blocks: self.codes.blocks as u32,
+        };
+        let tiles = self.codes.transform.tiles(self.codes.blocks * self.group, heads * batch);
+        let grid = Grid::new([tiles, heads, batch])?;
+        // SAFETY: the structure is the kernel's argument, and the buffers have the lengths of `new`. The
+        // kernel before this one writes neither maps nor lengths, and has waited for the one that writes
+        // queries; the caller's contract.
+        Ok(unsafe { self.transform_queries.launch(gpu.stream(), grid, head_dim as u32, true, &arguments) }?)
+    }
+
+    /// Launches attention of the transformed queries to the codes.
+    ///
+    /// # Safety
+    /// As [`DeviceCache::attend`](crate::DeviceCache::attend).
+    pub(super) unsafe fn launch_coded(&self, gpu: &Gpu, layer: usize, sequences: &Sequences) -> Result<()> {
+        let WindowShape { batch, heads, head_dim, .. } = self.window.shape;
+        let arguments = AttendArguments {
+            batch,
+            heads,
+            blocks: self.codes.blocks,
+            keys: self.codes.words(Side::Keys, layer, 0),
+            steps: self.codes.scales(Side::Keys, layer, 0),
+            values: self.codes.words(Side::Values, layer, 0),
+            norms: self.codes.scales(Side::Values, layer, 0),
+            mean_errors: self.codes.mean_errors(layer, 0),
+            addends: Some(self.codes.transform.means.addends()),
+            key_tables: self.codes.tables(layer),
+            queries: self.scratch.queries.pointer(),
+            query_blocks: self.codes.blocks,
+            lengths: sequences.coded_lengths,
+            pages: None,
+            scale: 1.0 / (head_dim as f32).sqrt(),
+            out: self.scratch.out.pointer().cast(),
+            log_sum_exp: Some(self.scratch.log_sum_exps[1].pointer()),
+            pdl: true,
+            workspace: self.scratch.workspace.pointer(),
+        };
+        // SAFETY: the buffers have the lengths of `new`; lengths are those of whole blocks, all encoded. The
+        // kernel before this one does not write them; the caller's contract.
+        Ok(unsafe { self.attend.launch(gpu.stream(), &arguments) }?)
+    }
+}

@@ -1,0 +1,57 @@
+//! Scalar codes as a device computes them: values enter and leave in their Hadamard basis.
+
+use kv_device::plan::{Plan, ScalarHead, ScalarPlan};
+use pq_core::Window;
+use svd_core::Hadamard;
+
+use super::{Sq, SqHead};
+use crate::calibrate::single;
+use crate::method::fold_values::{ValueFold, fold_values};
+use crate::method::on_device::{DeviceKind, Limit};
+use crate::model::{Config, Model};
+use crate::{Profile, Result};
+
+impl DeviceKind for Sq {
+    fn limits(&self, window: Window) -> Vec<Limit> {
+        vec![
+            Limit::new(self.values > 4, "v=5", "values on a device have at most 4 bits", "v=4"),
+            Limit::new(
+                window.batch != self.block,
+                "batch=32",
+                "on a device one block leaves the window at once",
+                "no batch=",
+            ),
+            Limit::of_last_token(window),
+        ]
+    }
+
+    fn plan(&self, config: &Config, profile: Option<&Profile>) -> Result<Plan> {
+        let plan = ScalarPlan {
+            key_slots: self.slots(config.head_dim),
+            value_bits: self.values as usize,
+            mean_errors: self.mean_error,
+            value_map: single(Hadamard::new(config.head_dim)?.rotation()?.basis()),
+        };
+        let layer = |profile, l| -> Result<Vec<ScalarHead>> {
+            Ok(self.heads(config, profile, l)?.into_iter().map(ScalarHead::from).collect())
+        };
+        let layers = |profile| (0..config.n_layers).map(|l| layer(profile, l)).collect::<Result<Vec<_>>>();
+        Ok(Plan::Scalar(plan, profile.map(layers).transpose()?))
+    }
+
+    fn fold(&self, model: &Model, profile: &Profile) -> Result<Option<Model>> {
+        let dim = model.config.head_dim;
+        let rotation = Hadamard::new(dim)?.rotation()?;
+        let (basis, dual) = (rotation.basis_map(dim)?, rotation.dual_map(dim)?);
+        let fold =
+            |head: SqHead| ValueFold { mean: head.value_mean, basis: basis.clone(), dual: dual.clone() };
+        let layer = |l| Ok(self.heads(&model.config, profile, l)?.into_iter().map(fold).collect());
+        fold_values(model, layer).map(Some)
+    }
+}
+
+impl From<SqHead> for ScalarHead {
+    fn from(SqHead { keys, mean, basis, dual, value_mean }: SqHead) -> Self {
+        Self { keys, key_mean: mean, basis, dual, value_mean }
+    }
+}
