@@ -184,8 +184,9 @@ struct QueriesArguments {
 
 // The queries in the dual basis of every block with tokens, rotated by minus the position of its middle.
 //
-// Launch: grid (blocks, heads, sequences), THREADS threads: any number of blocks, which take tiles in turn.
-extern "C" __global__ void __launch_bounds__(THREADS) transform_queries(const QueriesArguments a) {
+// Launch: grid (blocks, heads, sequences), THREADS threads: any number of blocks, which take tiles in turn. For three
+// blocks of a multiprocessor the compiler would spill.
+extern "C" __global__ void __launch_bounds__(THREADS, 2) transform_queries(const QueriesArguments a) {
     __shared__ __align__(16) Tile tile;
     const u32 pair = threadIdx.x % HALF;
     const float frequency = __ldg(a.frequencies + pair);
