@@ -17,9 +17,7 @@ mod stream_target;
 mod weights;
 
 use cudarc::driver::DriverError;
-pub use kv_device::{
-    Chunk, ChunkCache, DeviceCache, FRAMES, Gpu, Loader, PageLocked, Room, Stages, Timed, hashed,
-};
+pub use kv_device::{Chunk, DeviceCache, FRAMES, Gpu, Loader, PageLocked, Room, Stages, Timed, hashed};
 pub use kv_gpu::Element;
 
 use crate::Error;

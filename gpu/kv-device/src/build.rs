@@ -4,7 +4,7 @@ use kv_attend::owner::Pair;
 use pq_core::CodebookBuf;
 
 use crate::bases::{Bases, BasisMaps};
-use crate::cache::DeviceCache;
+use crate::cache::Cache;
 use crate::cache::cachegen::{CacheGenCache, hashed_planes};
 use crate::cache::codes::{check_encoders, paging};
 use crate::cache::dense::DenseCache;
@@ -16,6 +16,7 @@ use crate::cache::pqcache::{self, PqCache};
 use crate::cache::sq::{self, SqCache};
 use crate::cache::transformed::TransformedCodes;
 use crate::cache::zack::{Cuts, ZackCache, uniform_ranks};
+use crate::device_cache::DeviceCache;
 use crate::gpu::Gpu;
 use crate::ledger::Allocating;
 use crate::plan::{CodedRows, DeviceCuts, HeadMaps, Heads, HybridPlan, Plan, RowHome, TransformedHead};
@@ -66,11 +67,11 @@ impl Plan {
     /// # Errors
     /// As [`Self::check`]; [`Error::Argument`] for data of other sizes; [`Error::Profile`] for data that no
     /// 16-bit element holds; [`Error::DeviceMemory`], [`Error::HostMemory`], [`Error::Gpu`].
-    pub fn build(self, gpu: &Gpu, shape: &CacheShape) -> Result<Box<dyn DeviceCache>> {
+    pub fn build(self, gpu: &Gpu, shape: &CacheShape) -> Result<DeviceCache> {
         let _purpose = Allocating::new("caches");
         self.check(shape)?;
         self.check_data(shape)?;
-        Ok(match self {
+        let cache: Box<dyn Cache> = match self {
             Self::Dense(Some(pages)) => Box::new(PagedCache::new(gpu, shape, pages)?),
             Self::Dense(None) => Box::new(DenseCache::new(gpu, shape)?),
             Self::Int4 => Box::new(Int4Cache::new(gpu, shape)?),
@@ -108,7 +109,8 @@ impl Plan {
                 };
                 Box::new(MillionCache::new(gpu, shape, quantizers, codebooks, transformed, pages)?)
             }
-        })
+        };
+        Ok(DeviceCache::new(gpu, shape, cache))
     }
 
     /// Rejects data of other layers, heads or sizes.

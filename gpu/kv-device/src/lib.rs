@@ -3,6 +3,7 @@
 mod bases;
 mod build;
 mod cache;
+mod device_cache;
 mod error;
 mod gpu;
 mod hashed;
@@ -16,8 +17,10 @@ mod programs;
 mod rotate;
 mod rows;
 mod shape;
+mod timed;
 
-pub use cache::{ChunkCache, DeviceCache, RowTransform, Timed};
+pub use cache::RowTransform;
+pub use device_cache::DeviceCache;
 pub use error::{Error, Result};
 pub use gpu::{Gpu, without_captures};
 pub use hashed::{fill_hashed, hashed};
@@ -30,3 +33,4 @@ pub use plan::Plan;
 pub use programs::programs;
 pub use rows::{Chunk, Room, Rows, Sequences};
 pub use shape::CacheShape;
+pub use timed::Timed;

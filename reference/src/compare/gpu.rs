@@ -107,7 +107,7 @@ pub(super) fn score(
         let mut decoder = models.decoder(&run.profile, method, weights, tokens)?;
         let scores = score_text(&mut decoder, text, decoded, reference)?;
         let fetched = decoder.fetched_rows()? as f64 / steps as f64; // over all heads
-        let chosen = decoder.chosen_rows()?.map_or(fetched, |rows| rows as f64 / steps as f64);
+        let chosen = decoder.selected_rows()?.map_or(fetched, |rows| rows as f64 / steps as f64);
         progress.advance();
         let config = &run.model.config;
         let fetched = FetchedPerStep {

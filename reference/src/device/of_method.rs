@@ -44,7 +44,7 @@ pub fn method_cache(
     profile: Option<&Profile>,
     batch: usize,
     capacity: usize,
-) -> Result<Box<dyn DeviceCache>> {
+) -> Result<DeviceCache> {
     let method = fitted(method, config)?;
     let shape = shape(config, element, method.window(), (batch, capacity));
     Ok(method.device_plan(config, profile)?.build(gpu, &shape)?)

@@ -9,7 +9,7 @@ mod sequences;
 use std::sync::Arc;
 
 use cudarc::driver::CudaGraph;
-use kv_device::{Allocating, Buffer, DeviceCache, Gpu};
+use kv_device::{Allocating, Buffer, DeviceCache, Gpu, Timed};
 use kv_gpu::Kernel;
 use kv_gpu::pq::Prefetch;
 
@@ -29,7 +29,7 @@ pub const CHUNK: usize = 8192;
 pub struct Decoder {
     gpu: Arc<Gpu>,
     weights: Arc<Weights>,
-    cache: Box<dyn DeviceCache>,
+    cache: DeviceCache,
     batch: usize,
     products: Products,
     begin: Kernel,
@@ -106,12 +106,7 @@ impl Decoder {
     ///
     /// # Errors
     /// [`Error::Argument`] for more than 32 sequences; [`Error::Device`].
-    pub fn new(
-        gpu: Arc<Gpu>,
-        weights: Arc<Weights>,
-        mut cache: Box<dyn DeviceCache>,
-        batch: usize,
-    ) -> Result<Self> {
+    pub fn new(gpu: Arc<Gpu>, weights: Arc<Weights>, mut cache: DeviceCache, batch: usize) -> Result<Self> {
         let _purpose = Allocating::new("steps");
         let config = &weights.config;
         if batch == 0 || batch > MOST_COLUMNS {
@@ -305,8 +300,8 @@ impl Decoder {
 
     /// The cache.
     #[must_use]
-    pub fn cache(&self) -> &dyn DeviceCache {
-        self.cache.as_ref()
+    pub const fn cache(&self) -> &DeviceCache {
+        &self.cache
     }
 
     /// Rows that steps have read from the host so far: [`DeviceCache::fetched_rows`].
@@ -317,12 +312,12 @@ impl Decoder {
         Ok(self.cache.fetched_rows(&self.gpu)?)
     }
 
-    /// Exact rows that steps have read so far: [`DeviceCache::chosen_rows`].
+    /// Exact rows that steps have selected so far: [`DeviceCache::selected_rows`].
     ///
     /// # Errors
     /// [`Error::Device`].
-    pub fn chosen_rows(&self) -> Result<Option<u64>> {
-        Ok(self.cache.chosen_rows(&self.gpu)?)
+    pub fn selected_rows(&self) -> Result<Option<u64>> {
+        Ok(self.cache.selected_rows(&self.gpu)?)
     }
 
     /// Milliseconds of each of `rounds` steps, on the device's clock.

@@ -53,7 +53,7 @@ fn it_does_not_matter_whose_memory_has_the_rows() {
             let spec = format!("{spec}:rows-on={home}");
             let mut decoder = decoder(&gpu, &model, &spec, &profile, 1, run.len());
             let logits = teacher_forced(&mut decoder, run);
-            (logits, decoder.fetched_rows().unwrap(), decoder.chosen_rows().unwrap())
+            (logits, decoder.fetched_rows().unwrap(), decoder.selected_rows().unwrap())
         };
         let ((host, fetched, chosen), (device, none, of_device)) = (logits("host"), logits("device"));
         println!("{spec}: {fetched} of {chosen:?} rows fetched");

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use kv_gpu::Element;
-use kv_reference::device::{Decoder, Weights, method_cache};
+use kv_reference::device::{Decoder, Timed, Weights, method_cache};
 use kv_reference::eval::score_text;
 use kv_reference::method::{Method, Prepared};
 use kv_reference::model::Rope;

@@ -12,7 +12,7 @@ use std::time::Instant;
 use clap::Parser;
 use copy_rate::copy_rate;
 use kv_benches::cli::{DeviceArgs, JsonArgs, asset, check_number};
-use kv_reference::device::{Decoder, Element, Gpu, Part, RANDOM_MODELS, Weights, method_cache};
+use kv_reference::device::{Decoder, Element, Gpu, Part, RANDOM_MODELS, Timed, Weights, method_cache};
 use kv_reference::method::Method;
 use kv_reference::model::Model;
 use kv_reference::{Error, Result};
@@ -159,12 +159,12 @@ impl Speed {
         for _ in 1..WARM_UP {
             decoder.step()?;
         }
-        let (fetched, chosen) = (decoder.fetched_rows()?, decoder.chosen_rows()?);
+        let (fetched, chosen) = (decoder.fetched_rows()?, decoder.selected_rows()?);
         let mut times = decoder.time(self.steps)?;
         let fetched_rows = (decoder.fetched_rows()? - fetched) as f64 / self.steps as f64;
         let heads = weights.config.n_layers * weights.config.n_kv_heads * batch;
         let per_head = |rows: u64| rows as f64 / (self.steps * heads) as f64;
-        let chosen_rows = decoder.chosen_rows()?.zip(chosen).map(|(rows, before)| per_head(rows - before));
+        let chosen_rows = decoder.selected_rows()?.zip(chosen).map(|(rows, before)| per_head(rows - before));
         let mean_ms = times.iter().sum::<f32>() / times.len() as f32;
         times.sort_by(f32::total_cmp);
         let step_ms = times[times.len() / 2];

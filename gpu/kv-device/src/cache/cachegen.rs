@@ -10,12 +10,13 @@ use kv_gpu::{AnyElement, DevicePtr};
 use pq_core::Window;
 
 use super::dense::DenseCache;
-use super::{ChunkCache, DeviceCache, Timed};
+use super::{ChunkCache, StepCache};
 use crate::gpu::Gpu;
 use crate::hashed::hashed;
 use crate::plan::Bitstream;
 use crate::rows::{Chunk, Room, Rows, Sequences};
 use crate::shape::CacheShape;
+use crate::timed::Timed;
 use crate::{Error, Result};
 use codec::{Codec, Span};
 
@@ -112,7 +113,7 @@ pub(crate) fn hashed_planes(shape: &CacheShape, bitstream: &Bitstream) -> Result
     Ok(vec![Pair::try_of(plane)?; shape.layers])
 }
 
-impl DeviceCache for CacheGenCache {
+impl StepCache for CacheGenCache {
     fn rows(&self, layer: usize) -> Rows {
         self.dense.rows(layer)
     }
@@ -164,9 +165,9 @@ impl DeviceCache for CacheGenCache {
 
     /// Coded bits count as kept, and the rows decoded from them as working memory.
     fn footprint(&self, tokens: usize) -> Footprint {
-        let decoded = self.dense.step_bytes(self.coded_of(tokens));
+        let decoded = self.dense.bytes_of(self.coded_of(tokens));
         Footprint {
-            kept: self.stream_bytes + self.dense.step_bytes(tokens) - decoded,
+            kept: self.stream_bytes + self.dense.bytes_of(tokens) - decoded,
             working: decoded,
             shared: self.planes_bytes,
             ..Footprint::default()

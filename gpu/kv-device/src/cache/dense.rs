@@ -4,13 +4,14 @@ use kv_attend::owner::Footprint;
 use kv_gpu::{AnyElement, DevicePtr, Element};
 
 use super::full_rank::FullRank;
-use super::{ChunkCache, DeviceCache, Timed};
+use super::{ChunkCache, StepCache};
 use crate::Result;
 use crate::gpu::Gpu;
 use crate::hashed::{RANDOM_ROWS, fill_rows};
 use crate::memory::Buffer;
 use crate::rows::{Chunk, Room, Rows, Sequences};
 use crate::shape::CacheShape;
+use crate::timed::Timed;
 
 /// Every token exact, in 16 bits.
 pub(crate) struct DenseCache {
@@ -48,6 +49,11 @@ impl DenseCache {
         self.batch * self.heads * self.capacity * self.head_dim
     }
 
+    /// Bytes of the rows of `tokens` tokens in every sequence.
+    pub(super) const fn bytes_of(&self, tokens: usize) -> usize {
+        2 * size_of::<u16>() * self.n_layers * self.batch * self.heads * tokens * self.head_dim
+    }
+
     /// Rows of a layer from a sequence on.
     pub(super) fn rows_of(&self, layer: usize, sequence: usize) -> Rows {
         let row = sequence * self.heads * self.capacity * self.head_dim;
@@ -57,7 +63,7 @@ impl DenseCache {
     }
 }
 
-impl DeviceCache for DenseCache {
+impl StepCache for DenseCache {
     fn rows(&self, layer: usize) -> Rows {
         self.rows_of(layer, 0)
     }
@@ -86,7 +92,7 @@ impl DeviceCache for DenseCache {
     }
 
     fn footprint(&self, tokens: usize) -> Footprint {
-        Footprint { kept: self.step_bytes(tokens), ..Footprint::default() }
+        Footprint { kept: self.bytes_of(tokens), ..Footprint::default() }
     }
 
     fn bytes(&self) -> usize {
@@ -104,7 +110,7 @@ impl Timed for DenseCache {
     }
 
     fn step_bytes(&self, tokens: usize) -> usize {
-        4 * self.n_layers * self.batch * self.heads * tokens * self.head_dim
+        self.bytes_of(tokens)
     }
 }
 

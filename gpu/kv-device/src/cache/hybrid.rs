@@ -14,7 +14,7 @@ use super::row_store::{RowStore, StoreShape};
 use super::step_budget::StepBudget;
 use super::transformed::TransformedCodes;
 use super::window::{Window, WindowShape};
-use super::{ChunkCache, DeviceCache, RowTransform, Timed};
+use super::{ChunkCache, RowTransform, StepCache};
 use crate::Result;
 use crate::gpu::Gpu;
 use crate::hashed::{RANDOM_ROWS, fill_rows};
@@ -22,6 +22,7 @@ use crate::memory::Buffer;
 use crate::plan::HybridPlan;
 use crate::rows::{Chunk, Room, Rows, Sequences};
 use crate::shape::CacheShape;
+use crate::timed::Timed;
 
 /// Hybrid attention: coarse codes of all tokens on the device, and in the same softmax the exact rows of the
 /// few that hold most of the weight, from a `RowStore` in memory of the device or the host.
@@ -162,7 +163,7 @@ pub(crate) const fn kernels(shape: &CacheShape, plan: &HybridPlan) -> HybridShap
     }
 }
 
-impl DeviceCache for HybridCache {
+impl StepCache for HybridCache {
     fn rows(&self, layer: usize) -> Rows {
         self.window.rows(layer)
     }
@@ -278,7 +279,7 @@ impl DeviceCache for HybridCache {
         self.store.fetched(gpu)
     }
 
-    fn chosen_rows(&self, gpu: &Gpu) -> Result<Option<u64>> {
+    fn selected_rows(&self, gpu: &Gpu) -> Result<Option<u64>> {
         let Some(Adaptive { total, .. }) = &self.adaptive else { return Ok(None) };
         let mut rows = [0];
         total.read_into(gpu, &mut rows)?;

@@ -4,13 +4,14 @@ use kv_attend::owner::Footprint;
 use kv_gpu::{AnyElement, DevicePtr, Element, Grid, Kernel, Program};
 
 use super::window::{Window, WindowShape};
-use super::{ChunkCache, DeviceCache, Timed};
+use super::{ChunkCache, StepCache};
 use crate::Result;
 use crate::gpu::Gpu;
 use crate::hashed::{RANDOM_CODES, fill_codes};
 use crate::memory::Buffer;
 use crate::rows::{Chunk, Room, Rows, Sequences};
 use crate::shape::CacheShape;
+use crate::timed::Timed;
 
 /// `encode`, `decode`, `attend` and `merge`.
 pub(crate) fn program(element: Element, head_dim: usize, group: usize) -> Program {
@@ -172,7 +173,7 @@ const fn block_len(head_dim: usize) -> usize {
     2 * (BLOCK * head_dim / 2) + 4 * head_dim + 4 * BLOCK * (head_dim / 64)
 }
 
-impl DeviceCache for Int4Cache {
+impl StepCache for Int4Cache {
     fn rows(&self, layer: usize) -> Rows {
         self.window.rows(layer)
     }

@@ -13,13 +13,14 @@ use super::key_means::KeyMeans;
 use super::pages::Pages;
 use super::transformed::TransformedCodes;
 use super::window::{Window, WindowShape};
-use super::{ChunkCache, DeviceCache, RowTransform, Timed};
+use super::{ChunkCache, RowTransform, StepCache};
 use crate::Result;
 use crate::gpu::Gpu;
 use crate::memory::Buffer;
 use crate::plan::{Heads, PagedMemory, RowForm};
 use crate::rows::{Chunk, Room, Rows, Sequences};
 use crate::shape::CacheShape;
+use crate::timed::Timed;
 use prefix::PrefixRows;
 
 /// Bytes of shared memory that a block of `pq::Encode` takes at 64 subspaces, and what the driver reserves
@@ -150,7 +151,7 @@ pub(crate) fn kernel(
     }
 }
 
-impl DeviceCache for MillionCache {
+impl StepCache for MillionCache {
     fn rows(&self, layer: usize) -> Rows {
         self.window.rows(layer)
     }
@@ -272,6 +273,8 @@ impl ChunkCache for MillionCache {
     }
 
     fn append(&mut self, gpu: &Gpu, layer: usize, chunk: &Chunk) -> Result<()> {
+        let pages = self.codes.pages.as_ref();
+        pages.map_or(Ok(()), |pages| pages.check_reserved(chunk.sequence, chunk.end()))?;
         self.take(gpu, layer, chunk)
     }
 

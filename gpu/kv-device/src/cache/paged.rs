@@ -9,7 +9,7 @@ use kv_gpu::{AnyElement, DevicePtr, Element, Grid, Kernel, Program};
 use super::full_rank::FullRank;
 use super::pages::Pages;
 use super::prompt_rows::PromptRows;
-use super::{ChunkCache, DeviceCache, Timed};
+use super::{ChunkCache, StepCache};
 use crate::Result;
 use crate::gpu::Gpu;
 use crate::hashed::{RANDOM_ROWS, fill_rows};
@@ -17,6 +17,7 @@ use crate::memory::Buffer;
 use crate::plan::PagedMemory;
 use crate::rows::{Chunk, Room, Rows, Sequences};
 use crate::shape::CacheShape;
+use crate::timed::Timed;
 
 /// `copy` of the rows of pages.
 pub(crate) fn program() -> Program {
@@ -126,7 +127,7 @@ impl PagedCache {
     }
 }
 
-impl DeviceCache for PagedCache {
+impl StepCache for PagedCache {
     fn rows(&self, layer: usize) -> Rows {
         let side = |side: usize| self.rows.pointer().offset((2 * layer + side) * self.side_len()).cast();
         Rows { keys: side(0), values: side(1), capacity: self.pages.page() }
@@ -213,6 +214,7 @@ impl ChunkCache for PagedCache {
     }
 
     fn append(&mut self, gpu: &Gpu, layer: usize, chunk: &Chunk) -> Result<()> {
+        self.pages.check_reserved(chunk.sequence, chunk.end())?;
         self.prompt.close(layer, chunk);
         self.copy(gpu, layer, chunk.sequence, chunk.position..chunk.end(), To::Pages)
     }

@@ -82,8 +82,21 @@ impl Pages {
     /// # Errors
     /// As [`Self::reserve`].
     pub fn set_lengths(&mut self, gpu: &Gpu, lengths: &[usize]) -> Result<()> {
+        self.resize(gpu, lengths)?;
         self.lengths = lengths.iter().map(|&length| Some(length)).collect();
-        self.resize(gpu, lengths)
+        Ok(())
+    }
+
+    /// Rejects a sequence that is to have more tokens than [`Self::reserve`] has taken pages for.
+    ///
+    /// # Errors
+    /// [`Error::Argument`].
+    pub fn check_reserved(&self, sequence: usize, tokens: usize) -> Result<()> {
+        let reserved = self.outside + self.grants.held[sequence].len() * self.grants.page;
+        match tokens <= reserved {
+            true => Ok(()),
+            false => Err(Error::Argument(format!("{tokens} tokens in pages reserved for {reserved}"))),
+        }
     }
 
     /// Sets one sequence to this length, for which [`Self::reserve`] has taken pages.

@@ -14,7 +14,7 @@ use super::row_store::{RowStore, StoreShape};
 use super::span::Span;
 use super::step_budget::StepBudget;
 use super::window::{Window, WindowShape};
-use super::{ChunkCache, DeviceCache, Timed};
+use super::{ChunkCache, StepCache};
 use crate::Result;
 use crate::gpu::Gpu;
 use crate::hashed::{RANDOM_BOOKS, RANDOM_CODES, random_codebook};
@@ -22,6 +22,7 @@ use crate::memory::Buffer;
 use crate::plan::Retrieval;
 use crate::rows::{Chunk, Room, Rows, Sequences};
 use crate::shape::CacheShape;
+use crate::timed::Timed;
 use index::{Kernels, KeyIndex, Wanted};
 use train::Training;
 
@@ -141,7 +142,7 @@ pub(crate) fn check_kernels(shape: &CacheShape, retrieval: &Retrieval) -> Result
     Ok(checked.transpose().map(drop)?)
 }
 
-impl DeviceCache for PqCache {
+impl StepCache for PqCache {
     fn rows(&self, layer: usize) -> Rows {
         self.window.rows(layer)
     }

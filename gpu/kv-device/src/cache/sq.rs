@@ -12,12 +12,13 @@ use kv_gpu::{AnyElement, DevicePtr, Element, Kernel, Program};
 use super::full_rank::FullRank;
 use super::merge::{Merge, Parts};
 use super::window::{Window, WindowShape};
-use super::{ChunkCache, DeviceCache, Timed};
+use super::{ChunkCache, StepCache};
 use crate::gpu::Gpu;
 use crate::memory::Buffer;
 use crate::plan::{Heads, ScalarHead, ScalarPlan};
 use crate::rows::{Chunk, Room, Rows, Sequences};
 use crate::shape::CacheShape;
+use crate::timed::Timed;
 use crate::{Error, Result};
 use codes::{Codes, encoder};
 use transform::BlockRows;
@@ -144,7 +145,7 @@ impl SqCache {
     /// The block that each sequence's next token evicts, if any.
     ///
     /// # Safety
-    /// As [`DeviceCache::attend`].
+    /// As `DeviceCache::attend`.
     unsafe fn leaving(&mut self, gpu: &Gpu, sequences: &Sequences) -> Result<Option<Vec<bool>>> {
         let shape = self.window.shape;
         let leaves = |(position, coded): (&usize, &usize)| shape.stored(position + 1) > *coded;
@@ -182,7 +183,7 @@ impl SqCache {
     }
 }
 
-impl DeviceCache for SqCache {
+impl StepCache for SqCache {
     fn rows(&self, layer: usize) -> Rows {
         self.window.rows(layer)
     }

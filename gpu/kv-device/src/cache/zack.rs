@@ -10,7 +10,7 @@ use super::eviction::Evictions;
 use super::merge::Merge;
 use super::span::Span;
 use super::window::{Window, WindowShape};
-use super::{ChunkCache, DeviceCache, RowTransform, Timed};
+use super::{ChunkCache, RowTransform, StepCache};
 use crate::Result;
 use crate::bases::Bases;
 use crate::gpu::Gpu;
@@ -19,6 +19,7 @@ use crate::memory::Buffer;
 use crate::plan::DeviceCuts;
 use crate::rows::{Chunk, Room, Rows, Sequences};
 use crate::shape::CacheShape;
+use crate::timed::Timed;
 
 /// `cut` and `restore`.
 pub(crate) fn program(head_dim: usize) -> Program {
@@ -174,7 +175,7 @@ pub(crate) fn uniform_ranks(shape: &CacheShape, parts: Pair<f64>) -> Vec<Vec<Pai
     vec![vec![Pair::of(rank); shape.heads]; shape.layers]
 }
 
-impl DeviceCache for ZackCache {
+impl StepCache for ZackCache {
     fn rows(&self, layer: usize) -> Rows {
         self.window.rows(layer)
     }

@@ -92,7 +92,7 @@ impl Decoder {
         let (sequences, activations) = (&self.sequences, &self.activations);
         let first = self.weights.layers.first().map_or(&self.weights.norm, |layer| &layer.attention_norm);
         let Room { sinks, ring, leaving, .. } = self.cache.room();
-        let (Rows { capacity, .. }, pages) = (self.cache.rows(0), self.cache.pages());
+        let (Rows { capacity, .. }, pages) = (self.cache.rows(0)?, self.cache.pages());
         let arguments = BeginArguments {
             embedding: self.weights.embedding.pointer(),
             tokens: sequences.tokens.pointer(),
@@ -124,7 +124,7 @@ impl Decoder {
 
     fn launch_qkv(&self, l: usize, matrix: &Packed) -> Result<()> {
         let config = &self.weights.config;
-        let Rows { keys, values, capacity } = self.cache.rows(l);
+        let Rows { keys, values, capacity } = self.cache.rows(l)?;
         let (queries, slots) = (self.activations.queries.pointer(), self.sequences.slots.pointer());
         self.launch_normed(&self.products.qkv, matrix, |a| {
             a.out = Some(queries);

@@ -8,7 +8,7 @@ use kv_gpu::{AnyElement, DevicePtr};
 use super::index::KeysToEncode;
 use super::{PqCache, Shape};
 use crate::Result;
-use crate::cache::DeviceCache;
+use crate::cache::StepCache;
 use crate::gpu::Gpu;
 use crate::rows::{Chunk, Rows, Sequences};
 

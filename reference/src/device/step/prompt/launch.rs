@@ -152,7 +152,7 @@ impl Decoder {
         let max_count = of_segment.chunk.count - skipped;
         let counts = if max_count == 1 { ONE } else { COUNT };
         let lengths = state.lengths.pointer().offset(of_segment.index * LENGTHS);
-        let [key_ranks, value_ranks] = self.cache.chunk_ranks(l).unwrap_or([state.ranks.pointer(); 2]);
+        let [key_ranks, value_ranks] = self.cache.chunk_ranks(l)?.unwrap_or([state.ranks.pointer(); 2]);
         let arguments = PrefillArguments {
             batch: 1,
             heads,
