@@ -82,6 +82,23 @@ pub struct TransformedHead {
     pub value_error: f32,
 }
 
+impl TransformedHead {
+    /// Codes of rows in the model's own basis, of `head_dim` components. Errors of the codes count as zero: a
+    /// cache that weighs them selects by the codes alone.
+    #[must_use]
+    pub fn untransformed(codebooks: Pair<CodebookBuf>, head_dim: usize) -> Self {
+        let zeros = vec![0.0; head_dim];
+        Self {
+            codebooks,
+            maps: HeadMaps::identity(head_dim),
+            key_mean: zeros.clone(),
+            value_mean: zeros.clone(),
+            key_errors: zeros,
+            value_error: 0.0,
+        }
+    }
+}
+
 /// Columns of a head's maps (head_dim, head_dim): of keys and queries to a basis that preserves scores, and
 /// of values to theirs. The model has the maps of values folded into its weights.
 #[derive(Clone, Debug)]
@@ -92,6 +109,16 @@ pub struct HeadMaps {
     pub queries: Vec<f32>,
     /// Of values.
     pub values: Vec<f32>,
+}
+
+impl HeadMaps {
+    /// The model's own basis.
+    #[must_use]
+    pub fn identity(head_dim: usize) -> Self {
+        let mut map = vec![0.0; head_dim * head_dim];
+        map.iter_mut().step_by(head_dim + 1).for_each(|x| *x = 1.0);
+        Self { keys: map.clone(), queries: map.clone(), values: map }
+    }
 }
 
 /// Hybrid attention.

@@ -67,7 +67,8 @@ pub struct Rows {
 
 impl Rows {
     /// The rows of one side.
-    pub(crate) const fn side(&self, side: Side) -> DevicePtr<AnyElement> {
+    #[must_use]
+    pub const fn side(&self, side: Side) -> DevicePtr<AnyElement> {
         match side {
             Side::Keys => self.keys,
             Side::Values => self.values,
