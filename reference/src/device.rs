@@ -17,7 +17,9 @@ mod stream_target;
 mod weights;
 
 use cudarc::driver::DriverError;
-pub use kv_device::{Chunk, DeviceCache, FRAMES, Gpu, Loader, PageLocked, Room, Stages, Timed, hashed};
+pub use kv_device::{
+    Chunk, DeviceCache, FRAMES, Gpu, Loader, PageLocked, SlotMapping, Stages, Timed, hashed,
+};
 pub use kv_gpu::Element;
 
 use crate::Error;

@@ -1,5 +1,5 @@
-//! A prompt goes from an engine's pages to PQCache, then to hybrid attention, with exact rows in memory of the
-//! host. Each query head of the step after it asks for one token: nearly all weight is on that token's value.
+//! A prompt goes from an engine's pages to PQCache, then to hybrid attention, with exact rows in memory of
+//! the host. Each query head of the step after it asks for one token: nearly all weight is on its value.
 
 #[path = "common/engine.rs"]
 mod engine;
@@ -15,12 +15,12 @@ fn main() -> Result<()> {
     let (element, window) = (kv_gpu::Element::F16, Window { sinks: 4, recent: 64, batch: 1 });
     let (layers, heads, group, head_dim, batch, capacity) = (1, HEADS, GROUP, DIM, 1, 8192);
     let shape = CacheShape { layers, heads, group, head_dim, frequencies, element, window, batch, capacity };
-    let (budget, home, held) = (TokenBudget::Ratio(0.1), RowHome::Host, 1024);
-    let training = Some(Training { iterations: 5, most: 4096 }); // on the prompt
-    let pqcache = Retrieval { quantizer: PqShape::new(DIM, 8, 8)?, budget, training, home, held };
+    let (budget, home, resident) = (TokenBudget::Ratio(0.1), RowHome::Host, 1024);
+    let training = Some(Training { iterations: 5, max_keys: 4096 }); // on the prompt
+    let pqcache = Retrieval { quantizer: PqShape::new(DIM, 8, 8)?, budget, training, home, resident };
     let form = RowForm { rotated_mean: false, norms: Pair::of(|_| None) };
     let code = PqShape::new(DIM, 32, 8)?;
-    let hybrid = HybridPlan { quantizers: Pair::of(|_| code), form, budget, bound: None, home, held };
+    let hybrid = HybridPlan { quantizers: Pair::of(|_| code), form, budget, bound: None, home, resident };
     let keys = engine.rows((0..TOKENS).map(|token| (0, Side::Keys, token))); // one codebook will do
     let book = CodebookBuf::new(code, &train(code, &keys, &TrainOptions::default())?.centroids)?;
     let head = TransformedHead::untransformed(Pair::of(|_| book.clone()), DIM);
@@ -34,15 +34,15 @@ fn main() -> Result<()> {
         unsafe { cache.turn_stored(&gpu, 0, &prompt, &rows) }?;
         cache.append(&gpu, 0, &prompt)?;
         cache.set_lengths(&gpu, &[TOKENS])?;
-        let (rows, room) = (cache.rows(0)?, cache.room());
-        let (exact, slot) = (room.exact(TOKENS + 1), room.slot(TOKENS));
+        let (rows, mapping) = (cache.rows(0)?, cache.slot_mapping());
+        let (exact, slot) = (mapping.exact(TOKENS + 1), mapping.slot(TOKENS));
         let state = [TOKENS, exact, TOKENS + 1 - exact, slot].map(|number| number as u32);
         let state = Buffer::of(&gpu, &state)?; // one number each: the batch has one sequence
         let at = |i| state.pointer().offset(i);
         let sequences = Sequences { positions: at(0), exact_lengths: at(1), coded_lengths: at(2) };
         let (queries, out) =
             (Buffer::of(&gpu, &engine.queries())?, Buffer::zeros(&gpu, HEADS * GROUP * DIM)?);
-        // SAFETY: the numbers are those of the sequence, whose rows are written; all buffers outlive the step.
+        // SAFETY: the numbers are those of the sequence, its rows are written, and buffers outlive the step.
         unsafe {
             cache.before_step(&gpu, &sequences)?;
             engine.copy(0, 1, &rows, slot)?; // the new token is the first one again

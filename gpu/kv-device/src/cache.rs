@@ -29,7 +29,7 @@ use kv_gpu::{AnyElement, DevicePtr};
 use crate::Result;
 use crate::bases::{Bases, Place, TurnedRows};
 use crate::gpu::Gpu;
-use crate::rows::{Chunk, Room, Rows, Sequences};
+use crate::rows::{Chunk, Rows, Sequences, SlotMapping};
 use crate::timed::Timed;
 use key_means::KeyMeans;
 
@@ -101,7 +101,7 @@ impl<T: StepCache + ChunkCache + Timed> Cache for T {}
 pub(crate) trait StepCache {
     fn rows(&self, layer: usize) -> Rows;
 
-    fn room(&self) -> Room;
+    fn slot_mapping(&self) -> SlotMapping;
 
     fn pages(&self) -> Option<Pages> {
         None

@@ -9,16 +9,16 @@ use kv_gpu::{AnyElement, DevicePtr};
 
 use crate::cache::{Cache, RowTransform};
 use crate::gpu::Gpu;
-use crate::rows::{Chunk, Room, Rows, Sequences};
+use crate::rows::{Chunk, Rows, Sequences, SlotMapping};
 use crate::shape::CacheShape;
 use crate::timed::Timed;
 use crate::{Error, Result};
 
 /// The keys and values of a batch of sequences on a device, in the form of a [`Plan`](crate::Plan).
 ///
-/// A step writes each token's rotated keys and its values to [`Self::rows`] of every layer, at the slot from
-/// [`Self::room`], and calls [`Self::attend`] for the layer. Both may be part of a captured graph: all that
-/// changes from step to step is in device memory.
+/// A step writes each token's rotated keys and its values to [`Self::rows`] of every layer, at the slot
+/// from [`Self::slot_mapping`], and calls [`Self::attend`] for the layer. Both may be part of a captured
+/// graph: all that changes from step to step is in device memory.
 ///
 /// Prompts are appended by chunks, many tokens of one sequence at a time: for every layer an engine writes
 /// rows to [`Self::chunk_rows`], attends and calls [`Self::append`].
@@ -47,10 +47,10 @@ impl DeviceCache {
         Ok(self.cache.rows(layer))
     }
 
-    /// Room for the tokens of a sequence.
+    /// Which tokens have exact rows, and their slots.
     #[must_use]
-    pub fn room(&self) -> Room {
-        self.cache.room()
+    pub fn slot_mapping(&self) -> SlotMapping {
+        self.cache.slot_mapping()
     }
 
     /// The page table of [`Self::rows`]; none if a sequence is one page.
@@ -144,8 +144,8 @@ impl DeviceCache {
         Ok(rows)
     }
 
-    /// Launches the transform of a chunk's keys and values in the rows of [`Self::chunk_rows`], both as a model
-    /// computes them without the maps that are folded into its weights.
+    /// Launches the transform of a chunk's keys and values in the rows of [`Self::chunk_rows`], both as a
+    /// model computes them without the maps that are folded into its weights.
     ///
     /// # Errors
     /// Those of [`DeviceCache`].
@@ -240,6 +240,12 @@ impl DeviceCache {
 
 /// Memory and counters.
 impl DeviceCache {
+    /// Maximum tokens of a sequence.
+    #[must_use]
+    pub const fn capacity(&self) -> usize {
+        self.capacity
+    }
+
     /// Bytes by purpose with `tokens` in every sequence, at most the capacity: only what these tokens take.
     #[must_use]
     pub fn footprint(&self, tokens: usize) -> Footprint {

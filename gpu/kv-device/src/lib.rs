@@ -31,6 +31,6 @@ pub use load::{Destination, Ended, FRAMES, Loader, Stages, Staging};
 pub use memory::Buffer;
 pub use plan::Plan;
 pub use programs::programs;
-pub use rows::{Chunk, Room, Rows, Sequences};
+pub use rows::{Chunk, Rows, Sequences, SlotMapping};
 pub use shape::CacheShape;
 pub use timed::Timed;

@@ -135,7 +135,7 @@ pub struct HybridPlan {
     /// Where exact rows are.
     pub home: RowHome,
     /// Rows per head that stay resident on the device, if a step selects fewer.
-    pub held: usize,
+    pub resident: usize,
 }
 
 /// Attention over exact rows retrieved by codes of their keys.
@@ -150,7 +150,7 @@ pub struct Retrieval {
     /// Where exact rows are: not on the device.
     pub home: RowHome,
     /// Rows per head that stay resident on the device, if a step selects fewer.
-    pub held: usize,
+    pub resident: usize,
 }
 
 /// The training of codebooks on a prompt.
@@ -159,14 +159,14 @@ pub struct Training {
     /// Iterations of k-means.
     pub iterations: usize,
     /// Maximum keys per head to train on, at least one: of more, every n-th one is taken.
-    pub most: usize,
+    pub max_keys: usize,
 }
 
 impl Training {
     /// The stride at which `keys` keys are sampled.
     #[must_use]
     pub const fn step(&self, keys: usize) -> usize {
-        if keys == 0 || self.most == 0 { 1 } else { keys.div_ceil(self.most) }
+        if keys == 0 || self.max_keys == 0 { 1 } else { keys.div_ceil(self.max_keys) }
     }
 }
 

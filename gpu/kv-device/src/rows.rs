@@ -13,7 +13,7 @@ use crate::gpu::{Gpu, driver};
 pub struct Sequences {
     /// Position of the token that the step feeds: the number of tokens before it.
     pub positions: DevicePtr<u32>,
-    /// Exact tokens, this one included ([`Room::exact`]): the first `sinks` and the last ones.
+    /// Exact tokens, this one included ([`SlotMapping::exact`]): the first `sinks` and the last ones.
     pub exact_lengths: DevicePtr<u32>,
     /// Tokens that are not exact.
     pub coded_lengths: DevicePtr<u32>,
@@ -76,9 +76,9 @@ impl Rows {
     }
 }
 
-/// Tokens of a sequence that a cache has room for.
+/// Which tokens of a sequence have exact rows, and the slot of each: its row of a head of the sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Room {
+pub struct SlotMapping {
     /// First tokens, whose rows stay exact.
     pub sinks: usize,
     /// Exact rows that later tokens share; 0 if all tokens are sinks.
@@ -86,11 +86,9 @@ pub struct Room {
     /// Tokens that leave these rows at once. One by one, the rows are a ring; otherwise those behind the
     /// tokens that have left move up.
     pub leaving: usize,
-    /// Maximum tokens.
-    pub capacity: usize,
 }
 
-impl Room {
+impl SlotMapping {
     /// The row of a sequence's last token, at a position, of a head: sinks keep theirs, later tokens share
     /// the rows after them.
     #[must_use]
@@ -120,24 +118,24 @@ impl Room {
 
 #[cfg(test)]
 mod tests {
-    use super::Room;
+    use super::SlotMapping;
 
     #[test]
     fn exact_rows_hold_sinks_and_the_last_tokens() {
         for (sinks, recent, leaving) in [(3, 5, 1), (0, 1, 1), (3, 5, 8), (0, 1, 4), (2, 9, 4)] {
-            let room = Room { sinks, ring: recent + leaving - 1, leaving, capacity: 100 };
-            let mut rows = vec![usize::MAX; sinks + room.ring];
+            let mapping = SlotMapping { sinks, ring: recent + leaving - 1, leaving };
+            let mut rows = vec![usize::MAX; sinks + mapping.ring];
             for position in 0..100 {
-                let (left, coded) = (room.coded(position), room.coded(position + 1));
+                let (left, coded) = (mapping.coded(position), mapping.coded(position + 1));
                 if leaving > 1 && coded > left {
                     rows.copy_within(sinks + leaving.., sinks);
                 }
-                rows[room.slot(position)] = position;
-                let mut exact = rows[..room.exact(position + 1)].to_vec();
+                rows[mapping.slot(position)] = position;
+                let mut exact = rows[..mapping.exact(position + 1)].to_vec();
                 exact.sort_unstable();
                 let expected: Vec<usize> =
                     (0..sinks.min(position + 1)).chain(sinks + coded..=position).collect();
-                assert_eq!(exact, expected, "{room:?} at {position}");
+                assert_eq!(exact, expected, "{mapping:?} at {position}");
                 assert!(
                     coded % leaving == 0 && position + 1 - sinks.min(position + 1) - coded < recent + leaving
                 );

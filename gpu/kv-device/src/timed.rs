@@ -9,7 +9,8 @@ pub trait Timed {
     /// without a prefill.
     ///
     /// # Errors
-    /// [`Error::Gpu`](crate::Error::Gpu); [`Error::Argument`](crate::Error::Argument) for more tokens than the capacity.
+    /// [`Error::Gpu`](crate::Error::Gpu); [`Error::Argument`](crate::Error::Argument) for more tokens than the
+    /// capacity.
     fn fill_random(&mut self, gpu: &Gpu, tokens: usize) -> Result<()>;
 
     /// Bytes that a step reads with `tokens` in every sequence, at most the capacity.

@@ -35,10 +35,10 @@ fn plans() -> Vec<Plan> {
     let quantizers = Pair::of(|_| PqShape::new(64, 16, 8).unwrap());
     let (form, budget) = (RowForm { rotated_mean: true, norms: Pair::of(|_| None) }, TokenBudget::Ratio(0.2));
     let hybrid =
-        |home| Plan::Hybrid(HybridPlan { quantizers, form, budget, bound: None, home, held: 128 }, None);
+        |home| Plan::Hybrid(HybridPlan { quantizers, form, budget, bound: None, home, resident: 128 }, None);
     let retrieval = |home, training| {
         let quantizer = PqShape::new(64, 4, 6).unwrap();
-        Plan::Retrieval(Retrieval { quantizer, budget, training, home, held: 128 }, None)
+        Plan::Retrieval(Retrieval { quantizer, budget, training, home, resident: 128 }, None)
     };
     vec![
         Plan::Dense(None),
@@ -48,7 +48,7 @@ fn plans() -> Vec<Plan> {
         hybrid(RowHome::Device),
         hybrid(RowHome::Host),
         retrieval(RowHome::HostInt8, None),
-        retrieval(RowHome::Host, Some(Training { iterations: 2, most: 256 })),
+        retrieval(RowHome::Host, Some(Training { iterations: 2, max_keys: 256 })),
         Plan::Cuts(DeviceCuts { fractions: Pair::of(|_| 0.5), cuts_prompts: true }, None),
         Plan::Bitstream(Bitstream { has_transform: true, models: ModelKind::Families }, None),
         Plan::Int4,

@@ -129,7 +129,7 @@ impl Decoder {
         cache.prefetch_next(&gpu, &reads);
         let words = |n| Buffer::<u32>::zeros(&gpu, n);
         let (floats, halves) = (|n| Buffer::<f32>::zeros(&gpu, n), |n| Buffer::<u16>::zeros(&gpu, n));
-        let rope = Rope::new(config, cache.room().capacity);
+        let rope = Rope::new(config, cache.capacity());
         let (cos, sin) = rope.tables();
         let decoder = Self {
             products,
@@ -153,7 +153,7 @@ impl Decoder {
             },
             cos: Buffer::of(&gpu, cos)?,
             sin: Buffer::of(&gpu, sin)?,
-            picks: Picks::new(&gpu, config, weights.element, batch, cache.room().capacity)?,
+            picks: Picks::new(&gpu, config, weights.element, batch, cache.capacity())?,
             graph: None,
             prompts: None,
             logits_of_all: None,
@@ -175,7 +175,7 @@ impl Decoder {
     /// # Errors
     /// [`Error::Argument`] for more tokens than the cache holds; [`Error::Device`].
     pub fn fill_random(&mut self, tokens: usize) -> Result<()> {
-        let capacity = self.cache.room().capacity;
+        let capacity = self.cache.capacity();
         if tokens >= capacity {
             return Err(Error::Argument(format!("{tokens} tokens leave a cache of {capacity} no room")));
         }
@@ -237,7 +237,7 @@ impl Decoder {
     }
 
     fn prepare(&mut self) -> Result<()> {
-        let capacity = self.cache.room().capacity;
+        let capacity = self.cache.capacity();
         // The furthest sequence may have ended, or have been emptied, since.
         if self.longest >= capacity {
             self.longest = self.lengths()?.into_iter().max().unwrap_or(0);

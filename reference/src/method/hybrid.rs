@@ -169,12 +169,12 @@ impl DeviceKind for HybridKind {
 
     fn plan(&self, config: &Config, profile: Option<&Profile>) -> Result<Plan> {
         let (quantizers, form) = self.codes.device_form(config.head_dim)?;
-        let (home, held) = (self.offload.home(self.home), self.offload.held());
+        let (home, resident) = (self.offload.home(self.home), self.offload.held());
         let (share, bound) = match self.rows {
             Rows::Share(share) => (share, None),
             Rows::Auto => (self.most, Some(self.bound)),
         };
-        let plan = HybridPlan { quantizers, form, budget: TokenBudget::Share(share), bound, home, held };
+        let plan = HybridPlan { quantizers, form, budget: TokenBudget::Share(share), bound, home, resident };
         let heads = profile.map(|profile| self.codes.device_heads(config, profile)).transpose()?;
         Ok(Plan::Hybrid(plan, heads))
     }

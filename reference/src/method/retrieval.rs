@@ -195,9 +195,9 @@ impl DeviceKind for TopK {
         let retrieval = Retrieval {
             quantizer: quantizer.code.shape(geometry.head_dim)?,
             budget: self.budget,
-            training: trains.then_some(Training { iterations: quantizer.iterations, most: MOST_TRAINED }),
+            training: trains.then_some(Training { iterations: quantizer.iterations, max_keys: MOST_TRAINED }),
             home: self.offload.home(Home::Host),
-            held: self.offload.held(),
+            resident: self.offload.held(),
         };
         let trained =
             |profile| (0..config.n_layers).map(|l| quantizer.trained(profile, geometry, l)).collect();

@@ -14,7 +14,7 @@ use super::{ChunkCache, StepCache};
 use crate::gpu::Gpu;
 use crate::hashed::hashed;
 use crate::plan::Bitstream;
-use crate::rows::{Chunk, Room, Rows, Sequences};
+use crate::rows::{Chunk, Rows, Sequences, SlotMapping};
 use crate::shape::CacheShape;
 use crate::timed::Timed;
 use crate::{Error, Result};
@@ -118,8 +118,8 @@ impl StepCache for CacheGenCache {
         self.dense.rows(layer)
     }
 
-    fn room(&self) -> Room {
-        self.dense.room()
+    fn slot_mapping(&self) -> SlotMapping {
+        self.dense.slot_mapping()
     }
 
     unsafe fn attend(

@@ -9,7 +9,7 @@ use crate::Result;
 use crate::gpu::Gpu;
 use crate::hashed::{RANDOM_ROWS, fill_rows};
 use crate::memory::Buffer;
-use crate::rows::{Chunk, Room, Rows, Sequences};
+use crate::rows::{Chunk, Rows, Sequences, SlotMapping};
 use crate::shape::CacheShape;
 use crate::timed::Timed;
 
@@ -68,8 +68,8 @@ impl StepCache for DenseCache {
         self.rows_of(layer, 0)
     }
 
-    fn room(&self) -> Room {
-        Room { sinks: self.capacity, ring: 0, leaving: 1, capacity: self.capacity }
+    fn slot_mapping(&self) -> SlotMapping {
+        SlotMapping { sinks: self.capacity, ring: 0, leaving: 1 }
     }
 
     unsafe fn attend(

@@ -176,7 +176,7 @@ impl Evictions {
     }
 
     /// Restarts with sequences of `tokens` tokens, as if the last evictions had been half a ring ago.
-    pub fn restart_at(&mut self, gpu: &Gpu, tokens: usize) -> Result<()> {
+    pub fn reset(&mut self, gpu: &Gpu, tokens: usize) -> Result<()> {
         let encoded = (tokens + self.ring / 2).saturating_sub(self.sinks + self.ring);
         self.restart(gpu, &vec![encoded; self.batch])
     }

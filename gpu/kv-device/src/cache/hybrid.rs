@@ -20,7 +20,7 @@ use crate::gpu::Gpu;
 use crate::hashed::{RANDOM_ROWS, fill_rows};
 use crate::memory::Buffer;
 use crate::plan::HybridPlan;
-use crate::rows::{Chunk, Room, Rows, Sequences};
+use crate::rows::{Chunk, Rows, Sequences, SlotMapping};
 use crate::shape::CacheShape;
 use crate::timed::Timed;
 
@@ -83,7 +83,7 @@ impl HybridCache {
         };
         // Heads that choose by themselves need a slot more than they choose, or `residency` may use only the
         // first k.
-        let held = plan.held.min(stored).max(most + usize::from(plan.bound.is_some()));
+        let held = plan.resident.min(stored).max(most + usize::from(plan.bound.is_some()));
         let store = RowStore::new(gpu, element, store, plan.home, held)?;
         let hybrid = Hybrid::new(&gpu.device, kernels(sizes, &plan))?;
         let transform = Transform::new(gpu, sizes, &codes)?;
@@ -168,8 +168,8 @@ impl StepCache for HybridCache {
         self.window.rows(layer)
     }
 
-    fn room(&self) -> Room {
-        self.window.shape.room()
+    fn slot_mapping(&self) -> SlotMapping {
+        self.window.shape.slot_mapping()
     }
 
     fn transform(&self) -> Option<RowTransform<'_>> {
@@ -238,8 +238,8 @@ impl StepCache for HybridCache {
 
     fn clear(&mut self, gpu: &Gpu) -> Result<()> {
         self.window.invalidate_prefix();
-        self.store.forget(gpu)?;
-        self.evictions.restart_at(gpu, 0)
+        self.store.invalidate(gpu)?;
+        self.evictions.reset(gpu, 0)
     }
 
     unsafe fn before_step(&mut self, gpu: &Gpu, sequences: &Sequences) -> Result<()> {
@@ -301,8 +301,8 @@ impl Timed for HybridCache {
         self.store.fill_random(gpu, self.element, |layer| self.rows(layer))?;
         self.codes.fill_random(gpu)?;
         fill_rows(gpu, self.element, self.slots.pointer(), self.slots.len(), RANDOM_ROWS)?;
-        self.store.forget(gpu)?;
-        self.evictions.restart_at(gpu, tokens)?;
+        self.store.invalidate(gpu)?;
+        self.evictions.reset(gpu, tokens)?;
         gpu.synchronize()
     }
 
@@ -350,13 +350,13 @@ impl ChunkCache for HybridCache {
         let sinks = self.window.shape.sinks;
         let encoded = lengths.iter().map(|length| length.saturating_sub(sinks));
         self.window.invalidate_prefix();
-        self.store.forget(gpu)?;
+        self.store.invalidate(gpu)?;
         self.evictions.restart(gpu, &encoded.collect::<Vec<_>>())
     }
 
     fn set_length(&mut self, gpu: &Gpu, sequence: usize, length: usize) -> Result<()> {
         self.window.invalidate_prefix();
-        self.store.forget_one(gpu, sequence)?;
+        self.store.invalidate_one(gpu, sequence)?;
         self.evictions.set_length(gpu, sequence, length.saturating_sub(self.window.shape.sinks))
     }
 }

@@ -9,7 +9,7 @@ use crate::Result;
 use crate::gpu::Gpu;
 use crate::hashed::{RANDOM_CODES, fill_codes};
 use crate::memory::Buffer;
-use crate::rows::{Chunk, Room, Rows, Sequences};
+use crate::rows::{Chunk, Rows, Sequences, SlotMapping};
 use crate::shape::CacheShape;
 use crate::timed::Timed;
 
@@ -178,8 +178,8 @@ impl StepCache for Int4Cache {
         self.window.rows(layer)
     }
 
-    fn room(&self) -> Room {
-        self.window.shape.room()
+    fn slot_mapping(&self) -> SlotMapping {
+        self.window.shape.slot_mapping()
     }
 
     unsafe fn attend(

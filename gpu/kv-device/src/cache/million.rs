@@ -18,7 +18,7 @@ use crate::Result;
 use crate::gpu::Gpu;
 use crate::memory::Buffer;
 use crate::plan::{Heads, PagedMemory, RowForm};
-use crate::rows::{Chunk, Room, Rows, Sequences};
+use crate::rows::{Chunk, Rows, Sequences, SlotMapping};
 use crate::shape::CacheShape;
 use crate::timed::Timed;
 use prefix::PrefixRows;
@@ -156,8 +156,8 @@ impl StepCache for MillionCache {
         self.window.rows(layer)
     }
 
-    fn room(&self) -> Room {
-        self.window.shape.room()
+    fn slot_mapping(&self) -> SlotMapping {
+        self.window.shape.slot_mapping()
     }
 
     fn transform(&self) -> Option<RowTransform<'_>> {
@@ -202,7 +202,7 @@ impl StepCache for MillionCache {
     }
 
     fn clear(&mut self, gpu: &Gpu) -> Result<()> {
-        self.evictions.restart_at(gpu, 0)?;
+        self.evictions.reset(gpu, 0)?;
         let none = vec![0; self.window.shape.batch];
         self.codes.pages.as_mut().map_or(Ok(()), |pages| pages.set_lengths(gpu, &none))
     }
@@ -250,7 +250,7 @@ impl Timed for MillionCache {
         }
         self.window.fill_random(gpu, self.element)?;
         self.codes.fill_random(gpu)?;
-        self.evictions.restart_at(gpu, tokens)?;
+        self.evictions.reset(gpu, tokens)?;
         gpu.synchronize()
     }
 

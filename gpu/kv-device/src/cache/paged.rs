@@ -15,7 +15,7 @@ use crate::gpu::Gpu;
 use crate::hashed::{RANDOM_ROWS, fill_rows};
 use crate::memory::Buffer;
 use crate::plan::PagedMemory;
-use crate::rows::{Chunk, Room, Rows, Sequences};
+use crate::rows::{Chunk, Rows, Sequences, SlotMapping};
 use crate::shape::CacheShape;
 use crate::timed::Timed;
 
@@ -133,8 +133,8 @@ impl StepCache for PagedCache {
         Rows { keys: side(0), values: side(1), capacity: self.pages.page() }
     }
 
-    fn room(&self) -> Room {
-        Room { sinks: self.capacity, ring: 0, leaving: 1, capacity: self.capacity }
+    fn slot_mapping(&self) -> SlotMapping {
+        SlotMapping { sinks: self.capacity, ring: 0, leaving: 1 }
     }
 
     fn pages(&self) -> Option<PageTable> {
@@ -220,12 +220,12 @@ impl ChunkCache for PagedCache {
     }
 
     fn set_lengths(&mut self, gpu: &Gpu, lengths: &[usize]) -> Result<()> {
-        self.prompt.forget();
+        self.prompt.invalidate();
         self.pages.set_lengths(gpu, lengths)
     }
 
     fn set_length(&mut self, _gpu: &Gpu, sequence: usize, length: usize) -> Result<()> {
-        self.prompt.forget();
+        self.prompt.invalidate();
         self.pages.set_length(sequence, length);
         Ok(())
     }

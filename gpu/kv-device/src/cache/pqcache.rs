@@ -20,7 +20,7 @@ use crate::gpu::Gpu;
 use crate::hashed::{RANDOM_BOOKS, RANDOM_CODES, random_codebook};
 use crate::memory::Buffer;
 use crate::plan::Retrieval;
-use crate::rows::{Chunk, Room, Rows, Sequences};
+use crate::rows::{Chunk, Rows, Sequences, SlotMapping};
 use crate::shape::CacheShape;
 use crate::timed::Timed;
 use index::{Kernels, KeyIndex, Wanted};
@@ -99,7 +99,7 @@ impl PqCache {
         let most = retrieval.budget.k(stored, sinks + ring);
         let store =
             StoreShape { n_layers, batch, heads, head_dim, sinks, ring, stored, most, staged_sides: 1 };
-        let held = retrieval.held.min(stored).max(most);
+        let held = retrieval.resident.min(stored).max(most);
         let store = RowStore::new(gpu, element, store, retrieval.home, held)?;
         let books = if retrieval.training.is_some() { batch } else { 1 };
         let shape = Shape { n_layers, batch, books, heads, group, head_dim, sinks, ring, stored, most, held };
@@ -147,8 +147,8 @@ impl StepCache for PqCache {
         self.window.rows(layer)
     }
 
-    fn room(&self) -> Room {
-        self.window.shape.room()
+    fn slot_mapping(&self) -> SlotMapping {
+        self.window.shape.slot_mapping()
     }
 
     unsafe fn attend(
@@ -172,12 +172,12 @@ impl StepCache for PqCache {
     fn clear(&mut self, gpu: &Gpu) -> Result<()> {
         self.training.iter_mut().for_each(Training::clear);
         self.window.invalidate_prefix();
-        self.store.forget(gpu)?;
-        self.evictions.restart_at(gpu, 0)
+        self.store.invalidate(gpu)?;
+        self.evictions.reset(gpu, 0)
     }
 
     fn end(&mut self, _gpu: &Gpu, sequence: usize) -> Result<()> {
-        self.training.iter_mut().for_each(|training| training.forget(sequence));
+        self.training.iter_mut().for_each(|training| training.invalidate(sequence));
         Ok(())
     }
 
@@ -241,8 +241,8 @@ impl Timed for PqCache {
         self.store.fill_random(gpu, self.element, |layer| self.rows(layer))?;
         self.index.fill_random(gpu, RANDOM_CODES)?;
         self.training.iter_mut().for_each(Training::use_hashed);
-        self.store.forget(gpu)?;
-        self.evictions.restart_at(gpu, tokens)?;
+        self.store.invalidate(gpu)?;
+        self.evictions.reset(gpu, tokens)?;
         gpu.synchronize()
     }
 
@@ -300,14 +300,14 @@ impl ChunkCache for PqCache {
         let sequences = lengths.iter().copied().enumerate();
         sequences.for_each(|(sequence, length)| self.set_trained_length(sequence, length));
         self.window.invalidate_prefix();
-        self.store.forget(gpu)?;
+        self.store.invalidate(gpu)?;
         self.evictions.restart(gpu, &encoded)
     }
 
     fn set_length(&mut self, gpu: &Gpu, sequence: usize, length: usize) -> Result<()> {
         self.set_trained_length(sequence, length);
         self.window.invalidate_prefix();
-        self.store.forget_one(gpu, sequence)?;
+        self.store.invalidate_one(gpu, sequence)?;
         self.evictions.set_length(gpu, sequence, length.saturating_sub(self.shape.sinks))
     }
 }

@@ -48,7 +48,7 @@ impl PromptRows {
     }
 
     /// Invalidates the rows, which are about to be overwritten.
-    pub const fn forget(&mut self) {
+    pub const fn invalidate(&mut self) {
         self.closed = None;
     }
 

@@ -413,19 +413,19 @@ impl RowStore {
     }
 
     /// Forgets which rows the last steps have fetched: they are of other sequences.
-    pub fn forget(&mut self, gpu: &Gpu) -> Result<()> {
+    pub fn invalidate(&mut self, gpu: &Gpu) -> Result<()> {
         match &mut self.rows {
             Memory::Device(_) => Ok(()),
-            Memory::Host(host) => host.residency.forget(gpu),
+            Memory::Host(host) => host.residency.invalidate(gpu),
         }
     }
 
     /// The same for one sequence.
-    pub fn forget_one(&self, gpu: &Gpu, sequence: usize) -> Result<()> {
+    pub fn invalidate_one(&self, gpu: &Gpu, sequence: usize) -> Result<()> {
         match &self.rows {
             Memory::Device(_) => Ok(()),
             Memory::Host(host) => {
-                host.residency.forget_one(gpu, sequence * self.shape.heads, self.shape.heads)
+                host.residency.invalidate_one(gpu, sequence * self.shape.heads, self.shape.heads)
             }
         }
     }

@@ -16,7 +16,7 @@ use super::{ChunkCache, StepCache};
 use crate::gpu::Gpu;
 use crate::memory::Buffer;
 use crate::plan::{Heads, ScalarHead, ScalarPlan};
-use crate::rows::{Chunk, Room, Rows, Sequences};
+use crate::rows::{Chunk, Rows, Sequences, SlotMapping};
 use crate::shape::CacheShape;
 use crate::timed::Timed;
 use crate::{Error, Result};
@@ -188,8 +188,8 @@ impl StepCache for SqCache {
         self.window.rows(layer)
     }
 
-    fn room(&self) -> Room {
-        self.window.shape.room()
+    fn slot_mapping(&self) -> SlotMapping {
+        self.window.shape.slot_mapping()
     }
 
     unsafe fn turn_stored(&self, gpu: &Gpu, layer: usize, chunk: &Chunk, rows: &Rows) -> Result<()> {

@@ -8,7 +8,7 @@ use crate::Result;
 use crate::gpu::Gpu;
 use crate::hashed::{RANDOM_ROWS, fill_rows};
 use crate::memory::Buffer;
-use crate::rows::{Chunk, Room, Rows};
+use crate::rows::{Chunk, Rows, SlotMapping};
 use crate::shape::CacheShape;
 
 /// Sizes of a batch whose sinks and ring of recent tokens are exact.
@@ -20,7 +20,7 @@ pub(super) struct WindowShape {
     pub head_dim: usize,
     pub sinks: usize,
     pub ring: usize,
-    pub leaving: usize,  // tokens that leave these rows at once: `Room`
+    pub leaving: usize,  // tokens that leave these rows at once: `SlotMapping`
     pub slots: usize,    // rows per head after the exact ones, for fetched rows
     pub capacity: usize, // tokens of a sequence
 }
@@ -41,9 +41,9 @@ impl WindowShape {
         }
     }
 
-    pub const fn room(&self) -> Room {
-        let Self { sinks, ring, leaving, capacity, .. } = *self;
-        Room { sinks, ring, leaving, capacity }
+    pub const fn slot_mapping(&self) -> SlotMapping {
+        let Self { sinks, ring, leaving, .. } = *self;
+        SlotMapping { sinks, ring, leaving }
     }
 
     /// Rows per head.
@@ -63,7 +63,7 @@ impl WindowShape {
 
     /// The number of tokens in a sequence of `tokens` that are not exact.
     pub const fn stored(&self, tokens: usize) -> usize {
-        self.room().coded(tokens)
+        self.slot_mapping().coded(tokens)
     }
 
     /// Bytes of the exact rows with `tokens` in every sequence.
@@ -168,7 +168,7 @@ impl Window {
 
     /// Invalidates the rows of all tokens, which are about to be overwritten.
     pub const fn invalidate_prefix(&mut self) {
-        self.prefix.forget();
+        self.prefix.invalidate();
     }
 
     /// The rows of all tokens of the last [`Self::open`].

@@ -17,7 +17,7 @@ use crate::gpu::Gpu;
 use crate::hashed::{RANDOM_ROWS, fill_rows};
 use crate::memory::Buffer;
 use crate::plan::DeviceCuts;
-use crate::rows::{Chunk, Room, Rows, Sequences};
+use crate::rows::{Chunk, Rows, Sequences, SlotMapping};
 use crate::shape::CacheShape;
 use crate::timed::Timed;
 
@@ -180,8 +180,8 @@ impl StepCache for ZackCache {
         self.window.rows(layer)
     }
 
-    fn room(&self) -> Room {
-        self.window.shape.room()
+    fn slot_mapping(&self) -> SlotMapping {
+        self.window.shape.slot_mapping()
     }
 
     fn transform(&self) -> Option<RowTransform<'_>> {
@@ -205,7 +205,7 @@ impl StepCache for ZackCache {
     }
 
     fn clear(&mut self, gpu: &Gpu) -> Result<()> {
-        self.evictions.restart_at(gpu, 0)
+        self.evictions.reset(gpu, 0)
     }
 
     unsafe fn before_step(&mut self, gpu: &Gpu, sequences: &Sequences) -> Result<()> {
@@ -235,7 +235,7 @@ impl Timed for ZackCache {
             let (rows, tensor) = (&self.stored[side], RANDOM_ROWS + side as u32);
             fill_rows(gpu, self.element, rows.pointer(), rows.len(), tensor)?;
         }
-        self.evictions.restart_at(gpu, tokens)?;
+        self.evictions.reset(gpu, tokens)?;
         gpu.synchronize()
     }
 

@@ -1,6 +1,6 @@
 //! The launches of a step.
 
-use kv_device::{Buffer, Room, Rows};
+use kv_device::{Buffer, Rows, SlotMapping};
 use kv_gpu::{DevicePtr, Grid};
 
 use super::super::gemv::{Gemv, GemvArguments};
@@ -91,7 +91,7 @@ impl Decoder {
     fn launch_begin(&self) -> Result<()> {
         let (sequences, activations) = (&self.sequences, &self.activations);
         let first = self.weights.layers.first().map_or(&self.weights.norm, |layer| &layer.attention_norm);
-        let Room { sinks, ring, leaving, .. } = self.cache.room();
+        let SlotMapping { sinks, ring, leaving } = self.cache.slot_mapping();
         let (Rows { capacity, .. }, pages) = (self.cache.rows(0)?, self.cache.pages());
         let arguments = BeginArguments {
             embedding: self.weights.embedding.pointer(),

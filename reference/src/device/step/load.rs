@@ -100,7 +100,7 @@ impl Decoder {
         if !loader.is_for(&self.gpu, self.weights.element) || !self.has_shape(loader.profile()) {
             return Err(Error::argument("the loader is of another model, element type or device"));
         }
-        let (sequence, capacity) = (chunk.sequence, self.cache.room().capacity);
+        let (sequence, capacity) = (chunk.sequence, self.cache.capacity());
         if sequence >= self.batch {
             return Err(Error::Argument(format!("sequence {sequence} of a batch of {}", self.batch)));
         }

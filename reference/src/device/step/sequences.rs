@@ -124,7 +124,7 @@ impl Decoder {
             return Err(Error::argument("an empty prompt, or chunks of no tokens"));
         }
         prompts.iter().try_for_each(|prompt| self.check_tokens(prompt.tokens))?;
-        let capacity = self.cache.room().capacity;
+        let capacity = self.cache.capacity();
         match prompts.iter().find(|prompt| prompt.end() > capacity) {
             Some(Prompt { start, tokens, .. }) => Err(Error::Argument(format!(
                 "{} tokens after {start} in a cache of {capacity} tokens",

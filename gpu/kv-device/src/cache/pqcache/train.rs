@@ -62,7 +62,7 @@ impl Training {
     }
 
     /// Empties a sequence, which is idle then.
-    pub fn forget(&mut self, sequence: usize) {
+    pub fn invalidate(&mut self, sequence: usize) {
         self.sequences[sequence] = Sequence { length: None, ..Sequence::EMPTY };
     }
 

@@ -181,12 +181,12 @@ impl Residency {
     }
 
     /// Empties all slots: their rows are of other sequences.
-    pub fn forget(&self, gpu: &Gpu) -> Result<()> {
+    pub fn invalidate(&self, gpu: &Gpu) -> Result<()> {
         self.steps.fill(gpu, 0)
     }
 
     /// Empties the slots of `count` heads of sequences.
-    pub fn forget_one(&self, gpu: &Gpu, first: usize, count: usize) -> Result<()> {
+    pub fn invalidate_one(&self, gpu: &Gpu, first: usize, count: usize) -> Result<()> {
         let mut layers = (0..self.steps.len()).step_by(self.heads);
         layers.try_for_each(|layer| self.steps.write_at(gpu, layer + first, &vec![0; count]))
     }
