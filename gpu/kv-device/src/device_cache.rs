@@ -7,7 +7,8 @@ use kv_attend::owner::Footprint;
 use kv_gpu::pq::{Pages, Prefetch};
 use kv_gpu::{AnyElement, DevicePtr};
 
-use crate::cache::{Cache, RowTransform};
+use crate::cache::Cache;
+use crate::cache::row_transform::RowTransform;
 use crate::gpu::Gpu;
 use crate::rows::{Chunk, Rows, Sequences, SlotMapping};
 use crate::shape::CacheShape;

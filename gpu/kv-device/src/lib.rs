@@ -19,7 +19,7 @@ mod rows;
 mod shape;
 mod timed;
 
-pub use cache::RowTransform;
+pub use cache::row_transform::RowTransform;
 pub use device_cache::DeviceCache;
 pub use error::{Error, Result};
 pub use gpu::{Gpu, without_captures};

@@ -9,10 +9,10 @@ use kv_gpu::pq::{CodeLayout, Encode, EncodeArguments, EncodeShape, Pages as Page
 use kv_gpu::{DevicePtr, Element, VectorElement};
 use pq_core::{CodebookBuf, PqShape};
 
-use super::RowTransform;
 use super::eviction::Evictions;
 use super::key_means::KeyMeans;
 use super::pages::Pages;
+use super::row_transform::RowTransform;
 use super::span::Span;
 use super::window::WindowShape;
 use crate::gpu::Gpu;

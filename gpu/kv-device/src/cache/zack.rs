@@ -8,9 +8,10 @@ use kv_gpu::{AnyElement, DevicePtr, Element, Kernel, Program};
 
 use super::eviction::Evictions;
 use super::merge::Merge;
+use super::row_transform::RowTransform;
 use super::span::Span;
 use super::window::{Window, WindowShape};
-use super::{ChunkCache, RowTransform, StepCache};
+use super::{ChunkCache, StepCache};
 use crate::Result;
 use crate::bases::Bases;
 use crate::gpu::Gpu;
