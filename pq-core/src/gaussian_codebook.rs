@@ -4,10 +4,11 @@
 //! Gaussians of deviation `1 / sqrt(dim)`, whatever the row was. Its best codebook is therefore known before
 //! any data: k-means of Gaussians, made once by `examples/gaussian_codebook.rs` and part of the crate.
 //!
-//! A centroid is the mean of its cell, so that decoded rows are shorter than rows: `E<x, decoded> = (1 - D) |x|^2`
-//! with `D` the mean squared error of a component of unit variance, .32 for 8 components in 8 bits. That is the least
-//! error of a row alone. But attention averages rows, of which the errors cancel and the shortening does not. Rows
-//! times [`gaussian_gain`] before they are divided by their norms are decoded without this bias.
+//! A centroid is the mean of its cell, so that decoded rows are shorter than rows: `E<x, decoded> = (1 - D)
+//! |x|^2` with `D` the mean squared error of a component of unit variance, .32 for 8 components in 8 bits.
+//! That is the least error of a row alone. But attention averages rows, of which the errors cancel and the
+//! shortening does not. Rows times [`gaussian_gain`] before they are divided by their norms are decoded
+//! without this bias.
 
 use half::f16;
 
@@ -30,8 +31,8 @@ const DSUBS: [usize; 5] = [1, 2, 4, 8, 16];
 const FEWEST_BITS: u32 = 4;
 const MOST_BITS: u32 = 8;
 
-/// The centroids of one subspace for Gaussians of unit variance, of any of 1, 2, 4, 8 or 16 components and 4 to
-/// 8 bits.
+/// The centroids of one subspace for Gaussians of unit variance, of any of 1, 2, 4, 8 or 16 components and 4
+/// to 8 bits.
 ///
 /// # Shapes
 /// Yields (ksub, dsub) elements.
@@ -58,9 +59,9 @@ pub fn gaussian_centroids(
     Ok(elements[before..][..dsub << nbits].iter().map(|&x| f16::from_le_bytes(x).to_f32()))
 }
 
-/// The factor of rows before [`divide_by_norms`](crate::divide_by_norms) at which the codebook of Gaussians decodes
-/// them without bias, `E<x, decoded> = |x|^2`: `1 / (1 - D)`, see the [module](self). The squared error of a row
-/// becomes `D / (1 - D)` of its square, instead of `D`.
+/// The factor of rows before [`divide_by_norms`](crate::divide_by_norms) at which the codebook of Gaussians
+/// decodes them without bias, `E<x, decoded> = |x|^2`: `1 / (1 - D)`, with `D` the relative error of the
+/// codebook. The squared error of a row becomes `D / (1 - D)` of its square, instead of `D`.
 ///
 /// For rows that are averaged with weights, such as values in attention; not for the nearest neighbor.
 ///
@@ -88,8 +89,9 @@ fn index(dsub: usize, nbits: u32) -> Result<usize, Error> {
 
 #[cfg(feature = "alloc")]
 impl crate::CodebookBuf {
-    /// The codebook of rows that are divided by their norms ([`divide_by_norms`](crate::divide_by_norms)) in a
-    /// Hadamard basis: the same centroids in every subspace, of any data. Share one among all heads and layers.
+    /// The codebook of rows that are divided by their norms ([`divide_by_norms`](crate::divide_by_norms)) in
+    /// a Hadamard basis: the same centroids in every subspace, of any data. Share one among all heads and
+    /// layers.
     ///
     /// # Errors
     /// [`Error::NoGaussian`] unless subspaces have 1, 2, 4, 8 or 16 components and codes 4 to 8 bits.
