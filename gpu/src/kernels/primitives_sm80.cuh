@@ -91,7 +91,8 @@ __device__ __forceinline__ void mma_sp_m16n8k32_f16_init(float (&c)[4], const u3
           "f"(0.f));
 }
 
-// mma.m16n8k32: c += a b (with `init` c = a b), a (16, 32) in u8, b (32, 8) in s8 or u8, c (16, 8) in s32. Lane 4 g + l holds, in bytes,
+// mma.m16n8k32: c += a b (with `init` c = a b), a (16, 32) in u8, b (32, 8) in s8 or u8, c (16, 8) in s32. Lane 4 g + l
+// holds, in bytes,
 //   a[i] = a[g + 8 (i & 1)][4 l + 16 (i >> 1) .. + 4]
 //   b[i] = b[4 l + 16 i .. + 4][g]
 //   c[i] = c[g + 8 (i >> 1)][2 l + (i & 1)]

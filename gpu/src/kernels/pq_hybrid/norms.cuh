@@ -14,7 +14,7 @@ struct TileNorms {
         if constexpr (HAS_VALUE_NORMS) own = __ldg(a.value_norms + (u64)tile * TILE + lane);
     }
 
-    // The weight of a token's value. That of a token without weight is 0, since its norm may be NaN: it may be behind the
+    // The weight of a token's value: 0 for a token without weight, whose norm may be NaN, since it may be behind the
     // last one. Called by all lanes of the warp.
     __device__ __forceinline__ float weight_of_value(float weight, int token) const {
         if constexpr (!HAS_VALUE_NORMS) return weight;

@@ -44,7 +44,7 @@ struct Ring {
     const u8 *keys, *values, *norms, *addends; // what the lane copies next
     u32 tile, end;                             // to be copied next, and the last
     u32 filling = 0, reading = 0;              // places of stages
-    u64 evict_first; // codes are read once: L2 keeps the queries, which the kernel before has written
+    u64 evict_first; // L2 policy of codes, which are read once: the transformed queries stay in L2
 
     // Starts with the first tile of an entry.
     __device__ __forceinline__ Ring(void* at, const Arguments& a, u32 sequence, u32 head, u32 tile, u32 end,
