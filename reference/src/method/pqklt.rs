@@ -333,7 +333,9 @@ impl Kind for PqKlt {
                     let (basis, dual) = (single(fitted.rotation.basis()), single(fitted.rotation.dual()));
                     [("store", basis), ("probe", dual), ("centroids", fitted.centroids)]
                 });
-                let parts = [("mean", mean), ("error", vec![error as f32]), ("errors", errors)];
+                // Of rows near zero, whose norms have no code, the relative error may exceed single precision.
+                let error = error.min(f64::from(f32::MAX)) as f32;
+                let parts = [("mean", mean), ("error", vec![error]), ("errors", errors)];
                 for (part, values) in parts.into_iter().chain(fitted.into_iter().flatten()) {
                     profile.put_floats(self.key(side, *l, *head, part), values);
                 }
