@@ -26,7 +26,8 @@ pub(crate) use fit::{CodingError, unseen_error};
 pub(crate) use offloaded::{BlockRule, Offload, OffloadedRows, RowFormat};
 pub(crate) use store::{Geometry, RotatedStore, Store, merge_part};
 
-use crate::model::{Config, LayerAttention, Rope};
+use kv_model::{Config, LayerAttention, Rope};
+
 use crate::{Error, Result};
 
 /// Rotated keys and values of a prompt, (n, n_kv_heads * head_dim) each.

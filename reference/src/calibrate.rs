@@ -2,12 +2,12 @@
 
 mod text;
 
+use kv_model::{Model, Rope};
 use rayon::prelude::*;
 use svd_core::{Gram, NoRope, PostRope, PreRope, RopeSide, Rows};
 
 use crate::cache::Geometry;
 use crate::forward::{Activations, prefill};
-use crate::model::{Model, Rope};
 use crate::{Error, Result};
 pub use text::CalibrationText;
 

@@ -23,10 +23,10 @@ use std::time::Duration;
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 use device::DeviceArgs;
 use indicatif::{ProgressBar, ProgressStyle};
+use kv_model::{Checkpoint, Config, Model};
 use kv_reference::calibrate::Calibration;
 use kv_reference::compare::Progress;
 use kv_reference::method::Method;
-use kv_reference::model::{Checkpoint, Config, Model};
 use kv_reference::{Error, ProfileFile, Result};
 use output::Files;
 pub use output::{Stdout, print_error};
@@ -165,9 +165,9 @@ fn check_profile_has_effect(profile: Option<&PathBuf>, methods: &[Method]) -> Re
 }
 
 /// Names the option in an error about a file that cannot be read.
-fn of_option<T>(option: &str, result: Result<T>) -> Result<T> {
-    result.map_err(|e| match e {
-        Error::Io { .. } => Error::Argument(format!("{option}: {e}")),
+fn of_option<T, E: Into<Error>>(option: &str, result: std::result::Result<T, E>) -> Result<T> {
+    result.map_err(|e| match e.into() {
+        e @ Error::Model(kv_model::Error::Io { .. }) => Error::Argument(format!("{option}: {e}")),
         e => e,
     })
 }

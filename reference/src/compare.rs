@@ -9,6 +9,7 @@ mod runner;
 
 use std::sync::Arc;
 
+use kv_model::{Config, Model, Rope};
 use serde::Serialize;
 
 use crate::Profile;
@@ -19,7 +20,6 @@ use crate::device::Gpu;
 use crate::eval::retrieval::{NO_WORDS, TaskMaker};
 use crate::method::Method;
 pub use crate::method::Place;
-use crate::model::{Config, Model, Rope};
 use crate::{Error, Result};
 pub use placed::Placed;
 pub use run::Progress;

@@ -3,11 +3,13 @@
 
 use std::sync::Arc;
 
+use kv_model::{Config, Layer, Linear, Model, Rope};
 use svd_core::SoftmaxStats;
 
 use crate::cache::KvCache;
-use crate::model::{Config, Layer, Linear, Model, Rope};
-use crate::ops::{AttentionShape, add, causal_attention, matmul, rms_norm, rms_norm_in_place, swiglu};
+use crate::ops::{
+    AttentionShape, add, causal_attention, linear, matmul, rms_norm, rms_norm_in_place, swiglu,
+};
 use crate::{Error, Result};
 
 /// Rows per pass through the feed-forward block.
@@ -132,16 +134,16 @@ fn layer(
     let (hidden, eps) = (config.hidden_size, config.rms_norm_eps);
     let w = &weights.attention;
     rms_norm(x, &w.norm, eps, normed);
-    w.q.apply(normed, q);
-    w.k.apply(normed, k);
-    w.v.apply(normed, v);
+    linear(&w.q, normed, q);
+    linear(&w.k, normed, k);
+    linear(&w.v, normed, v);
     for (norm, rows) in [(&w.q_norm, &mut *q), (&w.k_norm, k)] {
         if let Some(norm) = norm {
             rms_norm_in_place(rows, norm, eps);
         }
     }
     attention(x, Heads { q, k, v, attended: attended.as_mut_slice() })?;
-    w.o.apply(attended, normed);
+    linear(&w.o, attended, normed);
     add(x, normed);
 
     let w = &weights.feed_forward;
@@ -149,10 +151,10 @@ fn layer(
     for (x, normed) in x.chunks_mut(ROWS * hidden).zip(normed.chunks_mut(ROWS * hidden)) {
         let inner = x.len() / hidden * config.intermediate_size;
         let (gate, up) = (&mut gate[..inner], &mut up[..inner]);
-        w.gate.apply(normed, gate);
-        w.up.apply(normed, up);
+        linear(&w.gate, normed, gate);
+        linear(&w.up, normed, up);
         swiglu(gate, up);
-        w.down.apply(gate, normed);
+        linear(&w.down, gate, normed);
         add(x, normed);
     }
     Ok(())

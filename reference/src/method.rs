@@ -31,11 +31,11 @@ mod zack;
 
 use std::sync::Arc;
 
+use kv_model::{Config, Model, Rope};
 use pq_core::Window;
 
 use crate::cache::{ElementType, Geometry, KvCache, WindowedCache};
 use crate::calibrate::Calibration;
-use crate::model::{Config, Model, Rope};
 use crate::{Error, Profile, Result};
 use kind::{Kind, Site};
 #[cfg(feature = "cuda")]

@@ -2,6 +2,7 @@
 
 use gemm_common::Parallelism;
 use gemm_f32::gemm::f32::get_gemm_fn;
+use kv_model::Linear;
 use rayon::prelude::*;
 use svd_core::SoftmaxStats;
 
@@ -38,6 +39,17 @@ pub fn matmul(weight: &[f32], x: &[f32], y: &mut [f32], n_in: usize) {
         let parallelism = if parallel { Parallelism::Rayon(0) } else { Parallelism::None };
         // SAFETY: the assertion above has proved x (n, n_in), weight (n_out, n_in) and y (n, n_out).
         unsafe { product(n, n_out, n_in, y, n_out, x, (n_in, 1), weight, (1, n_in), 1.0, parallelism) };
+    }
+}
+
+/// `y = W x + b` for every row: `x` (n, n_in); `y` (n, n_out), fully written.
+///
+/// # Panics
+/// As [`matmul`].
+pub fn linear(layer: &Linear, x: &[f32], y: &mut [f32]) {
+    matmul(&layer.weight, x, y, layer.n_in);
+    if let Some(bias) = &layer.bias {
+        y.chunks_exact_mut(layer.n_out).for_each(|row| add(row, bias));
     }
 }
 

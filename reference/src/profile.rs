@@ -4,15 +4,15 @@ use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
+use kv_model::Model;
+use kv_model::files;
 use safetensors::{Dtype, SafeTensors};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, json};
 use sha2::{Digest, Sha256};
 
 use crate::calibrate::CalibrationText;
-use crate::files::write_atomically;
-use crate::model::Model;
-use crate::{Error, Result, files};
+use crate::{Error, Result};
 
 /// The format's name in the file. It changes with the meaning of the entries.
 const FORMAT: &str = "kv-profile-3";
@@ -158,7 +158,8 @@ impl Profile {
         }
         let mut header = serde_json::to_vec(&header).map_err(|e| Error::file(path, e))?;
         header.resize(header.len().next_multiple_of(8), b' ');
-        write_atomically(path, &[&(header.len() as u64).to_le_bytes(), &header[..], &data].concat())
+        let file = [&(header.len() as u64).to_le_bytes(), &header[..], &data].concat();
+        Ok(files::write_atomically(path, &file)?)
     }
 
     /// The texts that it was calibrated on, as JSON.

@@ -1,11 +1,11 @@
 //! The interface of a method: a store of the tokens between sinks and window; and helpers shared by all
 //! stores.
 
+use kv_model::Config;
 use svd_core::SoftmaxStats;
 
 use crate::Result;
 use crate::cache::{Fetched, Fit, Footprint, PromptRows};
-use crate::model::Config;
 
 /// The tokens between the sinks and the window of one layer.
 pub(crate) trait Store: Send + Sync {

@@ -3,9 +3,9 @@
 use std::path::PathBuf;
 
 use clap::Args;
+use kv_model::Rope;
 use kv_reference::compare::calibrated_on;
 use kv_reference::method::{DEFAULT_METHODS, Method};
-use kv_reference::model::Rope;
 use kv_reference::{Error, KindOfText, Result};
 use serde::Serialize;
 

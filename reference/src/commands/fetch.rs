@@ -50,7 +50,7 @@ use hub::fetch;
 
 #[cfg(not(feature = "fetch"))]
 fn fetch(_: &Path, _: &str) -> Result<PathBuf> {
-    Err(Error::Feature { what: "`kv fetch`", feature: "fetch" })
+    Err(kv_model::Error::Feature { what: "`kv fetch`", feature: "fetch" }.into())
 }
 
 fn user_cache() -> Result<PathBuf> {

@@ -7,6 +7,8 @@ use std::time::Instant;
 
 use clap::Args;
 use clap::builder::ArgPredicate;
+use kv_model::files;
+use kv_model::{Model, Rope, TextStream};
 use kv_reference::cache::{Fit, KvCache};
 #[cfg(feature = "cuda")]
 use kv_reference::compare::OnGpu;
@@ -17,8 +19,7 @@ use kv_reference::forward::Decoder;
 #[cfg(feature = "cuda")]
 use kv_reference::method::Place;
 use kv_reference::method::{Method, Prepared};
-use kv_reference::model::{Model, Rope, TextStream};
-use kv_reference::{Error, Profile, Result, Sampler, Sampling, files};
+use kv_reference::{Error, Profile, Result, Sampler, Sampling};
 use serde::Serialize;
 
 use super::device::Site;

@@ -1,9 +1,9 @@
 //! `kv logits`: the logits of every position.
 
 use clap::Args;
+use kv_model::Rope;
 use kv_reference::Result;
 use kv_reference::forward::{logits, prefill};
-use kv_reference::model::Rope;
 use serde::Serialize;
 
 use super::{Files, JsonArgs, ModelArgs, Stdout, load};

@@ -4,7 +4,8 @@ use std::fmt::Display;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
-use kv_reference::{Error, Result, files};
+use kv_model::files;
+use kv_reference::{Error, Result};
 #[cfg(feature = "store")]
 use kv_store::folder_of;
 use serde::Serialize;
@@ -111,7 +112,7 @@ pub struct Output(Option<PathBuf>);
 impl Output {
     /// Writes the result of `bytes`.
     pub fn write(&self, bytes: impl FnOnce(&Path) -> Result<Vec<u8>>) -> Result<()> {
-        self.0.as_ref().map_or(Ok(()), |path| files::write_atomically(path, &bytes(path)?))
+        self.0.as_ref().map_or(Ok(()), |path| Ok(files::write_atomically(path, &bytes(path)?)?))
     }
 
     /// Writes a value as JSON.

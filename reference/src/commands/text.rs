@@ -3,9 +3,10 @@
 use std::path::{Path, PathBuf};
 
 use clap::Args;
+use kv_model::Tokenizer;
+use kv_model::files;
+use kv_reference::Result;
 use kv_reference::calibrate::CalibrationText;
-use kv_reference::model::Tokenizer;
-use kv_reference::{Result, files};
 
 use super::{Files, of_option, print_error};
 

@@ -1,5 +1,7 @@
 //! Methods fitted to a model, each where it runs: everything that can be refused without the model's weights.
 
+use kv_model::Config;
+
 use super::OnGpu;
 #[cfg(feature = "cuda")]
 use super::gpu;
@@ -7,7 +9,6 @@ use crate::Result;
 #[cfg(feature = "cuda")]
 use crate::device::unsupported;
 use crate::method::{DEFAULT_METHODS, Method, Place};
-use crate::model::Config;
 
 /// Methods that fit a model, each where it runs.
 #[derive(Clone, Debug, Default)]

@@ -2,11 +2,12 @@
 
 use std::sync::Arc;
 
+use kv_model::{Model, Rope};
+
 use crate::Profile;
 use crate::cache::{FetchedPerStep, Fit, Footprint};
 use crate::eval::TextScores;
 use crate::method::Method;
-use crate::model::{Model, Rope};
 
 /// Hears how far a run is.
 pub trait Progress {

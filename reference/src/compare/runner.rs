@@ -2,12 +2,13 @@
 
 use std::sync::Arc;
 
+use kv_model::{Model, Rope};
+
 use super::run::{Measured, Progress, Run};
 use super::{OnGpu, Place, Placed, Row, cpu};
 use crate::cache::Footprint;
 use crate::eval::{RetrievalTask, TextScores};
 use crate::method::Method;
-use crate::model::{Model, Rope};
 use crate::{Profile, Result};
 
 /// The methods that run there, by index.

@@ -2,11 +2,11 @@
 
 use kv_device::{CacheShape, DeviceCache, Gpu};
 use kv_gpu::Element;
+use kv_model::{Config, rope_frequencies};
 use pq_core::Window;
 
 use super::Weights;
 use crate::method::Method;
-use crate::model::{Config, rope_frequencies};
 use crate::{Error, Profile, Result};
 
 /// The same method for a model on a device, where defaults are those that a device supports. Needs neither

@@ -12,11 +12,11 @@ use cudarc::driver::CudaGraph;
 use kv_device::{Allocating, Buffer, DeviceCache, Gpu, Timed};
 use kv_gpu::Kernel;
 use kv_gpu::pq::Prefetch;
+use kv_model::Rope;
 
 use super::driver;
 use super::gemv::{Gemv, GemvShape, Input, MOST_COLUMNS, Output};
 use super::weights::Weights;
-use crate::model::Rope;
 use crate::{Error, Result, Sampling};
 use picks::{NO_TOKEN, Picks};
 use prompt::Prompts;

@@ -3,8 +3,8 @@
 use kv_device::{Allocating, Buffer, Gpu, fill_hashed};
 use kv_gpu::pq::Prefetch;
 use kv_gpu::{DevicePtr, Element, Grid, Kernel, Program};
+use kv_model::{Config, LayerAttention, Linear, Model, RopeScaling};
 
-use crate::model::{Config, LayerAttention, Linear, Model, RopeScaling};
 use crate::{Error, Result};
 
 /// Models that are shapes only; their weights are hashes of their index and need no storage.

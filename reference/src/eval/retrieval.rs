@@ -1,6 +1,7 @@
 //! Retrieval tasks: facts hidden in a text, and questions whose answers must come back exactly.
 
-use crate::model::Tokenizer;
+use kv_model::Tokenizer;
+
 use crate::rng::Rng;
 use crate::{Error, Result};
 
@@ -146,7 +147,7 @@ impl<'a> TaskMaker<'a> {
 
     fn digits(&mut self, n: usize) -> Result<Vec<u32>> {
         let text: String = (0..n).map(|_| char::from(b'0' + self.rng.below(10) as u8)).collect();
-        self.tokenizer.encode_piece(&text)
+        Ok(self.tokenizer.encode_piece(&text)?)
     }
 
     /// Pieces are tokenized separately, as in the shipped model's training.
@@ -172,7 +173,7 @@ trait Piece {
 
 impl Piece for &str {
     fn tokens(&self, tokenizer: &Tokenizer) -> Result<Vec<u32>> {
-        tokenizer.encode_piece(self)
+        Ok(tokenizer.encode_piece(self)?)
     }
 }
 

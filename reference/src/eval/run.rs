@@ -3,13 +3,13 @@
 use std::sync::Arc;
 use std::time::Instant;
 
+use kv_model::{Model, Rope};
 use rayon::prelude::*;
 
 use crate::cache::KvCache;
 use crate::eval::{Divergence, RetrievalTask};
 use crate::forward::{Decoder, WATCHED, logits, prefill};
 use crate::method::{Method, Prepared};
-use crate::model::{Model, Rope};
 use crate::ops::argmax;
 use crate::ops::log_softmax;
 use crate::{Error, Profile, Result};

@@ -10,6 +10,7 @@ use codec_core::{Coder, FitOptions, LayerRows, ModelInfo, ModelKind, Place, Plan
 use kv_attend::owner::{Pair, Side};
 #[cfg(feature = "cuda")]
 use kv_device::plan::{Bitstream, Plan};
+use kv_model::{Config, Model, Rope};
 
 use super::kind::{Entry, Kind, Site};
 #[cfg(feature = "cuda")]
@@ -17,7 +18,6 @@ use super::on_device::{DeviceKind, Limit};
 use super::settings::{Bits, Settings, words};
 use crate::cache::Store;
 use crate::calibrate::Calibration;
-use crate::model::{Config, Model, Rope};
 use crate::ops::mean_row;
 use crate::{Error, Profile, Result};
 use store::CacheGenStore;

@@ -5,6 +5,8 @@ use std::sync::Arc;
 #[cfg(feature = "cuda")]
 use kv_device::Plan;
 #[cfg(feature = "cuda")]
+use kv_model::Config;
+#[cfg(feature = "cuda")]
 use pq_core::Window;
 
 use super::Place;
@@ -12,10 +14,10 @@ use super::kind::{Entry, Kind, Site};
 #[cfg(feature = "cuda")]
 use super::on_device::{DeviceKind, Limit};
 use super::paged::Paging;
+#[cfg(feature = "cuda")]
+use crate::Profile;
 use crate::Result;
 use crate::cache::{ElementType, Store};
-#[cfg(feature = "cuda")]
-use crate::{Profile, model::Config};
 
 pub(super) const DENSE: Entry = Entry {
     names: &["dense"],

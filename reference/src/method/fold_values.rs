@@ -2,10 +2,10 @@
 
 use std::sync::Arc;
 
+use kv_model::{AttentionWeights, Config, Layer, Model};
 use svd_core::{Map, MapBuf, Rows, RowsMut};
 
 use crate::Result;
-use crate::model::{AttentionWeights, Config, Layer, Model};
 use crate::ops::dot;
 
 /// The basis of a head's values, and the mean that is subtracted before.
@@ -74,7 +74,7 @@ mod tests {
     use super::*;
     use crate::forward::{logits, prefill};
     use crate::method::Method;
-    use crate::model::Rope;
+    use kv_model::Rope;
 
     #[test]
     fn the_folded_model_is_the_same_function() {

@@ -13,6 +13,7 @@ use std::sync::Arc;
 use kv_attend::owner::Side;
 #[cfg(feature = "cuda")]
 use kv_device::plan::{HybridPlan, Plan};
+use kv_model::{Config, Model, Rope};
 #[cfg(feature = "cuda")]
 use pq_core::Window;
 use pq_core::{Hybrid, HybridScratch, RowBudget, TokenBudget, hybrid_attend_into, hybrid_select_into};
@@ -29,7 +30,6 @@ use crate::Profile;
 use crate::Result;
 use crate::cache::{Fetched, Fit, Footprint, Geometry, OffloadedRows, Store};
 use crate::calibrate::Calibration;
-use crate::model::{Config, Model, Rope};
 
 pub(super) const HYBRID: Entry = Entry {
     names: &["hybrid"],

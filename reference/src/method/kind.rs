@@ -4,13 +4,13 @@ use std::fmt::Debug;
 use std::sync::Arc;
 
 use kv_attend::owner::Pair;
+use kv_model::{Config, Model, Rope};
 
 #[cfg(feature = "cuda")]
 use super::on_device::{DeviceKind, Limit};
 use super::settings::Settings;
 use crate::cache::{DenseStore, ElementType, Geometry, Store};
 use crate::calibrate::Calibration;
-use crate::model::{Config, Model, Rope};
 use crate::{Profile, Result};
 
 /// Seed of all random choices in the methods.

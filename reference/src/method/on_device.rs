@@ -4,11 +4,11 @@ use std::fmt;
 use std::sync::Arc;
 
 use kv_device::Plan;
+use kv_model::{Config, Model};
 use pq_core::Window;
 
 use super::{Method, Place};
 use crate::cache::ElementType;
-use crate::model::{Config, Model};
 use crate::{Error, Profile, Result};
 
 /// A method's form on a device.

@@ -4,11 +4,11 @@ use std::fmt::Display;
 use std::str::FromStr;
 
 use kv_attend::owner::{Pair, Side};
+use kv_model::Config;
 use pq_core::{CodedTokens, Luts, PqShape, attend_into, attend_scratch_len};
 use svd_core::SoftmaxStats;
 
 use super::settings::Settings;
-use crate::model::Config;
 use crate::{Error, Result};
 
 /// Tokens per tile of codes on a device; a page consists of whole tiles.

@@ -10,6 +10,7 @@ use std::fmt::Display;
 use std::sync::Arc;
 
 use kv_attend::owner::{Pair, Side};
+use kv_model::{Config, Model, Rope};
 use pq_core::{CodebookBuf, TrainOptions, gaussian_centroids, gaussian_gain, train};
 use rayon::prelude::*;
 use svd_core::{Gram, Hadamard, MapBuf, NoRope, Rotation, Rows, balanced_order};
@@ -22,7 +23,6 @@ use super::pq_code::{CODE_TILE, PqCode, check_codes};
 use super::settings::{Settings, Switch, words};
 use crate::cache::{CodingError, Geometry, Store, unseen_error};
 use crate::calibrate::{Calibration, output_gram, rotated_keys, single};
-use crate::model::{Config, Model, Rope};
 use crate::ops::mean_row;
 use crate::{Error, Profile, Result};
 pub(super) use store::{CodedStep, TransformedStore};

@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 #[cfg(feature = "cuda")]
 use kv_device::plan::{Plan, Retrieval, Training};
+use kv_model::{Config, Model, Rope};
 use pq_core::{
     CodebookBuf, CodesBuf, GroupRule, Lut, PqShape, TokenBudget, TrainOptions, Trained, combine_group_into,
     lut_into, scan_into, top_k_into, train_batch,
@@ -23,7 +24,6 @@ use super::pq_code::PqCode;
 use super::settings::words;
 use crate::cache::{Fetched, Footprint, Geometry, OffloadedRows, Store};
 use crate::calibrate::{Calibration, rotated_keys};
-use crate::model::{Config, Model, Rope};
 use crate::ops::dot;
 use crate::{Error, Profile, Result};
 

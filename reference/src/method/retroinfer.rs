@@ -299,8 +299,8 @@ mod tests {
     use std::path::Path;
 
     use super::*;
-    use crate::model::{Model, Rope};
     use crate::rng::Rng;
+    use kv_model::{Model, Rope};
 
     #[test]
     fn attention_is_exact_in_the_best_clusters_and_estimated_in_the_next() {

@@ -15,6 +15,8 @@ use kv_device::Plan;
 pub(super) use codecs::{PerChannel, PerToken};
 pub(super) use store::{BlockCodec, CodedStore};
 
+use kv_model::Config;
+
 use super::kind::{Entry, Kind, SEED, Site};
 #[cfg(feature = "cuda")]
 use super::on_device::{DeviceKind, Limit};
@@ -22,7 +24,6 @@ use super::settings::{Settings, Switch};
 #[cfg(feature = "cuda")]
 use crate::Profile;
 use crate::cache::Store;
-use crate::model::Config;
 use crate::{Error, Result};
 use codecs::{LloydMax, Rotated, largest_block};
 use ggml::Ggml;

@@ -6,13 +6,13 @@
 
 use std::sync::Arc;
 
+use kv_model::Rope;
 use svd_core::SoftmaxStats;
 
 use super::budget::part;
 use super::kind::{Entry, Kind, Site};
 use crate::Result;
 use crate::cache::{Footprint, Geometry, PromptRows, RotatedStore, Store};
-use crate::model::Rope;
 use crate::ops::{dot, softmax};
 
 pub(super) const SNAP_KV: Entry = Entry {
@@ -152,7 +152,7 @@ mod tests {
 
     use super::*;
     use crate::cache::{DenseStore, ElementType};
-    use crate::model::Model;
+    use kv_model::Model;
 
     #[test]
     fn what_the_queries_look_for_stays() {

@@ -7,6 +7,7 @@
 
 use std::sync::Arc;
 
+use kv_model::Config;
 use pq_core::{TokenBudget, top_k_into};
 use svd_core::SoftmaxStats;
 
@@ -14,7 +15,6 @@ use super::kind::{Entry, Kind, Site};
 #[cfg(feature = "cuda")]
 use super::on_device::{DeviceKind, Limit};
 use crate::cache::{DenseStore, FetchCounter, Fetched, Footprint, Geometry, Store};
-use crate::model::Config;
 use crate::ops::softmax;
 use crate::{Error, Result};
 
@@ -217,8 +217,8 @@ mod tests {
 
     use super::*;
     use crate::cache::ElementType;
-    use crate::model::{Model, Rope};
     use crate::rng::Rng;
+    use kv_model::{Model, Rope};
 
     /// Indices of the `k` largest.
     fn largest(values: &[f64], k: usize) -> Vec<usize> {

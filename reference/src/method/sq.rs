@@ -8,6 +8,7 @@ use std::fmt::Display;
 use std::str::FromStr;
 use std::sync::Arc;
 
+use kv_model::{Config, Model, Rope};
 use pq_core::sq::{HeadCodes, HeadTransform, MAX_BLOCK, Shape, TILE, TransformParts, allot, rotate_by};
 use pq_core::{Backend, SoftmaxStats};
 use rayon::prelude::*;
@@ -19,7 +20,6 @@ use super::on_device::{DeviceKind, Limit};
 use super::settings::Switch;
 use crate::cache::{Footprint, Geometry, Store, merge_part};
 use crate::calibrate::{Calibration, LayerSamples, single};
-use crate::model::{Config, Model, Rope};
 use crate::ops::mean_row;
 use crate::{Error, Profile, Result};
 

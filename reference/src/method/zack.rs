@@ -10,6 +10,7 @@ use std::sync::Arc;
 use kv_attend::owner::{Pair, Side};
 #[cfg(feature = "cuda")]
 use kv_device::plan::{CutHead, DeviceCuts, HeadMaps, Plan};
+use kv_model::{Config, Model, Rope};
 use rayon::prelude::*;
 use svd_core::{Budget, Gram, LayerRotations, Rotation, Rows, ranks_by_loss, ranks_by_removal};
 
@@ -23,7 +24,6 @@ use super::settings::{OptionalBits, words};
 use super::snapkv::EvictingStore;
 use crate::cache::{Geometry, Store};
 use crate::calibrate::{Calibration, output_gram, single};
-use crate::model::{Config, Model, Rope};
 use crate::{Error, Profile, Result};
 use fold::fold_values;
 use store::ZackStore;

@@ -3,6 +3,7 @@
 use std::time::Instant;
 
 use codec_core::{ModelInfo, Place, Profile};
+use kv_model::{Model, Rope};
 use kv_store::{Check, ChunkKey, Error, KvStore, Put, Space, StoreLink, StoredChunk, encode_chunk};
 use kv_stream::{Caches, LayerKv, MOST_CHUNKS, Outcome, RealClock, Speeds, Trace, serve_into};
 use svd_core::SoftmaxStats;
@@ -13,7 +14,6 @@ use crate::cache::{Footprint, KvCache, PromptRows};
 #[cfg(feature = "cuda")]
 use crate::device::{self, Loader, StreamTarget};
 use crate::forward::{Decoder, prefill};
-use crate::model::{Model, Rope};
 
 /// A store, and the common properties of its caches.
 #[derive(Clone, Copy, Debug)]

@@ -4,6 +4,7 @@
 
 #[path = "../support"]
 mod support {
+    #[path = "../../kv-model/tests/support/gguf.rs"]
     pub mod gguf;
     pub mod kv;
     #[cfg(feature = "s3")]

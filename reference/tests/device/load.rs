@@ -6,12 +6,12 @@ use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use codec_core::Encoding;
+use kv_model::{Model, Rope};
 use kv_reference::cache::KvCache;
 use kv_reference::compare::calibrated;
 use kv_reference::device::{self, Chunk, FRAMES, Gpu, PageLocked, StreamTarget};
 use kv_reference::eval::score_text;
 use kv_reference::method::{Method, Prepared};
-use kv_reference::model::{Model, Rope};
 use kv_reference::stream::encoded::{EncodedContext, Memory, SINKS, levels};
 use kv_reference::stream::target::Target;
 use kv_reference::{Error, Profile, forward};

@@ -5,12 +5,12 @@ use std::sync::Arc;
 
 use kv_gpu::Element;
 
+use kv_model::Rope;
 use kv_reference::compare::calibrated;
 use kv_reference::device::{Decoder, Gpu, Weights, method_cache, programs};
 use kv_reference::eval::{Divergence, score_text};
 use kv_reference::forward::{self, logits, prefill};
 use kv_reference::method::{Method, Prepared};
-use kv_reference::model::Rope;
 use kv_reference::{Error, Profile, Sampling};
 
 use crate::kernels::compiled;

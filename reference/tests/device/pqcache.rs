@@ -4,10 +4,10 @@
 use std::sync::Arc;
 
 use kv_gpu::Element;
+use kv_model::Rope;
 use kv_reference::device::{Decoder, Timed, Weights, method_cache};
 use kv_reference::eval::score_text;
 use kv_reference::method::{Method, Prepared};
-use kv_reference::model::Rope;
 use kv_reference::{Error, Profile, forward};
 
 use crate::support::{

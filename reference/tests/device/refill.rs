@@ -3,9 +3,9 @@
 
 use std::sync::Arc;
 
+use kv_model::{Model, Rope};
 use kv_reference::eval::score_text;
 use kv_reference::method::{Method, Prepared};
-use kv_reference::model::{Model, Rope};
 use kv_reference::{Error, Profile, forward};
 
 use crate::support::{decoder, divergence, gpu, model, profile};

@@ -6,11 +6,11 @@ use std::io::Write;
 use std::path::Path;
 use std::sync::Arc;
 
+use kv_model::{Model, Rope};
 use kv_reference::compare::calibrated;
 use kv_reference::device::{Decoder, Gpu, Weights, method_cache};
 use kv_reference::eval::{Divergence, score_text};
 use kv_reference::method::{Method, Prepared};
-use kv_reference::model::{Model, Rope};
 use kv_reference::{Profile, forward};
 
 /// Reports that a test did not run.

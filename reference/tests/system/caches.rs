@@ -3,12 +3,12 @@
 use std::path::Path;
 use std::sync::Arc;
 
+use kv_model::{Model, Rope, RopeScaling};
 use kv_reference::cache::{Fit, KvCache};
 use kv_reference::compare::calibrated;
 use kv_reference::eval::Prompt;
 use kv_reference::forward::{Decoder, logits, prefill};
 use kv_reference::method::{Method, Prepared, method_examples};
-use kv_reference::model::{Model, Rope, RopeScaling};
 use kv_reference::{Error, Profile, Side};
 
 /// One setting of each method; small windows, so that short sequences reach the compressed part. Nine tenths

@@ -4,11 +4,11 @@
 use std::path::Path;
 use std::sync::Arc;
 
+use kv_model::{Model, Rope, RopeScaling};
 use kv_reference::cache::KvCache;
 use kv_reference::compare::calibrated;
 use kv_reference::forward::{Decoder, logits, prefill};
 use kv_reference::method::{Method, Prepared};
-use kv_reference::model::{Model, Rope, RopeScaling};
 use kv_reference::{Error, Profile};
 
 /// One setting of each method, with which short sequences reach the store.

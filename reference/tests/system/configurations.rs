@@ -3,8 +3,8 @@
 use std::fs;
 use std::path::Path;
 
+use kv_model::{Model, Rope, RopeScaling, Yarn};
 use kv_reference::forward::{logits, prefill};
-use kv_reference::model::{Model, Rope, RopeScaling, Yarn};
 use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype, TensorView};
 use serde_json::{Value, json};
@@ -134,11 +134,7 @@ fn ends_of_texts_are_read_from_every_file_of_a_folder() {
 }
 
 /// RoPE scaling of a GGUF file with these metadata of the architecture.
-fn rope(
-    floats: &[(&str, f32)],
-    kind: Option<&str>,
-    divisors: Option<f32>,
-) -> kv_reference::Result<RopeScaling> {
+fn rope(floats: &[(&str, f32)], kind: Option<&str>, divisors: Option<f32>) -> kv_model::Result<RopeScaling> {
     let mut gguf = Gguf::model("llama", &[b"a".to_vec(), b"b".to_vec()], 1);
     for (key, value) in floats {
         gguf.float(&format!("llama.rope.{key}"), *value);

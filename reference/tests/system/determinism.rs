@@ -4,10 +4,10 @@ use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
 
+use kv_model::{Model, Rope};
 use kv_reference::Profile;
 use kv_reference::compare::{Placed, Sizes, calibrated, compare};
 use kv_reference::method::Method;
-use kv_reference::model::{Model, Rope};
 use kv_reference::ops::{AttentionShape, causal_attention, matmul};
 use svd_core::SoftmaxStats;
 

@@ -5,8 +5,7 @@ use std::fs;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use kv_reference::Result;
-use kv_reference::model::Model;
+use kv_model::{Model, Result};
 
 use crate::support::gguf::{Gguf, string};
 use crate::support::kv::{refused_within, text};

@@ -4,13 +4,13 @@
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
+use kv_model::{Model, Rope};
 use kv_reference::Result;
 use kv_reference::cache::{Fetched, Footprint, KvCache};
 use kv_reference::compare::calibrated;
 use kv_reference::eval::Prompt;
 use kv_reference::forward::Decoder;
 use kv_reference::method::Method;
-use kv_reference::model::{Model, Rope};
 use svd_core::SoftmaxStats;
 
 /// An exact cache that also computes another cache's attention and records the difference.

@@ -4,6 +4,7 @@
 
 #[path = "../support"]
 mod support {
+    #[path = "../../kv-model/tests/support/gguf.rs"]
     pub mod gguf;
     pub mod kv;
     #[cfg(feature = "s3")]
@@ -18,7 +19,6 @@ mod caches;
 mod chunks;
 mod configurations;
 mod determinism;
-mod ggml_vocabularies;
 mod headers;
 mod hybrid_bound;
 mod offload;

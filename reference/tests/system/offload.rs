@@ -5,11 +5,11 @@ use std::process::Stdio;
 use std::sync::Arc;
 use std::time::Duration;
 
+use kv_model::{Model, Rope};
 use kv_reference::cache::KvCache;
 use kv_reference::compare::calibrated;
 use kv_reference::forward::Decoder;
 use kv_reference::method::{Method, Prepared};
-use kv_reference::model::{Model, Rope};
 use kv_reference::{Error, Profile};
 
 use crate::support::kv;
@@ -196,7 +196,10 @@ fn a_write_that_fails_loses_no_token() {
         std::fs::remove_dir(&rows).unwrap();
         for _ in 0..2 {
             let error = s.run(cache.as_mut(), 0, 64).unwrap_err();
-            assert!(matches!(&error, Error::Io { path, .. } if *path == rows), "{error}");
+            assert!(
+                matches!(&error, Error::Model(kv_model::Error::Io { path, .. }) if *path == rows),
+                "{error}"
+            );
             let len = cache.seq_len();
             cache.truncate(len).unwrap();
         }

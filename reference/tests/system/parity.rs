@@ -2,8 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
+use kv_model::{Model, Rope};
 use kv_reference::forward::{logits, prefill};
-use kv_reference::model::{Model, Rope};
 
 #[derive(serde::Deserialize)]
 struct Expected {

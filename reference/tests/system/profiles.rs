@@ -3,9 +3,9 @@
 use std::path::Path;
 use std::process::Command;
 
+use kv_model::{Model, Rope};
 use kv_reference::compare::calibrated;
 use kv_reference::method::Method;
-use kv_reference::model::{Model, Rope};
 use kv_reference::{Error, Profile};
 
 use crate::support::kv::{copy, fixture};
@@ -51,7 +51,7 @@ fn damaged_profiles_are_refused() {
         }
         std::fs::write(&path, &bytes).unwrap();
         match Profile::load(&path, &model) {
-            Err(Error::File { what, .. }) => {
+            Err(Error::Model(kv_model::Error::File { what, .. })) => {
                 refused += 1;
                 if bytes[..data] == good[..data] {
                     assert!(what.contains("checksum"), "{what}");

@@ -4,11 +4,11 @@
 use std::path::Path;
 use std::sync::Arc;
 
+use kv_model::{Model, Rope};
 use kv_reference::compare::calibrated;
 use kv_reference::eval::Prompt;
 use kv_reference::forward::Decoder;
 use kv_reference::method::{DEFAULT_METHODS, Method, Prepared};
-use kv_reference::model::{Model, Rope};
 
 const CALIBRATION: usize = 320;
 const CONTEXT: usize = 160;

@@ -4,12 +4,12 @@
 use std::path::Path;
 use std::sync::Arc;
 
+use kv_model::{Model, Rope};
 use kv_reference::Side;
 use kv_reference::compare::{Comparison, Placed, Row, Sizes, calibrated, compare};
 use kv_reference::eval::Divergence;
 use kv_reference::forward::{Activations, Decoder, logits, prefill};
 use kv_reference::method::{Method, Prepared};
-use kv_reference::model::{Model, Rope};
 
 fn run(methods: &[&str], sizes: Sizes) -> Comparison {
     let assets = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets");

@@ -3,10 +3,10 @@
 use std::path::Path;
 use std::sync::Arc;
 
+use kv_model::{Config, Linear, Model, Rope};
 use kv_reference::Error;
 use kv_reference::forward::{Decoder, prefill};
 use kv_reference::method::Method;
-use kv_reference::model::{Config, Linear, Model, Rope};
 use kv_reference::ops::{AttentionShape, causal_attention};
 use svd_core::SoftmaxStats;
 

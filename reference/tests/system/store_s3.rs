@@ -4,11 +4,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use codec_core::{Encoding, Plans, StreamPolicy};
+use kv_model::{Model, Rope};
 use kv_reference::compare::calibrated;
 use kv_reference::eval::kl_divergence;
 use kv_reference::forward::Decoder;
 use kv_reference::method::Method;
-use kv_reference::model::{Model, Rope};
 use kv_reference::ops::log_softmax;
 use kv_reference::stream::encoded::{EncodedContext, levels};
 use kv_reference::stream::prompt::{FillOptions, Filled, PromptStore};

@@ -3,8 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use kv_reference::model::{Model, Tokenizer};
-use kv_reference::{Error, Result};
+use kv_model::{Error, Model, Result, Tokenizer};
 use serde_json::{Value, json};
 
 use crate::support::kv::{copy, kv, one_line, refused, refused_within, run, text};

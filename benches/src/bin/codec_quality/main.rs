@@ -9,11 +9,11 @@ mod published;
 use std::path::PathBuf;
 
 use codec_core::{Frame, FrameInfo, Plane, Side, encode_frame};
+use kv_model::{Config, Model, Rope};
 use kv_reference::compare::calibrated;
 use kv_reference::eval::Divergence;
 use kv_reference::forward::{logits, prefill};
 use kv_reference::method::Method;
-use kv_reference::model::{Config, Model, Rope};
 use kv_reference::{Profile, Result};
 use published::Published;
 

@@ -9,7 +9,8 @@ mod time;
 use clap::{Args, Parser};
 use codec_core::{CHUNK_TOKENS, Plans, StreamPolicy};
 use kv_benches::cli::{JsonArgs, check_number};
-use kv_reference::{Error, Result, files};
+use kv_model::files;
+use kv_reference::{Error, Result};
 use kv_stream::{Bandwidth, Choice, GBPS, MOST_SECONDS, Options, RESERVE, first_level};
 
 #[derive(Parser)]

@@ -193,7 +193,10 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let nowhere = folder.path().join("nowhere");
         let error = RecordFiles::new(&nowhere, LAYOUT).unwrap_err();
-        assert!(matches!(&error, Error::Io { path, .. } if *path == nowhere), "{error}");
+        assert!(
+            matches!(&error, Error::Model(kv_model::Error::Io { path, .. }) if *path == nowhere),
+            "{error}"
+        );
         std::fs::create_dir(&nowhere).unwrap();
         let mut files = RecordFiles::new(&nowhere, LAYOUT).unwrap();
         files.write(0, 0, &[1; 4]).unwrap();
@@ -201,7 +204,7 @@ mod tests {
         files.write(0, 2, &[2; 4]).unwrap();
         assert_eq!(read(&files, 0, 0..4), [1, 1, 1, 1, 2, 2, 2, 2], "the file outlives its folder");
         let _clone = files.clone();
-        assert!(matches!(files.write(0, 4, &[3; 2]), Err(Error::Io { .. })));
+        assert!(matches!(files.write(0, 4, &[3; 2]), Err(Error::Model(kv_model::Error::Io { .. }))));
         std::fs::create_dir(&nowhere).unwrap();
         files.write(0, 4, &[3; 2]).unwrap();
         assert_eq!(read(&files, 0, 3..5), [2, 2, 3, 3]);
@@ -216,7 +219,10 @@ mod tests {
         let mut records = [0; 4];
         files.read(0, 0..2, &mut records).unwrap();
         for error in [files.read(0, 3..5, &mut records), files.write(0, 10, &records)] {
-            assert!(matches!(&error, Err(Error::File { path, .. }) if path == folder.path()), "{error:?}");
+            assert!(
+                matches!(&error, Err(Error::Model(kv_model::Error::File { path, .. })) if path == folder.path()),
+                "{error:?}"
+            );
         }
     }
 }

@@ -4,9 +4,9 @@ use std::ops::Range;
 
 use kv_device::{Buffer, Gpu};
 use kv_gpu::{DevicePtr, Element, Grid, Kernel, Program};
+use kv_model::Config;
 
 use super::Sequences;
-use crate::model::Config;
 use crate::{Result, Sampling};
 
 /// Blocks per sequence of the argmax.

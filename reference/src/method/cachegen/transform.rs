@@ -4,13 +4,13 @@ use std::sync::Arc;
 
 use codec_core::TransformBuf;
 use kv_attend::owner::{Pair, Side};
+use kv_model::Model;
 use rayon::prelude::*;
 use svd_core::{Gram, Rotation, Rows};
 
 use crate::Result;
 use crate::cache::Geometry;
 use crate::calibrate::{Calibration, LayerSamples, output_gram, single};
-use crate::model::Model;
 
 /// The transform of a plane and its steps.
 pub(crate) struct PlaneTransform {

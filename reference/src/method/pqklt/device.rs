@@ -9,6 +9,7 @@ use std::sync::Arc;
 
 use kv_attend::owner::{Pair, Side};
 use kv_device::plan::{CodedRows, HeadMaps, Heads, Plan, RowForm, TransformedHead};
+use kv_model::{Config, Model};
 use pq_core::{PqShape, Window};
 use svd_core::MapBuf;
 
@@ -17,7 +18,6 @@ use super::store::{HeadCode, KeySpace, TransformedPlan};
 use crate::method::fold_values::{ValueFold, fold_values, projected};
 use crate::method::on_device::{DeviceKind, Limit};
 use crate::method::paged::Paging;
-use crate::model::{Config, Model};
 use crate::{Profile, Result};
 
 impl PqKlt {

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use half::f16;
 use kv_attend::owner::{Pair, Side};
+use kv_model::Rope;
 use pq_core::{
     CodebookBuf, CodedTokens, CodesBuf, Luts, RopeMeanBuf, Start, TrainOptions, decode_into, decode_norm,
     divide_by_norms, lut_into, train,
@@ -14,7 +15,6 @@ use svd_core::{MapBuf, Rows, RowsMut, SoftmaxStats};
 use crate::Result;
 use crate::cache::{CodingError, Fit, Footprint, Geometry, Store, merge_part};
 use crate::method::pq_code::attend_to_codes;
-use crate::model::Rope;
 use crate::ops::dot;
 
 /// The space in which keys are coded.

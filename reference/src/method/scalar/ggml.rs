@@ -1,10 +1,11 @@
 //! llama.cpp's cache types: ggml's blocks of 32 neighbouring channels, each with one half-precision step around
 //! zero and codes of 4 (`q4_0`, 18 bytes) or 8 bits (`q8_0`, 34 bytes).
 
+use kv_model::{unpack_q4_0, unpack_q8_0};
+
 use super::codecs::pack;
 use super::store::BlockCodec;
 use crate::cache::saturating_f16;
-use crate::model::{unpack_q4_0, unpack_q8_0};
 
 /// Elements per block.
 pub(crate) const BLOCK: usize = 32;

@@ -1,6 +1,7 @@
 //! Scalar codes as a device computes them: values enter and leave in their Hadamard basis.
 
 use kv_device::plan::{Plan, ScalarHead, ScalarPlan};
+use kv_model::{Config, Model};
 use pq_core::Window;
 use svd_core::Hadamard;
 
@@ -8,7 +9,6 @@ use super::{Sq, SqHead};
 use crate::calibrate::single;
 use crate::method::fold_values::{ValueFold, fold_values};
 use crate::method::on_device::{DeviceKind, Limit};
-use crate::model::{Config, Model};
 use crate::{Profile, Result};
 
 impl DeviceKind for Sq {

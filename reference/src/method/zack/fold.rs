@@ -2,10 +2,10 @@
 
 use std::sync::Arc;
 
+use kv_model::{AttentionWeights, Layer, Model};
 use svd_core::{LayerRotations, RowsMut};
 
 use crate::Result;
-use crate::model::{AttentionWeights, Layer, Model};
 
 /// The model whose `W_V` yields rotated values and whose `W_O` rotates them back (ZACK 5.1): same function,
 /// same shapes.
@@ -35,7 +35,7 @@ mod tests {
     use super::*;
     use crate::calibrate::Calibration;
     use crate::forward::{logits, prefill};
-    use crate::model::{Rope, RopeScaling};
+    use kv_model::{Rope, RopeScaling};
 
     /// Without RoPE, a rotation can be folded into `W_Q` and `W_K` as well, and the model's function does not
     /// change.

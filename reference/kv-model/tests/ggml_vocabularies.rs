@@ -1,8 +1,13 @@
 //! Tokenizers of GGUF files: llama.cpp's rules, flag by flag.
 
-use kv_reference::model::{Model, TextStream};
+#![cfg(feature = "tokenizers")]
+#![allow(clippy::unwrap_used)] // helpers of tests, too
 
-use crate::support::gguf::{Gguf, string};
+#[path = "support/gguf.rs"]
+mod gguf;
+
+use gguf::{Gguf, string};
+use kv_model::{Model, Result, TextStream};
 
 /// The types of tokens.
 const NORMAL: i32 = 1;
@@ -12,7 +17,7 @@ const USER_DEFINED: i32 = 4;
 const UNUSED: i32 = 5;
 const BYTE: i32 = 6;
 
-fn load(gguf: &Gguf) -> kv_reference::Result<Model> {
+fn load(gguf: &Gguf) -> Result<Model> {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.gguf");
     gguf.write(&path);

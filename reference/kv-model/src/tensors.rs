@@ -10,8 +10,8 @@ use safetensors::Dtype;
 use safetensors::tensor::Metadata;
 use sha2::{Digest as _, Sha256};
 
-use super::source::Source;
 use crate::error::Quoted;
+use crate::source::Source;
 use crate::{Error, Result, files};
 
 /// A source of named tensors.

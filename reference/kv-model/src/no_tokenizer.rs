@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use crate::Result;
-use crate::model::gguf::Gguf;
+use crate::gguf::Gguf;
 
 /// Text to tokens and back: without the feature `tokenizers` there is no value of this type.
 pub enum Tokenizer {}

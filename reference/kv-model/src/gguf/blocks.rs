@@ -83,12 +83,18 @@ impl Layout {
 }
 
 /// Appends the 32 elements of a Q4_0 block (18 bytes).
-pub(crate) fn unpack_q4_0(block: &[u8], out: &mut Vec<f32>) {
+///
+/// # Panics
+/// When the block is shorter.
+pub fn unpack_q4_0(block: &[u8], out: &mut Vec<f32>) {
     nibbles(&block[2..], out, scaled(half(block), -8.0));
 }
 
 /// Appends the 32 elements of a Q8_0 block (34 bytes).
-pub(crate) fn unpack_q8_0(block: &[u8], out: &mut Vec<f32>) {
+///
+/// # Panics
+/// When the block is shorter.
+pub fn unpack_q8_0(block: &[u8], out: &mut Vec<f32>) {
     let d = half(block);
     out.extend(block[2..].iter().map(|&q| f32::from(q as i8) * d));
 }

@@ -1,33 +1,13 @@
 //! A model in memory: shape, weights in `f32`, tokenizer. `family` lists the model families and their
 //! differences.
 
-mod checkpoint;
-mod config;
-mod family;
-#[cfg_attr(not(feature = "tokenizers"), allow(dead_code))] // the parts that describe a tokenizer
-mod gguf;
-mod rope;
-mod source;
-mod tensors;
-#[cfg_attr(not(feature = "tokenizers"), path = "model/no_tokenizer.rs")]
-mod tokenizer;
-
 use std::path::Path;
 use std::sync::Arc;
 
 use sha2::{Digest, Sha256};
 
-pub use checkpoint::Checkpoint;
-pub use config::{Config, LayerAttention, RopeScaling, Yarn};
-pub use rope::Rope;
-#[cfg(feature = "cuda")]
-pub(crate) use rope::frequencies as rope_frequencies;
-pub use tokenizer::{TextStream, Tokenizer};
-
-use crate::ops::{add, matmul};
-use crate::{Error, Result};
-pub(crate) use gguf::{unpack_q4_0, unpack_q8_0};
-use tensors::{Tensors, Tracked};
+use crate::tensors::{Tensors, Tracked};
+use crate::{Checkpoint, Config, Error, Result, Rope, Tokenizer};
 
 /// A matrix that multiplies a vector from the left, with an optional bias.
 #[derive(Clone, Debug)]
@@ -40,18 +20,6 @@ pub struct Linear {
     pub n_in: usize,
     /// Length of the output.
     pub n_out: usize,
-}
-
-impl Linear {
-    /// `y = W x + b` for every row.
-    ///
-    /// `x` (n, n_in); `y` (n, n_out), fully written.
-    pub fn apply(&self, x: &[f32], y: &mut [f32]) {
-        matmul(&self.weight, x, y, self.n_in);
-        if let Some(bias) = &self.bias {
-            y.chunks_exact_mut(self.n_out).for_each(|row| add(row, bias));
-        }
-    }
 }
 
 /// The attention weights of a layer.
@@ -142,7 +110,7 @@ impl Model {
         Checkpoint::open(path)?.load()
     }
 
-    fn assemble(
+    pub(crate) fn assemble(
         (name, path): (String, &Path),
         mut config: Config,
         tokenizer: Option<Arc<Tokenizer>>,
@@ -208,12 +176,12 @@ impl Model {
 }
 
 /// The name of the model in a file or folder.
-fn name_of(path: &Path) -> String {
+pub(crate) fn name_of(path: &Path) -> String {
     path.file_name().unwrap_or(path.as_os_str()).to_string_lossy().into_owned()
 }
 
 /// The tokenizer of the model of this name.
-fn tokenizer_of<'a>(name: &str, tokenizer: Option<&'a Arc<Tokenizer>>) -> Result<&'a Tokenizer> {
+pub(crate) fn tokenizer_of<'a>(name: &str, tokenizer: Option<&'a Arc<Tokenizer>>) -> Result<&'a Tokenizer> {
     tokenizer.map(Arc::as_ref).ok_or_else(|| match cfg!(feature = "tokenizers") {
         true => Error::argument(format!("model {name} has no tokenizer.json")),
         false => Error::Feature { what: "a text", feature: "tokenizers" },
@@ -221,7 +189,7 @@ fn tokenizer_of<'a>(name: &str, tokenizer: Option<&'a Arc<Tokenizer>>) -> Result
 }
 
 /// Rejects lengths beyond the context of the model of this name.
-fn check_context(name: &str, config: &Config, tokens: usize) -> Result<()> {
+pub(crate) fn check_context(name: &str, config: &Config, tokens: usize) -> Result<()> {
     let most = config.max_seq_len;
     match tokens > most {
         true => Err(Error::Argument(format!("{tokens} tokens exceed the context of {most} that {name} has"))),

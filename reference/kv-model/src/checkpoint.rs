@@ -4,9 +4,10 @@ use std::cell::OnceCell;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::gguf::Gguf;
-use super::tensors::SafetensorsFiles;
-use super::{Config, Model, Tokenizer, check_context, name_of, tokenizer_of};
+use crate::gguf::Gguf;
+use crate::model::{check_context, name_of, tokenizer_of};
+use crate::tensors::SafetensorsFiles;
+use crate::{Config, Model, Tokenizer};
 use crate::{Error, Result};
 
 /// A checkpoint on disk whose header has been read. The tokenizer is read when it is first asked for, the

@@ -2,7 +2,7 @@
 
 mod from_json;
 
-use super::family::{AttentionKeys, Family};
+use crate::family::{AttentionKeys, Family};
 
 /// The shape of a model, and its differences from a Llama.
 #[derive(Clone, Debug, PartialEq)]
@@ -174,7 +174,7 @@ impl Config {
     /// How the layers of a model of `family` attend.
     ///
     /// Their number is limited as in [`Self::validated`], since `n_layers` may come from a file.
-    pub(super) fn attention(
+    pub(crate) fn attention(
         family: &Family,
         keys: &AttentionKeys,
         n_layers: usize,
@@ -183,7 +183,10 @@ impl Config {
     }
 
     /// Rejects shapes beyond any model, so that products of sizes cannot overflow later.
-    pub(crate) fn validated(self) -> std::result::Result<Self, String> {
+    ///
+    /// # Errors
+    /// What is wrong.
+    pub fn validated(self) -> std::result::Result<Self, String> {
         let sizes = [
             ("vocab_size", self.vocab_size, 1 << 24),
             ("hidden_size", self.hidden_size, 1 << 20),

@@ -10,7 +10,7 @@ use super::pre_tokenizer::PreTokenizer;
 use super::sentencepiece::Sentencepiece;
 use super::stop;
 use crate::error::Quoted;
-use crate::model::gguf::Gguf;
+use crate::gguf::Gguf;
 use crate::{Error, Result};
 
 /// What a kind of tokenizer assumes where the metadata are silent.

@@ -1,14 +1,14 @@
 //! The model families and their differences from a Llama. The readers of `config.json` and of GGUF metadata
-//! combine this table with a checkpoint's own settings into a [`Config`](crate::model::Config), which is all
+//! combine this table with a checkpoint's own settings into a [`Config`](crate::Config), which is all
 //! that the loader and the forward pass see.
 
 use serde::{Deserialize, Deserializer};
 
+use crate::LayerAttention;
 use crate::error::Quoted;
-use crate::model::LayerAttention;
 
 /// A family of models.
-pub(super) struct Family {
+pub(crate) struct Family {
     /// Its `model_type` in `config.json`.
     pub name: &'static str,
     /// Its `general.architecture` in GGUF files, if it has its own.
@@ -27,7 +27,7 @@ pub(super) struct Family {
 
 /// Settings of a family whose keys are missing.
 #[derive(Clone, Copy)]
-pub(super) struct Defaults {
+pub(crate) struct Defaults {
     /// Key and value heads; `None` for as many as heads of queries.
     pub n_kv_heads: Option<usize>,
     /// Components of a head; `None` for `hidden_size / n_heads`.
@@ -42,7 +42,7 @@ pub(super) struct Defaults {
 
 /// The attention projections with biases.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum AttentionBias {
+pub(crate) enum AttentionBias {
     /// None, regardless of the configuration.
     None,
     /// Q, K and V.
@@ -148,7 +148,7 @@ impl Family {
 /// keys. GGUF files have none of them, so the defaults apply.
 #[derive(Deserialize)]
 #[serde(default)]
-pub(super) struct AttentionKeys {
+pub(crate) struct AttentionKeys {
     sliding_window: Given<usize>,
     use_sliding_window: bool,
     max_window_layers: usize,
@@ -190,7 +190,7 @@ impl AttentionKeys {
 
 /// A key of `config.json`: `null` and a missing key may differ.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) enum Given<T> {
+pub(crate) enum Given<T> {
     #[default]
     Missing,
     Null,

@@ -14,13 +14,13 @@ use std::path::Path;
 use sha2::{Digest as _, Sha256};
 
 use crate::error::Quoted;
-use crate::model::family::{AttentionBias, AttentionKeys, Family};
-use crate::model::source::Source;
-use crate::model::tensors::{Tensors, check_finite};
-use crate::model::{Config, RopeScaling, Yarn};
+use crate::family::{AttentionBias, AttentionKeys, Family};
+use crate::source::Source;
+use crate::tensors::{Tensors, check_finite};
+use crate::{Config, RopeScaling, Yarn};
 use crate::{Error, Result};
 use blocks::Layout;
-pub(crate) use blocks::{unpack_q4_0, unpack_q8_0};
+pub use blocks::{unpack_q4_0, unpack_q8_0};
 use header::{Header, List, TEXT, Value};
 
 /// Maximum entries of a vocabulary and of its parallel lists.

@@ -16,7 +16,7 @@ mod stream;
 use std::path::Path;
 
 use crate::Result;
-use crate::model::gguf::Gguf;
+use crate::gguf::Gguf;
 pub use stream::TextStream;
 
 /// Text to tokens and back.

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::model::{Config, RopeScaling, Yarn};
+use crate::{Config, RopeScaling, Yarn};
 
 /// Rotary position embedding: cosines and sines of every position up to a length, for the layout that pairs
 /// component `i` with `i + head_dim / 2` (Hugging Face; GGUF rows are reordered to it when they are loaded).
@@ -61,7 +61,8 @@ impl Rope {
     }
 
     /// Whether it matches a model of this shape.
-    pub(crate) fn fits(&self, config: &Config) -> bool {
+    #[must_use]
+    pub fn fits(&self, config: &Config) -> bool {
         let layers = |l: usize| self.nope_of(l).is_none() == config.attention[l].rope;
         2 * self.half == config.head_dim && (0..config.attention.len()).all(layers)
     }
@@ -73,8 +74,8 @@ impl Rope {
     }
 
     /// Cosines and sines, (len, head_dim / 2) each.
-    #[cfg(feature = "cuda")]
-    pub(crate) fn tables(&self) -> (&[f32], &[f32]) {
+    #[must_use]
+    pub fn tables(&self) -> (&[f32], &[f32]) {
         (&self.cos, &self.sin)
     }
 
@@ -147,7 +148,8 @@ impl Rope {
 }
 
 /// Radians per position, (head_dim / 2,).
-pub(crate) fn frequencies(config: &Config) -> Vec<f64> {
+#[must_use]
+pub fn frequencies(config: &Config) -> Vec<f64> {
     let plain =
         (0..config.head_dim / 2).map(|i| config.rope_theta.powf(-2.0 * i as f64 / config.head_dim as f64));
     match &config.rope_scaling {
@@ -195,13 +197,13 @@ mod tests {
     use std::path::Path;
 
     use super::Rope;
-    use crate::model::Model;
+    use crate::Model;
 
     /// Every copy of every row has a position of its own, and each eighth of the context its share of the
     /// copies, also of those of the first rows alone.
     #[test]
     fn copies_are_spread_over_the_context() {
-        let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/parity/fixtures/gqa");
+        let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/parity/fixtures/gqa");
         let config = &Model::load(&fixture).unwrap().config;
         let (rope, first, n, copies) = (Rope::new(config, 2052), 4, 64, 4);
         let spread = rope.spread(&vec![1.0; n * config.head_dim], config.head_dim, first, copies);

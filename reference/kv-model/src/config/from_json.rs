@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use super::{Config, RopeScaling, Yarn};
 use crate::error::Quoted;
-use crate::model::family::{AttentionBias, AttentionKeys, Family, Given};
+use crate::family::{AttentionBias, AttentionKeys, Family, Given};
 use crate::{Error, Result, files};
 
 impl Config {
@@ -231,7 +231,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use crate::model::LayerAttention;
+    use crate::LayerAttention;
 
     /// The configuration of a family with nothing but its sizes and `parts`.
     fn of(family: &str, parts: &Value) -> std::result::Result<Config, String> {
