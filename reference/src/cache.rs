@@ -1,125 +1,27 @@
-//! KV caches: one trait, and the layout that all methods share.
+//! The layout that the caches of all methods share.
 //!
 //! A sequence has three parts: the first tokens (sinks) and the most recent ones (window) stay exact; a
 //! `Store`, in which the methods differ, holds the tokens between them. Every part adds its tokens to the
 //! same softmax.
 
 mod exact;
-mod fetched;
-mod fit;
 mod offloaded;
 mod store;
 
 use std::sync::Arc;
 
-pub use kv_attend::owner::Footprint;
+use kv_llama::{Fetched, Fit, Footprint, KvCache, PromptRows};
+use kv_model::{Config, LayerAttention, Rope};
 use pq_core::Window;
 use rayon::prelude::*;
 use svd_core::SoftmaxStats;
 
 pub use exact::ElementType;
 pub(crate) use exact::{DenseStore, Elements, ExactRows, attend_rows, saturating_f16};
-pub(crate) use fetched::FetchCounter;
-pub use fetched::{Fetched, FetchedPerStep};
-pub use fit::Fit;
-pub(crate) use fit::{CodingError, unseen_error};
 pub(crate) use offloaded::{BlockRule, Offload, OffloadedRows, RowFormat};
 pub(crate) use store::{Geometry, RotatedStore, Store, merge_part};
 
-use kv_model::{Config, LayerAttention, Rope};
-
-use crate::{Error, Result};
-
-/// Rotated keys and values of a prompt, (n, n_kv_heads * head_dim) each.
-pub type PromptRows = (Vec<f32>, Vec<f32>);
-
-/// The keys and values of one sequence, in the representation of a method.
-///
-/// Keys arrive before RoPE with the position of their first token; the cache decides what it stores.
-/// Positions must continue the sequence of each layer.
-pub trait KvCache: Send + Sync {
-    /// Passes the rotated last queries, (n, n_heads * head_dim), of the prompt whose keys and values follow
-    /// next. Caches that select tokens by attention need them.
-    fn watch(&mut self, _layer: usize, _queries: &[f32]) {}
-
-    /// The rows that tokens of a prompt attend to among themselves, given rotated keys and values (n,
-    /// n_kv_heads * head_dim); `None` for the exact rows.
-    ///
-    /// # Errors
-    /// Errors of the method's core.
-    fn prompt_rows(&self, _layer: usize, _keys: &[f32], _values: &[f32]) -> Result<Option<PromptRows>> {
-        Ok(None)
-    }
-
-    /// Appends the keys and values of a prompt or a prefill chunk: (n, n_kv_heads * head_dim) each, the first
-    /// at position `pos`.
-    ///
-    /// # Errors
-    /// [`Error::Cache`] for a position that does not continue the sequence; errors of the method's core.
-    fn prefill(&mut self, layer: usize, pos: usize, k: &[f32], v: &[f32]) -> Result<()>;
-
-    /// Appends one token's keys and values: (n_kv_heads * head_dim) each.
-    ///
-    /// # Errors
-    /// As [`Self::prefill`].
-    fn append(&mut self, layer: usize, pos: usize, k: &[f32], v: &[f32]) -> Result<()> {
-        self.prefill(layer, pos, k, v)
-    }
-
-    /// Attention of the queries of the layer's last token, rotated to its position, over the layer's tokens
-    /// in its window.
-    ///
-    /// `q` and `out` (n_heads, head_dim); `out` is fully written.
-    ///
-    /// # Errors
-    /// [`Error::Cache`] for an empty layer; errors of the method's core.
-    fn attend(&self, layer: usize, q: &[f32], out: &mut [f32]) -> Result<()>;
-
-    /// Adds the attention of the queries of `n` tokens, rotated to positions `pos..pos + n`, over the layer's
-    /// tokens in their windows, to earlier partial results.
-    ///
-    /// `q` (n, n_heads, head_dim); `out` like it and `stats` (n, n_heads) hold the partial softmax, as for
-    /// [`svd_core::attend_exact_into`]. Queries that see no token of the layer are unchanged.
-    ///
-    /// # Errors
-    /// [`Error::Cache`] for slices of other lengths; errors of the method's core.
-    fn attend_into(
-        &self,
-        layer: usize,
-        pos: usize,
-        q: &[f32],
-        out: &mut [f32],
-        stats: &mut [SoftmaxStats],
-    ) -> Result<()>;
-
-    /// Tokens in every layer.
-    fn seq_len(&self) -> usize;
-
-    /// Drops all tokens from position `len` on. Compressed tokens stay compressed, also those that a cache
-    /// which never held more than `len` tokens keeps exact: the window refills from the next token on.
-    ///
-    /// # Errors
-    /// [`Error::Cache`] when `len` is beyond the end, or the method has dropped tokens that a cache of `len`
-    /// tokens attends to. The cache is then unchanged.
-    fn truncate(&mut self, len: usize) -> Result<()>;
-
-    /// Exact byte counts by purpose.
-    fn footprint(&self) -> Footprint;
-
-    /// Counts of the rows that attention has fetched, for methods that offload rows or score them cheaply.
-    fn fetched(&self) -> Fetched {
-        Fetched::default()
-    }
-
-    /// How well codes that were fitted to a calibration text fit the tokens of this cache, for every layer,
-    /// head and side of a method that has such codes. An engine may then take another profile or method.
-    fn fits(&self) -> Vec<Fit> {
-        vec![]
-    }
-
-    /// An independent copy.
-    fn clone_box(&self) -> Box<dyn KvCache>;
-}
+use crate::Result;
 
 /// The cache of every method: per layer sinks, a store, a window.
 #[derive(Clone)]
@@ -194,12 +96,12 @@ impl WindowedCache {
         Self { method, geometry, window, layers: layers.collect(), rope: rope.clone() }
     }
 
-    fn layer(&self, l: usize) -> Result<&Layer> {
+    fn layer(&self, l: usize) -> kv_llama::Result<&Layer> {
         self.layers.get(l).ok_or_else(|| self.error(format!("layer {l} of {}", self.layers.len())))
     }
 
-    fn error(&self, what: impl Into<String>) -> Error {
-        Error::Cache { method: self.method, what: what.into() }
+    fn error(&self, what: impl Into<String>) -> kv_llama::Error {
+        kv_llama::Error::Cache { method: self.method, what: what.into() }
     }
 }
 
@@ -210,11 +112,16 @@ impl KvCache for WindowedCache {
         }
     }
 
-    fn prompt_rows(&self, layer: usize, keys: &[f32], values: &[f32]) -> Result<Option<PromptRows>> {
-        self.layer(layer)?.store.prompt_rows(keys, values)
+    fn prompt_rows(
+        &self,
+        layer: usize,
+        keys: &[f32],
+        values: &[f32],
+    ) -> kv_llama::Result<Option<PromptRows>> {
+        Ok(self.layer(layer)?.store.prompt_rows(keys, values)?)
     }
 
-    fn prefill(&mut self, layer: usize, pos: usize, k: &[f32], v: &[f32]) -> Result<()> {
+    fn prefill(&mut self, layer: usize, pos: usize, k: &[f32], v: &[f32]) -> kv_llama::Result<()> {
         let kv_dim = self.geometry.kv_dim();
         let n = k.len() / kv_dim;
         let held = self.layer(layer)?.len();
@@ -248,7 +155,7 @@ impl KvCache for WindowedCache {
         Ok(())
     }
 
-    fn attend(&self, layer: usize, q: &[f32], out: &mut [f32]) -> Result<()> {
+    fn attend(&self, layer: usize, q: &[f32], out: &mut [f32]) -> kv_llama::Result<()> {
         let last = self.layer(layer)?.len().checked_sub(1);
         let last = last.ok_or_else(|| self.error("attention over nothing"))?;
         let Geometry { n_heads, head_dim, .. } = self.geometry;
@@ -271,7 +178,7 @@ impl KvCache for WindowedCache {
         q: &[f32],
         out: &mut [f32],
         stats: &mut [SoftmaxStats],
-    ) -> Result<()> {
+    ) -> kv_llama::Result<()> {
         let Geometry { n_heads, n_kv_heads, head_dim } = self.geometry;
         let layer = self.layer(layer)?;
         if q.len() != stats.len() * head_dim || out.len() != q.len() || !stats.len().is_multiple_of(n_heads) {
@@ -282,7 +189,7 @@ impl KvCache for WindowedCache {
         let groups = out.par_chunks_mut(group * head_dim).zip(stats.par_chunks_mut(group));
         groups.zip(q.par_chunks(group * head_dim)).enumerate().try_for_each(|(i, ((out, stats), q))| {
             let q: Vec<f32> = q.iter().map(|x| x * scale).collect();
-            layer.attend(i % n_kv_heads, pos + i / n_kv_heads, &q, out, stats)
+            Ok(layer.attend(i % n_kv_heads, pos + i / n_kv_heads, &q, out, stats)?)
         })
     }
 
@@ -291,7 +198,7 @@ impl KvCache for WindowedCache {
         self.layers.last().map_or(0, Layer::len)
     }
 
-    fn truncate(&mut self, len: usize) -> Result<()> {
+    fn truncate(&mut self, len: usize) -> kv_llama::Result<()> {
         if len > self.seq_len() {
             return Err(self.error(format!("truncation to {len} of {} tokens", self.seq_len())));
         }

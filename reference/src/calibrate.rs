@@ -2,12 +2,12 @@
 
 mod text;
 
+use kv_llama::{Activations, prefill};
 use kv_model::{Model, Rope};
 use rayon::prelude::*;
 use svd_core::{Gram, NoRope, PostRope, PreRope, RopeSide, Rows};
 
 use crate::cache::Geometry;
-use crate::forward::{Activations, prefill};
 use crate::{Error, Result};
 pub use text::CalibrationText;
 
@@ -127,6 +127,16 @@ pub(crate) fn output_gram(model: &Model, l: usize, head: usize) -> Result<Gram<N
         gram.add_rows(weight.columns(query_head * config.head_dim, config.head_dim)?)?;
     }
     Ok(gram)
+}
+
+/// The mean of rows (n, dim).
+pub(crate) fn mean_row(rows: &[f32], dim: usize) -> Vec<f32> {
+    let mut mean = vec![0.0_f64; dim];
+    for row in rows.chunks_exact(dim) {
+        mean.iter_mut().zip(row).for_each(|(sum, &x)| *sum += f64::from(x));
+    }
+    let n = (rows.len() / dim) as f64;
+    mean.into_iter().map(|sum| (sum / n) as f32).collect()
 }
 
 /// Rounds to single precision, the type of a profile's entries.

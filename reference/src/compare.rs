@@ -9,11 +9,11 @@ mod runner;
 
 use std::sync::Arc;
 
+use kv_llama::{FetchedPerStep, Fit};
 use kv_model::{Config, Model, Rope};
 use serde::Serialize;
 
 use crate::Profile;
-use crate::cache::{FetchedPerStep, Fit};
 use crate::calibrate::{Calibration, CalibrationText};
 #[cfg(feature = "cuda")]
 use crate::device::Gpu;

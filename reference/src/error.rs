@@ -24,20 +24,9 @@ pub enum Error {
     /// instead.
     #[error("profile: holds no `{0}`")]
     MissingEntry(String),
-    /// A cache operation that the method does not support, or invalid input to a cache.
-    #[error("{method} cache: {what}")]
-    Cache {
-        /// The method.
-        method: &'static str,
-        /// The unsupported operation or input.
-        what: String,
-    },
-    /// The activations of a model exceed the range of `f32`.
-    #[error("{model}: logits hold a NaN or an infinity")]
-    Logits {
-        /// The model's name.
-        model: String,
-    },
+    /// An error of the forward pass, or of a cache in it.
+    #[error(transparent)]
+    Llama(kv_llama::Error),
     /// An error of a file, of a checkpoint, or of a feature that this build lacks.
     #[error(transparent)]
     Model(kv_model::Error),
@@ -96,6 +85,31 @@ impl From<kv_model::Error> for Error {
         match e {
             kv_model::Error::Argument(what) => Self::Argument(what),
             e => Self::Model(e),
+        }
+    }
+}
+
+/// Errors of this crate that a forward pass has passed on come back as they were.
+impl From<kv_llama::Error> for Error {
+    fn from(e: kv_llama::Error) -> Self {
+        match e {
+            kv_llama::Error::Argument(what) => Self::Argument(what),
+            kv_llama::Error::Model(e) => Self::from(e),
+            kv_llama::Error::Caller(e) => {
+                e.downcast().map_or_else(|e| Self::Llama(kv_llama::Error::Caller(e)), |e| *e)
+            }
+            e => Self::Llama(e),
+        }
+    }
+}
+
+/// An error of a cache or of an observer, which a forward pass passes on.
+impl From<Error> for kv_llama::Error {
+    fn from(e: Error) -> Self {
+        match e {
+            Error::Argument(what) => Self::Argument(what),
+            Error::Llama(e) => e,
+            e => Self::Caller(e.into()),
         }
     }
 }

@@ -7,17 +7,12 @@ pub mod compare;
 pub mod device;
 mod error;
 pub mod eval;
-pub mod forward;
 pub mod method;
-pub mod ops;
 mod pack;
 mod profile;
 pub mod report;
-mod rng;
-mod sample;
 pub mod stream;
 
 pub use error::{Error, Result};
 pub use kv_attend::owner::Side;
 pub use profile::{KindOfText, Profile, ProfileFile};
-pub use sample::{Sampler, Sampling};

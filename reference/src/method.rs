@@ -31,10 +31,11 @@ mod zack;
 
 use std::sync::Arc;
 
+use kv_llama::KvCache;
 use kv_model::{Config, Model, Rope};
 use pq_core::Window;
 
-use crate::cache::{ElementType, Geometry, KvCache, WindowedCache};
+use crate::cache::{ElementType, Geometry, WindowedCache};
 use crate::calibrate::Calibration;
 use crate::{Error, Profile, Result};
 use kind::{Kind, Site};

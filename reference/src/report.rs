@@ -3,10 +3,10 @@
 use std::fmt::Write;
 
 use comfy_table::{CellAlignment, Table, presets};
+use kv_llama::FetchedPerStep;
 use plotters::coord::ranged1d::Ranged;
 use plotters::prelude::*;
 
-use crate::cache::FetchedPerStep;
 use crate::compare::{Comparison, Place, Row};
 use crate::{Error, Result};
 

@@ -9,8 +9,8 @@
 
 use std::path::PathBuf;
 
+use kv_llama::prefill;
 use kv_model::{Model, Rope};
-use kv_reference::forward::prefill;
 use pq_core::{CodebookBuf, CodesBuf, PqShape, RopeMeanBuf, TrainOptions, divide_by_norms, train};
 use rayon::prelude::*;
 use serde_json::{Value, json};

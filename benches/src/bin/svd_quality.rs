@@ -9,8 +9,8 @@
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
+use kv_llama::prefill;
 use kv_model::{Model, Rope};
-use kv_reference::forward::prefill;
 use pq_core::{CodebookBuf, Codes, PqShape, TrainOptions, decode_into, encode_into, train};
 use rayon::prelude::*;
 use serde_json::{Value, json};

@@ -5,10 +5,10 @@ use std::sync::Arc;
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use kv_attend::owner::{Pair, Side};
+use kv_llama::Footprint;
 use kv_model::Rope;
 use svd_core::{Attention, Element, ExactTokens, Rows, SoftmaxStats, attend_exact_into};
 
-use crate::cache::Footprint;
 use crate::cache::store::{Geometry, RotatedStore, Store};
 use crate::{Error, Result};
 

@@ -1,17 +1,17 @@
 //! The interface of a method: a store of the tokens between sinks and window; and helpers shared by all
 //! stores.
 
+use kv_llama::{Fetched, Fit, Footprint, PromptRows};
 use kv_model::Config;
 use svd_core::SoftmaxStats;
 
 use crate::Result;
-use crate::cache::{Fetched, Fit, Footprint, PromptRows};
 
 /// The tokens between the sinks and the window of one layer.
 pub(crate) trait Store: Send + Sync {
-    /// See [`KvCache::watch`](super::KvCache::watch).
+    /// See [`KvCache::watch`](kv_llama::KvCache::watch).
     fn watch(&mut self, _queries: &[f32]) {}
-    /// See [`KvCache::prompt_rows`](super::KvCache::prompt_rows).
+    /// See [`KvCache::prompt_rows`](kv_llama::KvCache::prompt_rows).
     fn prompt_rows(&self, _keys: &[f32], _values: &[f32]) -> Result<Option<PromptRows>> {
         Ok(None)
     }
@@ -46,7 +46,7 @@ pub(crate) trait Store: Send + Sync {
     fn fetched(&self) -> Fetched {
         Fetched::default()
     }
-    /// See [`KvCache::fits`](super::KvCache::fits); this is the store of layer `layer`.
+    /// See [`KvCache::fits`](kv_llama::KvCache::fits); this is the store of layer `layer`.
     fn fits(&self, _layer: usize) -> Vec<Fit> {
         vec![]
     }

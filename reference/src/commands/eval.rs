@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use clap::Args;
 use comfy_table::{Table, presets};
+use kv_llama::{FetchedPerStep, Fit};
 use kv_model::{Rope, Tokenizer};
-use kv_reference::cache::{FetchedPerStep, Fit};
 use kv_reference::compare::{self, Place, QUESTION_ROOM, Runner, calibrated, check_room, run_start};
 use kv_reference::eval::retrieval::{NO_WORDS, TaskMaker};
 use kv_reference::eval::{RetrievalTask, window_perplexity};

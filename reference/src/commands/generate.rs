@@ -7,19 +7,17 @@ use std::time::Instant;
 
 use clap::Args;
 use clap::builder::ArgPredicate;
-use kv_model::files;
-use kv_model::{Model, Rope, TextStream};
-use kv_reference::cache::{Fit, KvCache};
+use kv_llama::{Decoder, Fit, KvCache, Sampler, Sampling};
+use kv_model::{Model, Rope, TextStream, files};
 #[cfg(feature = "cuda")]
 use kv_reference::compare::OnGpu;
 use kv_reference::compare::calibrated_on;
 #[cfg(feature = "cuda")]
 use kv_reference::device::{self, Gpu, Weights, method_cache};
-use kv_reference::forward::Decoder;
 #[cfg(feature = "cuda")]
 use kv_reference::method::Place;
 use kv_reference::method::{Method, Prepared};
-use kv_reference::{Error, Profile, Result, Sampler, Sampling};
+use kv_reference::{Error, Profile, Result};
 use serde::Serialize;
 
 use super::device::Site;

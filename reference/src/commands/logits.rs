@@ -1,9 +1,9 @@
 //! `kv logits`: the logits of every position.
 
 use clap::Args;
+use kv_llama::{logits, prefill};
 use kv_model::Rope;
 use kv_reference::Result;
-use kv_reference::forward::{logits, prefill};
 use serde::Serialize;
 
 use super::{Files, JsonArgs, ModelArgs, Stdout, load};
@@ -47,7 +47,7 @@ impl Logits {
         let all = logits(&model, &hidden)?;
         let rows: Vec<&[f32]> = all.chunks_exact(model.config.vocab_size).collect();
         for (position, row) in rows.iter().enumerate() {
-            let best = kv_reference::ops::argmax(row);
+            let best = kv_llama::ops::argmax(row);
             out.print(format_args!("position {position}: most likely token {best}, logit {}\n", row[best]));
         }
         json.write_json(&Output { model: &model.name, tokens: &tokens, logits: rows })

@@ -3,8 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use clap::Args;
-use kv_model::Tokenizer;
-use kv_model::files;
+use kv_model::{Tokenizer, files};
 use kv_reference::Result;
 use kv_reference::calibrate::CalibrationText;
 

@@ -2,11 +2,11 @@
 
 use std::sync::Arc;
 
+use kv_llama::FetchedPerStep;
 use kv_model::{Config, Model};
 
 use super::run::{Measured, Progress, Run};
 use super::{OnGpu, QUESTION_ROOM};
-use crate::cache::FetchedPerStep;
 use crate::device::{self, Decoder, Element, Weights, answer_questions, method_cache, score_text};
 use crate::eval::RetrievalTask;
 use crate::method::Method;

@@ -2,10 +2,10 @@
 
 use std::sync::Arc;
 
+use kv_llama::{FetchedPerStep, Fit, Footprint};
 use kv_model::{Model, Rope};
 
 use crate::Profile;
-use crate::cache::{FetchedPerStep, Fit, Footprint};
 use crate::eval::TextScores;
 use crate::method::Method;
 

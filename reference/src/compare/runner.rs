@@ -2,11 +2,11 @@
 
 use std::sync::Arc;
 
+use kv_llama::Footprint;
 use kv_model::{Model, Rope};
 
 use super::run::{Measured, Progress, Run};
 use super::{OnGpu, Place, Placed, Row, cpu};
-use crate::cache::Footprint;
 use crate::eval::{RetrievalTask, TextScores};
 use crate::method::Method;
 use crate::{Profile, Result};

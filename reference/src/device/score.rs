@@ -2,9 +2,10 @@
 
 use std::time::Instant;
 
+use kv_llama::ops::argmax;
+
 use super::Decoder;
 use crate::eval::{Divergence, Question, RetrievalTask, TextScores};
-use crate::ops::argmax;
 use crate::{Error, Result};
 
 /// Runs a prompt, `chunk` tokens at once, over the emptied cache of one sequence, feeds `tokens` one by one

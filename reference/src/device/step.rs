@@ -12,12 +12,13 @@ use cudarc::driver::CudaGraph;
 use kv_device::{Allocating, Buffer, DeviceCache, Gpu, Timed};
 use kv_gpu::Kernel;
 use kv_gpu::pq::Prefetch;
+use kv_llama::Sampling;
 use kv_model::Rope;
 
 use super::driver;
 use super::gemv::{Gemv, GemvShape, Input, MOST_COLUMNS, Output};
 use super::weights::Weights;
-use crate::{Error, Result, Sampling};
+use crate::{Error, Result};
 use picks::{NO_TOKEN, Picks};
 use prompt::Prompts;
 
@@ -256,7 +257,7 @@ impl Decoder {
     /// Logits (batch, vocab_size) of the last step. Waits for it.
     ///
     /// # Errors
-    /// [`Error::Logits`] for a NaN or an infinity among them; [`Error::Device`].
+    /// [`kv_llama::Error::Logits`] for a NaN or an infinity among them; [`Error::Device`].
     pub fn logits(&self) -> Result<Vec<f32>> {
         let mut logits = vec![0.0; self.activations.logits.len()];
         self.activations.logits.read_into(&self.gpu, &mut logits)?;
@@ -267,7 +268,7 @@ impl Decoder {
     /// The tokens that the next step feeds, (batch,), as chosen by the last step. Waits for it.
     ///
     /// # Errors
-    /// [`Error::Logits`] if a sequence's logits held a NaN or an infinity, which ends it; [`Error::Device`].
+    /// [`kv_llama::Error::Logits`] if a sequence's logits held a NaN or an infinity, which ends it; [`Error::Device`].
     pub fn next_tokens(&self) -> Result<Vec<u32>> {
         let mut tokens = vec![0; self.batch];
         self.sequences.tokens.read_into(&self.gpu, &mut tokens)?;
@@ -288,7 +289,7 @@ impl Decoder {
     fn check_finite(&self, finite: bool) -> Result<()> {
         match finite {
             true => Ok(()),
-            false => Err(Error::Logits { model: self.weights.name.clone() }),
+            false => Err(kv_llama::Error::Logits { model: self.weights.name.clone() }.into()),
         }
     }
 

@@ -1,6 +1,6 @@
 //! Metrics of logits. Everything is summed in `f64`.
 
-use crate::ops::log_softmax;
+use kv_llama::ops::log_softmax;
 
 /// Kullback-Leibler divergence of `q` from `p` in nats, both given as logarithms of probabilities. Never
 /// negative; NaN for logarithms of NaN.
@@ -30,7 +30,7 @@ impl Divergence {
         let kl = kl_divergence(&p, &q);
         self.kl.push(kl);
         // Among NaNs no token is the most likely one.
-        let agree = !kl.is_nan() && crate::ops::argmax(logits) == crate::ops::argmax(reference);
+        let agree = !kl.is_nan() && kv_llama::ops::argmax(logits) == kv_llama::ops::argmax(reference);
         self.agree += usize::from(agree);
     }
 

@@ -1,8 +1,8 @@
 //! Retrieval tasks: facts hidden in a text, and questions whose answers must come back exactly.
 
+use kv_llama::Rng;
 use kv_model::Tokenizer;
 
-use crate::rng::Rng;
 use crate::{Error, Result};
 
 /// A question about a prompt: its tokens, and those of the expected answer.

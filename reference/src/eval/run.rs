@@ -3,15 +3,14 @@
 use std::sync::Arc;
 use std::time::Instant;
 
+use kv_llama::KvCache;
+use kv_llama::ops::{argmax, log_softmax};
+use kv_llama::{Decoder, WATCHED, logits, prefill};
 use kv_model::{Model, Rope};
 use rayon::prelude::*;
 
-use crate::cache::KvCache;
 use crate::eval::{Divergence, RetrievalTask};
-use crate::forward::{Decoder, WATCHED, logits, prefill};
 use crate::method::{Method, Prepared};
-use crate::ops::argmax;
-use crate::ops::log_softmax;
 use crate::{Error, Profile, Result};
 
 /// The activations of a prompt: all layers' keys (before RoPE) and values. Any cache can be filled from it.
@@ -47,7 +46,7 @@ impl Prompt {
     pub fn fill(&self, cache: &mut dyn KvCache) -> Result<()> {
         self.layers.iter().enumerate().try_for_each(|(l, [queries, k, v])| {
             cache.watch(l, queries);
-            cache.prefill(l, 0, k, v)
+            Ok(cache.prefill(l, 0, k, v)?)
         })
     }
 }

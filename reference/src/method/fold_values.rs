@@ -2,11 +2,11 @@
 
 use std::sync::Arc;
 
+use kv_llama::ops::dot;
 use kv_model::{AttentionWeights, Config, Layer, Model};
 use svd_core::{Map, MapBuf, Rows, RowsMut};
 
 use crate::Result;
-use crate::ops::dot;
 
 /// The basis of a head's values, and the mean that is subtracted before.
 pub(super) struct ValueFold {
@@ -72,8 +72,8 @@ mod tests {
     use std::path::Path;
 
     use super::*;
-    use crate::forward::{logits, prefill};
     use crate::method::Method;
+    use kv_llama::{logits, prefill};
     use kv_model::Rope;
 
     #[test]

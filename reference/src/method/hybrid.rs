@@ -13,6 +13,7 @@ use std::sync::Arc;
 use kv_attend::owner::Side;
 #[cfg(feature = "cuda")]
 use kv_device::plan::{HybridPlan, Plan};
+use kv_llama::{Fetched, Fit, Footprint};
 use kv_model::{Config, Model, Rope};
 #[cfg(feature = "cuda")]
 use pq_core::Window;
@@ -28,7 +29,7 @@ use super::pqklt::{CodedStep, PqKlt, TransformedStore};
 use super::settings::Switch;
 use crate::Profile;
 use crate::Result;
-use crate::cache::{Fetched, Fit, Footprint, Geometry, OffloadedRows, Store};
+use crate::cache::{Geometry, OffloadedRows, Store};
 use crate::calibrate::Calibration;
 
 pub(super) const HYBRID: Entry = Entry {

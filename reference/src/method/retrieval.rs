@@ -6,6 +6,8 @@ use std::sync::Arc;
 
 #[cfg(feature = "cuda")]
 use kv_device::plan::{Plan, Retrieval, Training};
+use kv_llama::ops::dot;
+use kv_llama::{Fetched, Footprint};
 use kv_model::{Config, Model, Rope};
 use pq_core::{
     CodebookBuf, CodesBuf, GroupRule, Lut, PqShape, TokenBudget, TrainOptions, Trained, combine_group_into,
@@ -22,9 +24,8 @@ use super::offload::{OffloadSettings, offload_help};
 use super::on_device::{DeviceKind, Limit};
 use super::pq_code::PqCode;
 use super::settings::words;
-use crate::cache::{Fetched, Footprint, Geometry, OffloadedRows, Store};
+use crate::cache::{Geometry, OffloadedRows, Store};
 use crate::calibrate::{Calibration, rotated_keys};
-use crate::ops::dot;
 use crate::{Error, Profile, Result};
 
 pub(super) const ORACLE: Entry = Entry {

@@ -11,6 +11,8 @@
 use std::sync::Arc;
 
 use kv_attend::owner::Pair;
+use kv_llama::ops::dot;
+use kv_llama::{FetchCounter, Fetched, Footprint};
 use pq_core::{GroupRule, RowBudget, combine_group_into};
 use svd_core::SoftmaxStats;
 
@@ -19,8 +21,7 @@ use super::kind::{Entry, Kind, Site};
 #[cfg(feature = "cuda")]
 use super::on_device::{DeviceKind, Limit};
 use crate::Result;
-use crate::cache::{DenseStore, ElementType, Elements, FetchCounter, Fetched, Footprint, Geometry, Store};
-use crate::ops::dot;
+use crate::cache::{DenseStore, ElementType, Elements, Geometry, Store};
 
 pub(super) const RETRO_INFER: Entry = Entry {
     names: &["retroinfer"],
@@ -299,7 +300,7 @@ mod tests {
     use std::path::Path;
 
     use super::*;
-    use crate::rng::Rng;
+    use kv_llama::Rng;
     use kv_model::{Model, Rope};
 
     #[test]

@@ -6,14 +6,15 @@
 
 use std::sync::Arc;
 
+use kv_llama::ops::{dot, softmax};
+use kv_llama::{Footprint, PromptRows};
 use kv_model::Rope;
 use svd_core::SoftmaxStats;
 
 use super::budget::part;
 use super::kind::{Entry, Kind, Site};
 use crate::Result;
-use crate::cache::{Footprint, Geometry, PromptRows, RotatedStore, Store};
-use crate::ops::{dot, softmax};
+use crate::cache::{Geometry, RotatedStore, Store};
 
 pub(super) const SNAP_KV: Entry = Entry {
     names: &["snapkv"],

@@ -7,6 +7,8 @@
 
 use std::sync::Arc;
 
+use kv_llama::ops::softmax;
+use kv_llama::{FetchCounter, Fetched, Footprint};
 use kv_model::Config;
 use pq_core::{TokenBudget, top_k_into};
 use svd_core::SoftmaxStats;
@@ -14,8 +16,7 @@ use svd_core::SoftmaxStats;
 use super::kind::{Entry, Kind, Site};
 #[cfg(feature = "cuda")]
 use super::on_device::{DeviceKind, Limit};
-use crate::cache::{DenseStore, FetchCounter, Fetched, Footprint, Geometry, Store};
-use crate::ops::softmax;
+use crate::cache::{DenseStore, Geometry, Store};
 use crate::{Error, Result};
 
 pub(super) const SPARQ: Entry = Entry {
@@ -217,7 +218,7 @@ mod tests {
 
     use super::*;
     use crate::cache::ElementType;
-    use crate::rng::Rng;
+    use kv_llama::Rng;
     use kv_model::{Model, Rope};
 
     /// Indices of the `k` largest.

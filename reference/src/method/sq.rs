@@ -8,6 +8,7 @@ use std::fmt::Display;
 use std::str::FromStr;
 use std::sync::Arc;
 
+use kv_llama::Footprint;
 use kv_model::{Config, Model, Rope};
 use pq_core::sq::{HeadCodes, HeadTransform, MAX_BLOCK, Shape, TILE, TransformParts, allot, rotate_by};
 use pq_core::{Backend, SoftmaxStats};
@@ -18,9 +19,8 @@ use super::kind::{Entry, Kind, Site};
 #[cfg(feature = "cuda")]
 use super::on_device::{DeviceKind, Limit};
 use super::settings::Switch;
-use crate::cache::{Footprint, Geometry, Store, merge_part};
-use crate::calibrate::{Calibration, LayerSamples, single};
-use crate::ops::mean_row;
+use crate::cache::{Geometry, Store, merge_part};
+use crate::calibrate::{Calibration, LayerSamples, mean_row, single};
 use crate::{Error, Profile, Result};
 
 pub(super) const SQ: Entry = Entry {

@@ -6,11 +6,12 @@
 
 use std::sync::Arc;
 
+use kv_llama::Footprint;
 use svd_core::SoftmaxStats;
 
 use super::kind::{Entry, Kind, Site};
 use crate::Result;
-use crate::cache::{Footprint, Geometry, Store};
+use crate::cache::{Geometry, Store};
 
 pub(super) const STREAMING: Entry = Entry {
     names: &["streaming"],

@@ -5,12 +5,11 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use codec_core::Place;
+use kv_llama::{Decoder, KvCache, prefill};
 use kv_model::{Model, Rope};
 use kv_stream::{Bytes, ChunkCost, LayerKv, PrefillTime, RequestChunk, Source, Speeds, encode_frames};
 
 use super::target::{Context, decode};
-use crate::cache::KvCache;
-use crate::forward::{Decoder, prefill};
 use crate::method::Method;
 use crate::{Error, Profile, Result};
 

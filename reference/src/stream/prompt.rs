@@ -3,6 +3,7 @@
 use std::time::Instant;
 
 use codec_core::{ModelInfo, Place, Profile};
+use kv_llama::{Decoder, Footprint, KvCache, PromptRows, prefill};
 use kv_model::{Model, Rope};
 use kv_store::{Check, ChunkKey, Error, KvStore, Put, Space, StoreLink, StoredChunk, encode_chunk};
 use kv_stream::{Caches, LayerKv, MOST_CHUNKS, Outcome, RealClock, Speeds, Trace, serve_into};
@@ -10,10 +11,8 @@ use svd_core::SoftmaxStats;
 
 use super::target::{Context, Target};
 use crate::Result;
-use crate::cache::{Footprint, KvCache, PromptRows};
 #[cfg(feature = "cuda")]
 use crate::device::{self, Loader, StreamTarget};
-use crate::forward::{Decoder, prefill};
 
 /// A store, and the common properties of its caches.
 #[derive(Clone, Copy, Debug)]
@@ -274,7 +273,12 @@ struct Recorder<'a> {
 }
 
 impl KvCache for Recorder<'_> {
-    fn prompt_rows(&self, layer: usize, keys: &[f32], values: &[f32]) -> Result<Option<PromptRows>> {
+    fn prompt_rows(
+        &self,
+        layer: usize,
+        keys: &[f32],
+        values: &[f32],
+    ) -> kv_llama::Result<Option<PromptRows>> {
         self.cache.prompt_rows(layer, keys, values)
     }
 
@@ -282,7 +286,7 @@ impl KvCache for Recorder<'_> {
         self.cache.watch(layer, queries);
     }
 
-    fn prefill(&mut self, layer: usize, pos: usize, k: &[f32], v: &[f32]) -> Result<()> {
+    fn prefill(&mut self, layer: usize, pos: usize, k: &[f32], v: &[f32]) -> kv_llama::Result<()> {
         self.cache.prefill(layer, pos, k, v)?;
         if !self.keep {
             return Ok(());
@@ -295,7 +299,7 @@ impl KvCache for Recorder<'_> {
         Ok(())
     }
 
-    fn attend(&self, layer: usize, q: &[f32], out: &mut [f32]) -> Result<()> {
+    fn attend(&self, layer: usize, q: &[f32], out: &mut [f32]) -> kv_llama::Result<()> {
         self.cache.attend(layer, q, out)
     }
 
@@ -306,7 +310,7 @@ impl KvCache for Recorder<'_> {
         q: &[f32],
         out: &mut [f32],
         stats: &mut [SoftmaxStats],
-    ) -> Result<()> {
+    ) -> kv_llama::Result<()> {
         self.cache.attend_into(layer, pos, q, out, stats)
     }
 
@@ -314,7 +318,7 @@ impl KvCache for Recorder<'_> {
         self.cache.seq_len()
     }
 
-    fn truncate(&mut self, len: usize) -> Result<()> {
+    fn truncate(&mut self, len: usize) -> kv_llama::Result<()> {
         self.cache.truncate(len)
     }
 

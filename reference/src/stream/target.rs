@@ -3,11 +3,10 @@
 use std::ops::Range;
 
 use codec_core::Profile;
+use kv_llama::{Decoder, KvCache};
 use kv_stream::{Caches, ChunkFrame, LayerKv, Payload, RequestChunk};
 use rayon::prelude::*;
 
-use crate::cache::KvCache;
-use crate::forward::Decoder;
 use crate::{Error, Result};
 
 /// A context that is loaded in chunks.

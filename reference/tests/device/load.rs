@@ -6,15 +6,15 @@ use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use codec_core::Encoding;
+use kv_llama::KvCache;
 use kv_model::{Model, Rope};
-use kv_reference::cache::KvCache;
 use kv_reference::compare::calibrated;
 use kv_reference::device::{self, Chunk, FRAMES, Gpu, PageLocked, StreamTarget};
 use kv_reference::eval::score_text;
 use kv_reference::method::{Method, Prepared};
 use kv_reference::stream::encoded::{EncodedContext, Memory, SINKS, levels};
 use kv_reference::stream::target::Target;
-use kv_reference::{Error, Profile, forward};
+use kv_reference::{Error, Profile};
 use kv_stream::{
     Bandwidth, Bytes, Caches, Choice, Options, Outcome, RealClock, ShapedLink, Trace, serve_into,
 };
@@ -90,7 +90,7 @@ impl Setup {
     fn on_cpu(&self, method: &str, context: &Arc<EncodedContext>, given: &[Encoding]) -> Vec<Vec<f32>> {
         let method: Method = method.parse().unwrap();
         let Prepared { mut cache, .. } = method.prepare(&self.model, &self.rope, &self.profile).unwrap();
-        let mut decoder = forward::Decoder::new(self.model.clone(), self.rope.clone());
+        let mut decoder = kv_llama::Decoder::new(self.model.clone(), self.rope.clone());
         let target = Target {
             contexts: vec![context.context().clone()],
             planes: &self.planes,
@@ -470,7 +470,7 @@ fn prompts_over_a_store_have_the_logits_of_the_cpu() {
         let mut options = FillOptions { stream, speeds: Speeds::UNKNOWN, chunk: 64, keep: false };
         let dense: Method = "dense:dtype=f16".parse().unwrap();
         let Prepared { mut cache, .. } = dense.prepare(model, rope, &Profile::default()).unwrap();
-        let mut on_cpu = forward::Decoder::new(model.clone(), rope.clone());
+        let mut on_cpu = kv_llama::Decoder::new(model.clone(), rope.clone());
         let expected = prompts.fill(&mut on_cpu, cache.as_mut(), prompt, &options).unwrap();
         decoder.clear().unwrap();
         let filled = prompts.fill_device(&mut decoder, &mut loader, prompt, &options).unwrap();

@@ -5,13 +5,13 @@ use std::sync::Arc;
 
 use kv_gpu::Element;
 
+use kv_llama::{Sampling, logits, prefill};
 use kv_model::Rope;
 use kv_reference::compare::calibrated;
 use kv_reference::device::{Decoder, Gpu, Weights, method_cache, programs};
 use kv_reference::eval::{Divergence, score_text};
-use kv_reference::forward::{self, logits, prefill};
 use kv_reference::method::{Method, Prepared};
-use kv_reference::{Error, Profile, Sampling};
+use kv_reference::{Error, Profile};
 
 use crate::kernels::compiled;
 use crate::support::{
@@ -102,7 +102,7 @@ fn codes_diverge_as_on_the_cpu() {
         let profile = calibrated(&model, &rope, calibration, std::slice::from_ref(&method)).unwrap();
         let on_cpu = |method: &Method, reference: Option<&[Vec<f32>]>| {
             let Prepared { model, mut cache } = method.prepare(&model, &rope, &profile).unwrap();
-            let mut decoder = forward::Decoder::new(model, rope.clone());
+            let mut decoder = kv_llama::Decoder::new(model, rope.clone());
             score_text(&mut decoder, cache.as_mut(), run, reference).unwrap()
         };
         let dense = on_cpu(&"dense".parse().unwrap(), None).logits;
@@ -188,7 +188,7 @@ fn prompts_and_steps_take_turns_as_on_the_cpu() {
         let method: Method = spec.parse().unwrap();
         let profile = calibrated(&model, &rope, calibration, std::slice::from_ref(&method)).unwrap();
         let Prepared { model: prepared, mut cache } = method.prepare(&model, &rope, &profile).unwrap();
-        let on_cpu = std::cell::RefCell::new((forward::Decoder::new(prepared, rope.clone()), &mut cache));
+        let on_cpu = std::cell::RefCell::new((kv_llama::Decoder::new(prepared, rope.clone()), &mut cache));
         let expected = in_parts(
             rest,
             |prompt, chunk| {
@@ -367,7 +367,9 @@ fn logits_that_overflow_are_refused() {
         for _ in 0..3 {
             let errors = [decoder.logits().err(), decoder.next_tokens().err(), decoder.picked().err()];
             for error in errors {
-                assert!(matches!(error, Some(Error::Logits { model: name }) if name == model.name));
+                assert!(
+                    matches!(error, Some(Error::Llama(kv_llama::Error::Logits { model: name })) if name == model.name)
+                );
             }
             decoder.step().unwrap();
         }

@@ -8,7 +8,7 @@ use kv_model::Rope;
 use kv_reference::device::{Decoder, Timed, Weights, method_cache};
 use kv_reference::eval::score_text;
 use kv_reference::method::{Method, Prepared};
-use kv_reference::{Error, Profile, forward};
+use kv_reference::{Error, Profile};
 
 use crate::support::{
     batches_generate_what_sequences_do, decoder, divergence, diverges_as_on_the_cpu, equals_dense, gpu,
@@ -38,7 +38,7 @@ fn codebooks_are_trained_on_the_prompt() {
     let on_cpu = |spec: &str| {
         let method: Method = spec.parse().unwrap();
         let Prepared { model, mut cache } = method.prepare(&model, &rope, &none).unwrap();
-        let mut decoder = forward::Decoder::new(model, rope.clone());
+        let mut decoder = kv_llama::Decoder::new(model, rope.clone());
         decoder.prefill(prompt, cache.as_mut()).unwrap();
         score_text(&mut decoder, cache.as_mut(), run, None).unwrap().logits
     };
@@ -111,7 +111,7 @@ fn rows_stay_that_have_been_chosen_last() {
         let method: Method = format!("{spec}:offload={}:{blocks}", folder.path().display()).parse().unwrap();
         let rope = Arc::new(Rope::new(&model.config, run.len()));
         let Prepared { model, mut cache } = method.prepare(&model, &rope, &profile).unwrap();
-        score_text(&mut forward::Decoder::new(model, rope), cache.as_mut(), run, None).unwrap();
+        score_text(&mut kv_llama::Decoder::new(model, rope), cache.as_mut(), run, None).unwrap();
         let fetched = cache.fetched();
         fetched.rows - fetched.hits
     };

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use kv_model::{Model, Rope};
 use kv_reference::eval::score_text;
 use kv_reference::method::{Method, Prepared};
-use kv_reference::{Error, Profile, forward};
+use kv_reference::{Error, Profile};
 
 use crate::support::{decoder, divergence, gpu, model, profile};
 
@@ -15,7 +15,7 @@ fn on_cpu(model: &Arc<Model>, spec: &str, profile: &Profile, prompt: &[u32], run
     let method: Method = spec.parse().unwrap();
     let rope = Arc::new(Rope::new(&model.config, 2048));
     let Prepared { model, mut cache } = method.prepare(model, &rope, profile).unwrap();
-    let mut decoder = forward::Decoder::new(model, rope);
+    let mut decoder = kv_llama::Decoder::new(model, rope);
     decoder.prefill(prompt, cache.as_mut()).unwrap();
     score_text(&mut decoder, cache.as_mut(), run, None).unwrap().logits
 }

@@ -7,11 +7,11 @@ use std::path::Path;
 use std::sync::Arc;
 
 use kv_model::{Model, Rope};
+use kv_reference::Profile;
 use kv_reference::compare::calibrated;
 use kv_reference::device::{Decoder, Gpu, Weights, method_cache};
 use kv_reference::eval::{Divergence, score_text};
 use kv_reference::method::{Method, Prepared};
-use kv_reference::{Profile, forward};
 
 /// Reports that a test did not run.
 pub fn skip(what: &str, error: &dyn std::fmt::Display) {
@@ -53,7 +53,7 @@ pub fn on_cpu(model: &Arc<Model>, spec: &str, profile: &Profile, run: &[u32]) ->
     let method: Method = spec.parse().unwrap();
     let rope = Arc::new(Rope::new(&model.config, 2048));
     let Prepared { model, mut cache } = method.prepare(model, &rope, profile).unwrap();
-    let mut decoder = forward::Decoder::new(model, rope);
+    let mut decoder = kv_llama::Decoder::new(model, rope);
     score_text(&mut decoder, cache.as_mut(), run, None).unwrap().logits
 }
 
@@ -157,7 +157,7 @@ fn loss_on_cpu(model: &Arc<Model>, spec: &str, profile: &Profile, (prompt, rest)
         let rope = Arc::new(Rope::new(&model.config, 2048));
         let Prepared { model, mut cache } =
             spec.parse::<Method>().unwrap().prepare(model, &rope, profile).unwrap();
-        let mut decoder = forward::Decoder::new(model, rope);
+        let mut decoder = kv_llama::Decoder::new(model, rope);
         decoder.prefill(prompt, cache.as_mut()).unwrap();
         score_text(&mut decoder, cache.as_mut(), rest, None).unwrap().logits
     };

@@ -3,11 +3,10 @@
 use std::path::Path;
 use std::sync::Arc;
 
+use kv_llama::{Decoder, Fit, KvCache, logits, prefill};
 use kv_model::{Model, Rope, RopeScaling};
-use kv_reference::cache::{Fit, KvCache};
 use kv_reference::compare::calibrated;
 use kv_reference::eval::Prompt;
-use kv_reference::forward::{Decoder, logits, prefill};
 use kv_reference::method::{Method, Prepared, method_examples};
 use kv_reference::{Error, Profile, Side};
 
@@ -135,7 +134,7 @@ impl Filled {
             let mut before = self.cache.clone_box();
             match self.cache.truncate(len) {
                 Ok(()) => {}
-                Err(Error::Cache { .. }) => {
+                Err(kv_llama::Error::Cache { .. }) => {
                     let held = before.seq_len();
                     assert_eq!(self.cache.seq_len(), held);
                     let expected = s.decode(&self.model, before.as_mut(), held, 110);
@@ -269,7 +268,7 @@ fn truncation_goes_back_to_any_length() {
         for len in [0, 3, 17, 60, 97, 100] {
             let Prepared { model, mut cache } = s.prefilled(method, 100);
             match cache.truncate(len) {
-                Err(Error::Cache { .. }) if method.contains("tokens=0.9") && len < 100 => continue,
+                Err(kv_llama::Error::Cache { .. }) if method.contains("tokens=0.9") && len < 100 => continue,
                 truncated => truncated.unwrap(),
             }
             assert_eq!(cache.seq_len(), len, "{method}");
@@ -463,7 +462,7 @@ fn fetched_rows_are_counted() {
 #[test]
 fn what_a_cache_cannot_do_is_an_error() {
     let s = setup(&[]);
-    let error = |result: kv_reference::Result<()>| matches!(result, Err(Error::Cache { .. }));
+    let error = |result: kv_llama::Result<()>| matches!(result, Err(kv_llama::Error::Cache { .. }));
     let kv_dim = s.model.config.kv_dim();
     let row = vec![0.5; kv_dim];
     let Prepared { mut cache, .. } = s.prefilled("streaming:window=10", 100);

@@ -4,12 +4,11 @@
 use std::path::Path;
 use std::sync::Arc;
 
+use kv_llama::{Decoder, KvCache, logits, prefill};
 use kv_model::{Model, Rope, RopeScaling};
-use kv_reference::cache::KvCache;
 use kv_reference::compare::calibrated;
-use kv_reference::forward::{Decoder, logits, prefill};
 use kv_reference::method::{Method, Prepared};
-use kv_reference::{Error, Profile};
+use kv_reference::Profile;
 
 /// One setting of each method, with which short sequences reach the store.
 const METHODS: [&str; 17] = [
@@ -179,7 +178,7 @@ fn what_a_chunk_cannot_be_is_an_error() {
     let s = setup("gqa", &[]);
     let Prepared { model, mut cache } = s.prepare("dense");
     let mut decoder = Decoder::new(model, s.rope.clone());
-    let argument = |result: kv_reference::Result<&[f32]>| matches!(result, Err(Error::Argument(_)));
+    let argument = |result: kv_llama::Result<&[f32]>| matches!(result, Err(kv_llama::Error::Argument(_)));
     assert!(argument(decoder.prefill(&[], cache.as_mut())));
     assert!(argument(decoder.prefill(&[96], cache.as_mut())));
     assert!(argument(decoder.prefill(&[1; 257], cache.as_mut())));

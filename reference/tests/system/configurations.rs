@@ -3,8 +3,8 @@
 use std::fs;
 use std::path::Path;
 
+use kv_llama::{logits, prefill};
 use kv_model::{Model, Rope, RopeScaling, Yarn};
-use kv_reference::forward::{logits, prefill};
 use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype, TensorView};
 use serde_json::{Value, json};

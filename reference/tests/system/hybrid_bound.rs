@@ -4,12 +4,10 @@
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
+use kv_llama::{Decoder, Fetched, Footprint, KvCache, Result};
 use kv_model::{Model, Rope};
-use kv_reference::Result;
-use kv_reference::cache::{Fetched, Footprint, KvCache};
 use kv_reference::compare::calibrated;
 use kv_reference::eval::Prompt;
-use kv_reference::forward::Decoder;
 use kv_reference::method::Method;
 use svd_core::SoftmaxStats;
 

@@ -22,7 +22,6 @@ mod determinism;
 mod headers;
 mod hybrid_bound;
 mod offload;
-mod parity;
 mod profiles;
 mod pruned;
 mod quality;

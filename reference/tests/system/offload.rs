@@ -5,10 +5,9 @@ use std::process::Stdio;
 use std::sync::Arc;
 use std::time::Duration;
 
+use kv_llama::{Decoder, KvCache};
 use kv_model::{Model, Rope};
-use kv_reference::cache::KvCache;
 use kv_reference::compare::calibrated;
-use kv_reference::forward::Decoder;
 use kv_reference::method::{Method, Prepared};
 use kv_reference::{Error, Profile};
 

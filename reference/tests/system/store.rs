@@ -5,12 +5,12 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, LazyLock};
 
 use codec_core::{Encoding, Profile};
+use kv_llama::ops::log_softmax;
+use kv_llama::{Decoder, prefill};
 use kv_model::{Model, Rope};
 use kv_reference::compare::calibrated;
 use kv_reference::eval::kl_divergence;
-use kv_reference::forward::{Decoder, prefill};
 use kv_reference::method::Method;
-use kv_reference::ops::log_softmax;
 use kv_reference::stream::encoded::levels;
 use kv_reference::stream::prompt::{Calculated, FillOptions, Filled, PromptStore};
 use kv_store::{Check, Grid, KvStore, Options, ProfileId, Space, unfinished};

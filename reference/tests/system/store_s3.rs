@@ -4,12 +4,12 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use codec_core::{Encoding, Plans, StreamPolicy};
+use kv_llama::Decoder;
+use kv_llama::ops::log_softmax;
 use kv_model::{Model, Rope};
 use kv_reference::compare::calibrated;
 use kv_reference::eval::kl_divergence;
-use kv_reference::forward::Decoder;
 use kv_reference::method::Method;
-use kv_reference::ops::log_softmax;
 use kv_reference::stream::encoded::{EncodedContext, levels};
 use kv_reference::stream::prompt::{FillOptions, Filled, PromptStore};
 use kv_reference::stream::target::{Context, Target};

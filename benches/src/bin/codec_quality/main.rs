@@ -9,10 +9,10 @@ mod published;
 use std::path::PathBuf;
 
 use codec_core::{Frame, FrameInfo, Plane, Side, encode_frame};
+use kv_llama::{logits, prefill};
 use kv_model::{Config, Model, Rope};
 use kv_reference::compare::calibrated;
 use kv_reference::eval::Divergence;
-use kv_reference::forward::{logits, prefill};
 use kv_reference::method::Method;
 use kv_reference::{Profile, Result};
 use published::Published;
@@ -152,11 +152,11 @@ fn scored_logits(
     mut through: Option<Through<'_>>,
 ) -> Result<Vec<f32>> {
     let hidden = prefill(model, rope, window, &mut |l, activations| match &mut through {
-        Some(through) => through(l, activations.k, activations.v),
+        Some(through) => Ok(through(l, activations.k, activations.v)?),
         None => Ok(()),
     })?;
     let row = model.config.hidden_size;
-    logits(model, &hidden[SCORED * row..(window.len() - 1) * row])
+    Ok(logits(model, &hidden[SCORED * row..(window.len() - 1) * row])?)
 }
 
 /// Sums over all planes of all windows.

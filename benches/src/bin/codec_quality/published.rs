@@ -11,8 +11,8 @@ use constriction::stream::model::DefaultContiguousCategoricalEntropyModel as Tab
 use constriction::stream::queue::{DefaultRangeDecoder, DefaultRangeEncoder};
 use constriction::stream::{Decode, Encode};
 use half::bf16;
+use kv_llama::prefill;
 use kv_model::{Config, Model, Rope};
-use kv_reference::forward::prefill;
 use kv_reference::{Error, Result};
 
 use crate::{Distortion, SINKS};

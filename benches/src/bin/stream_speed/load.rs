@@ -6,13 +6,13 @@ use std::time::Instant;
 
 use clap::Args;
 use kv_benches::cli::{DeviceArgs, asset};
+use kv_llama::Decoder;
+use kv_llama::KvCache;
 use kv_model::files;
 use kv_model::{Model, Rope};
-use kv_reference::cache::KvCache;
 use kv_reference::compare::{calibrated, check_room, run_start};
 use kv_reference::device::{self, Gpu, PageLocked, StreamTarget, Weights, method_cache};
 use kv_reference::eval::{Divergence, SharedPrompt, score_text};
-use kv_reference::forward::Decoder;
 use kv_reference::method::{Method, Prepared};
 use kv_reference::stream::encoded::{EncodedContext, Memory, SINKS, levels};
 use kv_reference::stream::target::Target;

@@ -5,11 +5,10 @@ use std::time::Instant;
 use clap::Args;
 use codec_core::{Plans, StreamPolicy};
 use indicatif::HumanBytes;
+use kv_llama::{Decoder, KvCache};
 use kv_model::{Model, Rope};
-use kv_reference::cache::KvCache;
 #[cfg(feature = "cuda")]
 use kv_reference::device::{self, StreamTarget};
-use kv_reference::forward::Decoder;
 use kv_reference::method::{Method, Place};
 use kv_reference::stream::encoded::{EncodedContext, SINKS};
 use kv_reference::stream::prompt::{FillOptions, Filled};

@@ -4,10 +4,11 @@ use std::ops::Range;
 
 use kv_device::{Buffer, Gpu};
 use kv_gpu::{DevicePtr, Element, Grid, Kernel, Program};
+use kv_llama::Sampling;
 use kv_model::Config;
 
 use super::Sequences;
-use crate::{Result, Sampling};
+use crate::Result;
 
 /// Blocks per sequence of the argmax.
 const BLOCKS: usize = 32;
@@ -143,7 +144,8 @@ impl Picks {
             most: self.most as u32,
         };
         let (vocab, first) = (self.vocab as u32, of.start as u32);
-        let Sampling { temperature, top_p, seed } = self.sampling;
+        let (temperature, top_p, seed) =
+            (self.sampling.temperature(), self.sampling.top_p(), self.sampling.seed());
         if temperature == 0.0 {
             let arguments = PickArguments {
                 logits,

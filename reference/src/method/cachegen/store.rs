@@ -4,11 +4,12 @@ use std::sync::Arc;
 
 use codec_core::{Frame, FrameInfo, PlaneBuf, Profile, encode_frame};
 use kv_attend::owner::{Pair, Side};
+use kv_llama::Footprint;
 use svd_core::SoftmaxStats;
 
 use super::CODEC_SIDES;
 use crate::Result;
-use crate::cache::{DenseStore, Footprint, Geometry, Store};
+use crate::cache::{DenseStore, Geometry, Store};
 
 /// Encodes every batch of tokens to a bitstream (keys before RoPE, values); attention runs over the decoded
 /// rows.

@@ -5,6 +5,8 @@ use std::sync::Arc;
 
 use half::f16;
 use kv_attend::owner::{Pair, Side};
+use kv_llama::ops::dot;
+use kv_llama::{CodingError, Fit, Footprint};
 use kv_model::Rope;
 use pq_core::{
     CodebookBuf, CodedTokens, CodesBuf, Luts, RopeMeanBuf, Start, TrainOptions, decode_into, decode_norm,
@@ -13,9 +15,8 @@ use pq_core::{
 use svd_core::{MapBuf, Rows, RowsMut, SoftmaxStats};
 
 use crate::Result;
-use crate::cache::{CodingError, Fit, Footprint, Geometry, Store, merge_part};
+use crate::cache::{Geometry, Store, merge_part};
 use crate::method::pq_code::attend_to_codes;
-use crate::ops::dot;
 
 /// The space in which keys are coded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,11 +1,11 @@
 //! Scalar quantizers of the rows of a block.
 
 use half::f16;
+use kv_llama::Rng;
 
 use super::store::BlockCodec;
 use crate::cache::saturating_f16;
 use crate::pack::{pack_bits, unpack_bits};
-use crate::rng::Rng;
 
 /// A uniform quantizer of a group of elements: `x = min + step * code`, both in half precision.
 #[derive(Clone, Copy)]

@@ -8,11 +8,12 @@
 use std::sync::Arc;
 
 use kv_attend::owner::{Pair, Side};
+use kv_llama::Footprint;
 use kv_model::Rope;
 use svd_core::SoftmaxStats;
 
 use crate::Result;
-use crate::cache::{Footprint, Geometry, RotatedStore, Store, attend_rows, merge_part};
+use crate::cache::{Geometry, RotatedStore, Store, attend_rows, merge_part};
 use crate::method::cut::HeadCut;
 
 /// Codec between rows (n, head_dim) of one head and bytes.

@@ -34,7 +34,7 @@ mod tests {
 
     use super::*;
     use crate::calibrate::Calibration;
-    use crate::forward::{logits, prefill};
+    use kv_llama::{logits, prefill};
     use kv_model::{Rope, RopeScaling};
 
     /// Without RoPE, a rotation can be folded into `W_Q` and `W_K` as well, and the model's function does not

@@ -3,11 +3,12 @@
 use std::sync::Arc;
 
 use kv_attend::owner::Pair;
+use kv_llama::{Footprint, PromptRows};
 use kv_model::Rope;
 use svd_core::SoftmaxStats;
 
 use crate::Result;
-use crate::cache::{ElementType, Elements, Footprint, Geometry, PromptRows, RotatedStore, Store, merge_part};
+use crate::cache::{ElementType, Elements, Geometry, RotatedStore, Store, merge_part};
 use crate::method::cut::HeadCut;
 
 /// ZACK: rotated keys and values truncated to each head's rank; attention in the rotated space.

@@ -1,9 +1,10 @@
-//! The random numbers of tasks and synthetic texts.
+//! Random numbers.
 
-/// SplitMix64 (Steele, Lea, Flood, OOPSLA 2014): a seed must give the same tasks and texts in every version.
-pub(crate) struct Rng(pub u64);
+/// SplitMix64 (Steele, Lea, Flood, OOPSLA 2014): a seed gives the same numbers in every version.
+pub struct Rng(pub u64);
 
 impl Rng {
+    /// Uniform in all 64-bit numbers.
     pub fn next_u64(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
         let mut z = self.0;

@@ -2,9 +2,9 @@
 
 use gemm_common::Parallelism;
 use gemm_f32::gemm::f32::get_gemm_fn;
+use kv_attend::SoftmaxStats;
 use kv_model::Linear;
 use rayon::prelude::*;
-use svd_core::SoftmaxStats;
 
 use crate::{Error, Result};
 
@@ -242,7 +242,7 @@ pub fn causal_attention(
 ///
 /// # Examples
 /// ```
-/// let log_p = kv_reference::ops::log_softmax(&[0.0, 0.0, f32::NEG_INFINITY]);
+/// let log_p = kv_llama::ops::log_softmax(&[0.0, 0.0, f32::NEG_INFINITY]);
 /// assert!((log_p[0] - 0.5_f64.ln()).abs() < 1e-12);
 /// ```
 #[must_use]
@@ -250,16 +250,6 @@ pub fn log_softmax(logits: &[f32]) -> Vec<f64> {
     let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let sum: f64 = logits.iter().map(|&x| f64::from(x - max).exp()).sum();
     logits.iter().map(|&x| f64::from(x - max) - sum.ln()).collect()
-}
-
-/// The mean of rows (n, dim).
-pub(crate) fn mean_row(rows: &[f32], dim: usize) -> Vec<f32> {
-    let mut mean = vec![0.0_f64; dim];
-    for row in rows.chunks_exact(dim) {
-        mean.iter_mut().zip(row).for_each(|(sum, &x)| *sum += f64::from(x));
-    }
-    let n = (rows.len() / dim) as f64;
-    mean.into_iter().map(|sum| (sum / n) as f32).collect()
 }
 
 /// `dst = scale * a b`, with the row stride of `dst` and (row, column) strides of `a` (m, k), `b` (k, n).

@@ -60,13 +60,14 @@ impl Fit {
 /// of its `ksub` centroids is the mean of some of them, which brings it as much nearer to these as it brings it
 /// away from others. Without this, codes of 256 centroids trained on 4,096 tokens have a ratio of 1.2 to 1.5 on
 /// more of the same text.
-pub(crate) fn unseen_error(error: f64, n: usize, ksub: usize) -> f64 {
+#[must_use]
+pub fn unseen_error(error: f64, n: usize, ksub: usize) -> f64 {
     error * (n + ksub) as f64 / n.saturating_sub(ksub).max(1) as f64
 }
 
 /// Sums of squares over one head's coded rows: of the coding errors, and of the rows.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct CodingError {
+pub struct CodingError {
     lost: f64,
     of: f64,
     tokens: usize,

@@ -2,8 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
+use kv_llama::{logits, prefill};
 use kv_model::{Model, Rope};
-use kv_reference::forward::{logits, prefill};
 
 #[derive(serde::Deserialize)]
 struct Expected {
@@ -12,7 +12,7 @@ struct Expected {
 }
 
 fn fixtures() -> Vec<PathBuf> {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/parity/fixtures");
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/parity/fixtures");
     let mut folders: Vec<_> = folder.read_dir().unwrap().map(|entry| entry.unwrap().path()).collect();
     folders.sort();
     folders

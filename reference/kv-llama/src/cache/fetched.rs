@@ -62,9 +62,10 @@ impl AddAssign for Fetched {
 
 /// Interior-mutable counter of [`Fetched`], since attention borrows the store immutably.
 #[derive(Debug, Default)]
-pub(crate) struct FetchCounter([AtomicU64; 5]);
+pub struct FetchCounter([AtomicU64; 5]);
 
 impl FetchCounter {
+    /// Adds counts.
     pub fn add(&self, fetched: Fetched) {
         let Fetched { attentions, rows, hits, bytes, loaded_bytes } = fetched;
         for (counter, n) in self.0.iter().zip([attentions, rows, hits, bytes, loaded_bytes]) {
@@ -72,6 +73,7 @@ impl FetchCounter {
         }
     }
 
+    /// The sums.
     pub fn get(&self) -> Fetched {
         let count = |i: usize| self.0[i].load(Ordering::Relaxed);
         let [attentions, rows, hits, bytes, loaded_bytes] = [0, 1, 2, 3, 4].map(count);

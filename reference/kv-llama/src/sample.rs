@@ -8,9 +8,9 @@ use crate::{Error, Result};
 /// tokens with probability `top_p`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Sampling {
-    pub(crate) temperature: f64,
-    pub(crate) top_p: f64,
-    pub(crate) seed: u64,
+    temperature: f64,
+    top_p: f64,
+    seed: u64,
 }
 
 impl Sampling {
@@ -30,6 +30,24 @@ impl Sampling {
             return Err(Error::Argument(format!("top-p {top_p} is not above 0 and at most 1")));
         }
         Ok(Self { temperature, top_p, seed })
+    }
+
+    /// 0 for the most likely token.
+    #[must_use]
+    pub const fn temperature(&self) -> f64 {
+        self.temperature
+    }
+
+    /// Probability of the tokens drawn from.
+    #[must_use]
+    pub const fn top_p(&self) -> f64 {
+        self.top_p
+    }
+
+    /// Seed of the draws.
+    #[must_use]
+    pub const fn seed(&self) -> u64 {
+        self.seed
     }
 }
 

@@ -1,0 +1,17 @@
+#![doc = include_str!("../README.md")]
+
+mod cache;
+mod error;
+mod forward;
+pub mod ops;
+mod rng;
+mod sample;
+
+pub use cache::{
+    CodingError, ExactCache, FetchCounter, Fetched, FetchedPerStep, Fit, KvCache, PromptRows, unseen_error,
+};
+pub use error::{BoxError, Error, Result};
+pub use forward::{Activations, Decoder, WATCHED, logits, prefill};
+pub use kv_attend::owner::{Footprint, Side};
+pub use rng::Rng;
+pub use sample::{Sampler, Sampling};
