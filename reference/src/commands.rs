@@ -23,11 +23,10 @@ use std::time::Duration;
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 use device::DeviceArgs;
 use indicatif::{ProgressBar, ProgressStyle};
+use kv_methods::{Calibration, Method, ProfileFile};
 use kv_model::{Checkpoint, Config, Model};
-use kv_reference::calibrate::Calibration;
 use kv_reference::compare::Progress;
-use kv_reference::method::Method;
-use kv_reference::{Error, ProfileFile, Result};
+use kv_reference::{Error, Result};
 use output::Files;
 pub use output::{Stdout, print_error};
 use text::{CalibrationTextArgs, MOST_TEXT, TextArgs, built_in_text};
@@ -151,7 +150,7 @@ fn read_profile(path: Option<&PathBuf>, config: &Config, methods: &[Method]) -> 
 /// Rejects a number of calibration tokens that is too small, where methods without a profile need some.
 fn check_calibration(tokens: usize, methods: &[Method], profile: Option<&ProfileFile>) -> Result<()> {
     match profile.is_none() && methods.iter().any(Method::needs_profile) {
-        true => Calibration::check_tokens(tokens),
+        true => Ok(Calibration::check_tokens(tokens)?),
         false => Ok(()),
     }
 }
@@ -173,9 +172,11 @@ fn of_option<T, E: Into<Error>>(option: &str, result: std::result::Result<T, E>)
 }
 
 /// Adds the options that help to an error about too few calibration tokens.
-fn few_tokens<T>(result: Result<T>, options: &str) -> Result<T> {
-    result.map_err(|e| match e {
-        Error::FewTokens { .. } => Error::Argument(format!("{e}: pass {options}")),
+fn few_tokens<T, E: Into<Error>>(result: std::result::Result<T, E>, options: &str) -> Result<T> {
+    result.map_err(|e| match e.into() {
+        e @ Error::Methods(kv_methods::Error::FewTokens { .. }) => {
+            Error::Argument(format!("{e}: pass {options}"))
+        }
         e => e,
     })
 }

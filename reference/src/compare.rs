@@ -10,16 +10,13 @@ mod runner;
 use std::sync::Arc;
 
 use kv_llama::{FetchedPerStep, Fit};
+use kv_methods::{Method, Place, Profile, calibrated};
 use kv_model::{Config, Model, Rope};
 use serde::Serialize;
 
-use crate::Profile;
-use crate::calibrate::{Calibration, CalibrationText};
 #[cfg(feature = "cuda")]
 use crate::device::Gpu;
 use crate::eval::retrieval::{NO_WORDS, TaskMaker};
-use crate::method::Method;
-pub use crate::method::Place;
 use crate::{Error, Result};
 pub use placed::Placed;
 pub use run::Progress;
@@ -217,33 +214,6 @@ pub fn compare(
         notes,
         methods: rows,
     })
-}
-
-/// A profile from the tokens of one text, with the entries that `methods` need.
-///
-/// # Errors
-/// As [`calibrated_on`].
-pub fn calibrated(model: &Model, rope: &Rope, tokens: &[u32], methods: &[Method]) -> Result<Profile> {
-    calibrated_on(model, rope, &CalibrationText::plain("text", tokens), methods)
-}
-
-/// A profile from a text of one or several kinds, with the entries that `methods` need.
-///
-/// # Errors
-/// Errors of gathering and calibrating.
-pub fn calibrated_on(
-    model: &Model,
-    rope: &Rope,
-    text: &CalibrationText,
-    methods: &[Method],
-) -> Result<Profile> {
-    let mut profile = Profile::new(text, rope.len());
-    if methods.iter().any(Method::needs_profile) {
-        methods.iter().try_for_each(|method| method.fitted(&model.config).map(drop))?;
-        let samples = Calibration::gather(model, rope, &text.tokens)?;
-        methods.iter().try_for_each(|method| method.calibrate(model, rope, &samples, &mut profile))?;
-    }
-    Ok(profile)
 }
 
 /// Rejects a prompt after which `room` more tokens do not fit in the context of the model of this name and

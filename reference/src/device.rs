@@ -1,5 +1,5 @@
 //! A Llama on a GPU, built on the kernels of `kv-gpu` and the caches of `kv-device`: the counterpart of
-//! [`forward`](crate::forward) and [`cache`](crate::cache) on the CPU.
+//! [`kv_llama::Decoder`] and of the caches of `kv-methods` on the CPU.
 //!
 //! A decode step of a whole batch is one CUDA graph: four launches per layer and those of attention, with
 //! tokens and lengths on the device and no wait for the host. A prompt runs in chunks, layer by layer, with

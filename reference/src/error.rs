@@ -9,39 +9,18 @@ pub enum Error {
     /// An argument is wrong.
     #[error("{0}")]
     Argument(String),
-    /// A text has too few tokens to calibrate on.
-    #[error("too few tokens to calibrate on: {tokens} of at least {least}")]
-    FewTokens {
-        /// Its tokens.
-        tokens: usize,
-        /// The minimum.
-        least: usize,
-    },
-    /// A profile does not fit this model or this method.
-    #[error("profile: {0}")]
-    Profile(String),
-    /// A profile lacks an entry; [`Method::prepare`](crate::method::Method::prepare) names the method
-    /// instead.
-    #[error("profile: holds no `{0}`")]
-    MissingEntry(String),
     /// An error of the forward pass, or of a cache in it.
     #[error(transparent)]
     Llama(kv_llama::Error),
     /// An error of a file, of a checkpoint, or of a feature that this build lacks.
     #[error(transparent)]
     Model(kv_model::Error),
+    /// An error of a method, its cache or its profile.
+    #[error(transparent)]
+    Methods(kv_methods::Error),
     /// Streaming a stored context failed.
     #[error("stream: {0}")]
     Stream(kv_stream::Error),
-    /// An error of exact attention, which `pq-core` and `svd-core` share.
-    #[error("attention: {0}")]
-    Attend(#[from] svd_core::AttendError),
-    /// An error of `pq-core`.
-    #[error("pq-core: {0}")]
-    Pq(#[from] pq_core::Error),
-    /// An error of `svd-core`.
-    #[error("svd-core: {0}")]
-    Svd(#[from] svd_core::Error),
     /// An error of `codec-core`.
     #[error("codec-core: {0}")]
     Codec(#[from] codec_core::Error),
@@ -95,10 +74,24 @@ impl From<kv_llama::Error> for Error {
         match e {
             kv_llama::Error::Argument(what) => Self::Argument(what),
             kv_llama::Error::Model(e) => Self::from(e),
-            kv_llama::Error::Caller(e) => {
-                e.downcast().map_or_else(|e| Self::Llama(kv_llama::Error::Caller(e)), |e| *e)
-            }
+            kv_llama::Error::Caller(e) => match e.downcast() {
+                Ok(e) => *e,
+                Err(e) => Self::from(kv_methods::Error::from(kv_llama::Error::Caller(e))),
+            },
             e => Self::Llama(e),
+        }
+    }
+}
+
+/// Those that both crates have map to each other.
+impl From<kv_methods::Error> for Error {
+    fn from(e: kv_methods::Error) -> Self {
+        match e {
+            kv_methods::Error::Argument(what) => Self::Argument(what),
+            kv_methods::Error::Llama(e) => Self::Llama(e),
+            kv_methods::Error::Model(e) => Self::Model(e),
+            kv_methods::Error::Codec(e) => Self::Codec(e),
+            e => Self::Methods(e),
         }
     }
 }
@@ -141,8 +134,8 @@ impl From<kv_device::Error> for Error {
     fn from(e: kv_device::Error) -> Self {
         match e {
             kv_device::Error::Argument(what) => Self::Argument(what),
-            kv_device::Error::Profile(what) => Self::Profile(what),
-            kv_device::Error::Pq(e) => Self::Pq(e),
+            kv_device::Error::Profile(what) => Self::Methods(kv_methods::Error::Profile(what)),
+            kv_device::Error::Pq(e) => Self::Methods(e.into()),
             kv_device::Error::Codec(e) => Self::Codec(e),
             kv_device::Error::Stream(e) => Self::from(e),
             e => Self::Device(e),

@@ -4,10 +4,11 @@ use std::fmt::Write;
 
 use comfy_table::{CellAlignment, Table, presets};
 use kv_llama::FetchedPerStep;
+use kv_methods::Place;
 use plotters::coord::ranged1d::Ranged;
 use plotters::prelude::*;
 
-use crate::compare::{Comparison, Place, Row};
+use crate::compare::{Comparison, Row};
 use crate::{Error, Result};
 
 const COLUMNS: [&str; 10] = [

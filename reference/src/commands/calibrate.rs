@@ -3,10 +3,9 @@
 use std::path::PathBuf;
 
 use clap::Args;
+use kv_methods::{DEFAULT_METHODS, KindOfText, Method, calibrated_on};
 use kv_model::Rope;
-use kv_reference::compare::calibrated_on;
-use kv_reference::method::{DEFAULT_METHODS, Method};
-use kv_reference::{Error, KindOfText, Result};
+use kv_reference::{Error, Result};
 use serde::Serialize;
 
 use super::{
@@ -71,7 +70,7 @@ impl Calibrate {
         }
         let checkpoint = self.model.open()?;
         let fitted = |method: &Method| method.fitted(&checkpoint.config);
-        let methods = methods.iter().map(fitted).collect::<Result<Vec<_>>>()?;
+        let methods = methods.iter().map(fitted).collect::<kv_methods::Result<Vec<_>>>()?;
         if !methods.iter().any(Method::needs_profile) {
             return Err(Error::argument("none of these methods needs a profile"));
         }

@@ -4,8 +4,8 @@ use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
 use clap::Args;
+use kv_methods::Method;
 use kv_reference::compare::{Sizes, check_room, compare};
-use kv_reference::method::Method;
 use kv_reference::report::{html, table};
 use kv_reference::{Error, Result};
 

@@ -8,11 +8,11 @@ use std::sync::Arc;
 
 use bytesize::ByteSize;
 use clap::Args;
+use kv_methods::Method;
 use kv_model::Config;
 use kv_reference::compare::{OnGpu, Placed};
 #[cfg(feature = "cuda")]
 use kv_reference::device::{self, Gpu};
-use kv_reference::method::Method;
 use kv_reference::{Error, Result};
 
 /// What a build without GPUs says of them.

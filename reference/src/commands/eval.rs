@@ -7,11 +7,12 @@ use std::sync::Arc;
 use clap::Args;
 use comfy_table::{Table, presets};
 use kv_llama::{FetchedPerStep, Fit};
+use kv_methods::{Method, Place, calibrated};
 use kv_model::{Rope, Tokenizer};
-use kv_reference::compare::{self, Place, QUESTION_ROOM, Runner, calibrated, check_room, run_start};
+use kv_reference::compare;
+use kv_reference::compare::{QUESTION_ROOM, Runner, check_room, run_start};
 use kv_reference::eval::retrieval::{NO_WORDS, TaskMaker};
 use kv_reference::eval::{RetrievalTask, window_perplexity};
-use kv_reference::method::Method;
 use kv_reference::{Error, Result};
 use serde::Serialize;
 

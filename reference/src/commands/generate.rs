@@ -8,16 +8,15 @@ use std::time::Instant;
 use clap::Args;
 use clap::builder::ArgPredicate;
 use kv_llama::{Decoder, Fit, KvCache, Sampler, Sampling};
+#[cfg(feature = "cuda")]
+use kv_methods::Place;
+use kv_methods::{Method, Prepared, Profile, calibrated_on};
 use kv_model::{Model, Rope, TextStream, files};
 #[cfg(feature = "cuda")]
 use kv_reference::compare::OnGpu;
-use kv_reference::compare::calibrated_on;
 #[cfg(feature = "cuda")]
 use kv_reference::device::{self, Gpu, Weights, method_cache};
-#[cfg(feature = "cuda")]
-use kv_reference::method::Place;
-use kv_reference::method::{Method, Prepared};
-use kv_reference::{Error, Profile, Result};
+use kv_reference::{Error, Result};
 use serde::Serialize;
 
 use super::device::Site;

@@ -1,8 +1,8 @@
 //! `kv methods`: the methods, their settings, and what runs on a GPU.
 
 use clap::Args;
+use kv_methods::methods_help;
 use kv_reference::Result;
-use kv_reference::method::methods_help;
 
 use super::Stdout;
 use super::device::Choice;
@@ -30,7 +30,7 @@ impl Methods {
 
 #[cfg(feature = "cuda")]
 fn on_device() -> Result<String> {
-    kv_reference::method::device_help()
+    Ok(kv_methods::device_help()?)
 }
 
 #[cfg(not(feature = "cuda"))]

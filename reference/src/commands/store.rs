@@ -11,12 +11,11 @@ use clap::{Args, Subcommand};
 use codec_core::Encoding;
 use indicatif::{HumanBytes, ProgressBar};
 use inspect::{Ls, Rm, Verify};
+use kv_methods::{Method, Profile, calibrated_on};
 use kv_model::{Model, Rope};
-use kv_reference::compare::calibrated_on;
-use kv_reference::method::Method;
 use kv_reference::stream::encoded::levels;
 use kv_reference::stream::prompt::{Calculated, PromptStore};
-use kv_reference::{Error, Profile, Result};
+use kv_reference::{Error, Result};
 use kv_store::{Check, Grid, KvStore, Options, ProfileId, Space};
 use serde::Serialize;
 
@@ -217,7 +216,7 @@ fn shared_levels(
         let bar = progress();
         bar.set_message(format!("calibrating {} on {}", count(methods.len(), "level"), count(n, "token")));
         let profile = calibrated_on(model, &rope, &text, methods);
-        let profile = profile.and_then(|profile| levels(methods, model, &profile));
+        let profile = profile.map_err(Error::from).and_then(|profile| levels(methods, model, &profile));
         bar.finish_and_clear();
         profile
     })?;

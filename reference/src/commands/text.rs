@@ -3,9 +3,9 @@
 use std::path::{Path, PathBuf};
 
 use clap::Args;
+use kv_methods::CalibrationText;
 use kv_model::{Tokenizer, files};
 use kv_reference::Result;
-use kv_reference::calibrate::CalibrationText;
 
 use super::{Files, of_option, print_error};
 

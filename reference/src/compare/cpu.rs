@@ -1,11 +1,11 @@
 //! Methods on the CPU.
 
 use kv_llama::Decoder;
+use kv_methods::Prepared;
 
 use super::run::{Measured, Progress, Run};
 use crate::Result;
 use crate::eval::{RetrievalTask, SharedPrompt, answer_questions, score_text};
-use crate::method::Prepared;
 
 /// The scores of methods on a text, by index. The prompt is run once, exactly; logits are compared with those
 /// of the dense 32-bit cache.

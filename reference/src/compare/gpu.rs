@@ -3,14 +3,14 @@
 use std::sync::Arc;
 
 use kv_llama::FetchedPerStep;
+use kv_methods::{Method, Profile};
 use kv_model::{Config, Model};
 
 use super::run::{Measured, Progress, Run};
 use super::{OnGpu, QUESTION_ROOM};
+use crate::Result;
 use crate::device::{self, Decoder, Element, Weights, answer_questions, method_cache, score_text};
 use crate::eval::RetrievalTask;
-use crate::method::Method;
-use crate::{Profile, Result};
 
 /// Tokens of the cache created to test support for a method.
 const PROBE: usize = 256;

@@ -1,5 +1,6 @@
 //! Methods fitted to a model, each where it runs: everything that can be refused without the model's weights.
 
+use kv_methods::{DEFAULT_METHODS, Method, Place};
 use kv_model::Config;
 
 use super::OnGpu;
@@ -8,7 +9,6 @@ use super::gpu;
 use crate::Result;
 #[cfg(feature = "cuda")]
 use crate::device::unsupported;
-use crate::method::{DEFAULT_METHODS, Method, Place};
 
 /// Methods that fit a model, each where it runs.
 #[derive(Clone, Debug, Default)]

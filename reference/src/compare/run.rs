@@ -3,11 +3,10 @@
 use std::sync::Arc;
 
 use kv_llama::{FetchedPerStep, Fit, Footprint};
+use kv_methods::{Method, Profile};
 use kv_model::{Model, Rope};
 
-use crate::Profile;
 use crate::eval::TextScores;
-use crate::method::Method;
 
 /// Hears how far a run is.
 pub trait Progress {

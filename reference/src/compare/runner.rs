@@ -3,13 +3,13 @@
 use std::sync::Arc;
 
 use kv_llama::Footprint;
+use kv_methods::{Method, Place, Profile};
 use kv_model::{Model, Rope};
 
 use super::run::{Measured, Progress, Run};
-use super::{OnGpu, Place, Placed, Row, cpu};
+use super::{OnGpu, Placed, Row, cpu};
+use crate::Result;
 use crate::eval::{RetrievalTask, TextScores};
-use crate::method::Method;
-use crate::{Profile, Result};
 
 /// The methods that run there, by index.
 fn at(methods: &[Method], place: Place) -> Vec<usize> {

@@ -1,13 +1,13 @@
 //! The cache that a method has on a device.
 
+use kv_attend::Window;
 use kv_device::{CacheShape, DeviceCache, Gpu};
 use kv_gpu::Element;
+use kv_methods::{Method, Profile};
 use kv_model::{Config, rope_frequencies};
-use pq_core::Window;
 
 use super::Weights;
-use crate::method::Method;
-use crate::{Error, Profile, Result};
+use crate::{Error, Result};
 
 /// The same method for a model on a device, where defaults are those that a device supports. Needs neither
 /// weights nor a device: what is refused here is refused before any work.
@@ -34,7 +34,7 @@ pub fn fitted(method: &Method, config: &Config) -> Result<Method> {
 /// or hashed without one.
 ///
 /// # Errors
-/// As [`fitted`]; [`Error::Profile`]; [`Error::Device`] also where memory of the device or of the host is
+/// As [`fitted`]; [`kv_methods::Error::Profile`]; [`Error::Device`] also where memory of the device or of the host is
 /// short.
 pub fn method_cache(
     gpu: &Gpu,

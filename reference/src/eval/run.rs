@@ -6,12 +6,12 @@ use std::time::Instant;
 use kv_llama::KvCache;
 use kv_llama::ops::{argmax, log_softmax};
 use kv_llama::{Decoder, WATCHED, logits, prefill};
+use kv_methods::{Method, Prepared, Profile};
 use kv_model::{Model, Rope};
 use rayon::prelude::*;
 
 use crate::eval::{Divergence, RetrievalTask};
-use crate::method::{Method, Prepared};
-use crate::{Error, Profile, Result};
+use crate::{Error, Result};
 
 /// The activations of a prompt: all layers' keys (before RoPE) and values. Any cache can be filled from it.
 pub struct Prompt {

@@ -6,12 +6,12 @@ use std::time::Instant;
 
 use codec_core::Place;
 use kv_llama::{Decoder, KvCache, prefill};
+use kv_methods::{Method, Profile};
 use kv_model::{Model, Rope};
 use kv_stream::{Bytes, ChunkCost, LayerKv, PrefillTime, RequestChunk, Source, Speeds, encode_frames};
 
 use super::target::{Context, decode};
-use crate::method::Method;
-use crate::{Error, Profile, Result};
+use crate::{Error, Result};
 
 /// First tokens, which are recomputed at any level: they are exact and take no bytes.
 pub const SINKS: usize = 4;
@@ -20,7 +20,7 @@ pub const SINKS: usize = 4;
 ///
 /// # Errors
 /// [`Error::Argument`] for no methods, more than [`codec_core::MAX_LEVELS`], or one without a bitstream;
-/// [`Error::Profile`].
+/// [`kv_methods::Error::Profile`].
 pub fn levels(methods: &[Method], model: &Model, profile: &Profile) -> Result<codec_core::Profile> {
     if methods.len() > codec_core::MAX_LEVELS {
         let what = format!("{} levels, not 1 to {}", methods.len(), codec_core::MAX_LEVELS);

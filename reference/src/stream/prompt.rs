@@ -3,11 +3,11 @@
 use std::time::Instant;
 
 use codec_core::{ModelInfo, Place, Profile};
+use kv_attend::SoftmaxStats;
 use kv_llama::{Decoder, Footprint, KvCache, PromptRows, prefill};
 use kv_model::{Model, Rope};
 use kv_store::{Check, ChunkKey, Error, KvStore, Put, Space, StoreLink, StoredChunk, encode_chunk};
 use kv_stream::{Caches, LayerKv, MOST_CHUNKS, Outcome, RealClock, Speeds, Trace, serve_into};
-use svd_core::SoftmaxStats;
 
 use super::target::{Context, Target};
 use crate::Result;

@@ -11,9 +11,9 @@ use std::{panic, ptr, thread};
 
 use cudarc::driver::{result, sys};
 use kv_gpu::Element;
+use kv_methods::Method;
 use kv_reference::Error;
 use kv_reference::device::{Decoder, Gpu, Weights, method_cache};
-use kv_reference::method::Method;
 
 use crate::support::{self, gpu, model, skip, teacher_forced};
 

@@ -4,9 +4,9 @@
 use std::sync::Arc;
 
 use kv_gpu::Element;
+use kv_methods::{Method, Profile};
+use kv_reference::Error;
 use kv_reference::device::{Decoder, Weights, method_cache};
-use kv_reference::method::Method;
-use kv_reference::{Error, Profile};
 
 use crate::support::{
     batches_generate_what_sequences_do, cosine, decoder, divergence, diverges_as_on_the_cpu, equals_dense,

@@ -7,14 +7,13 @@ use std::time::Instant;
 
 use codec_core::Encoding;
 use kv_llama::KvCache;
+use kv_methods::{Method, Prepared, Profile, calibrated};
 use kv_model::{Model, Rope};
-use kv_reference::compare::calibrated;
+use kv_reference::Error;
 use kv_reference::device::{self, Chunk, FRAMES, Gpu, PageLocked, StreamTarget};
 use kv_reference::eval::score_text;
-use kv_reference::method::{Method, Prepared};
 use kv_reference::stream::encoded::{EncodedContext, Memory, SINKS, levels};
 use kv_reference::stream::target::Target;
-use kv_reference::{Error, Profile};
 use kv_stream::{
     Bandwidth, Bytes, Caches, Choice, Options, Outcome, RealClock, ShapedLink, Trace, serve_into,
 };

@@ -6,12 +6,11 @@ use std::sync::Arc;
 use kv_gpu::Element;
 
 use kv_llama::{Sampling, logits, prefill};
+use kv_methods::{Method, Prepared, Profile, calibrated};
 use kv_model::Rope;
-use kv_reference::compare::calibrated;
+use kv_reference::Error;
 use kv_reference::device::{Decoder, Gpu, Weights, method_cache, programs};
 use kv_reference::eval::{Divergence, score_text};
-use kv_reference::method::{Method, Prepared};
-use kv_reference::{Error, Profile};
 
 use crate::kernels::compiled;
 use crate::support::{

@@ -3,9 +3,9 @@
 
 use std::sync::Arc;
 
+use kv_methods::{Method, Profile};
 use kv_reference::device::{Decoder, Gpu, Weights, method_cache};
-use kv_reference::method::Method;
-use kv_reference::{Error, Profile, Result};
+use kv_reference::{Error, Result};
 
 use crate::support::{self, gpu, model, profile, skip};
 

@@ -4,11 +4,11 @@
 use std::sync::Arc;
 
 use kv_gpu::Element;
+use kv_methods::{Method, Prepared, Profile};
 use kv_model::Rope;
+use kv_reference::Error;
 use kv_reference::device::{Decoder, Timed, Weights, method_cache};
 use kv_reference::eval::score_text;
-use kv_reference::method::{Method, Prepared};
-use kv_reference::{Error, Profile};
 
 use crate::support::{
     batches_generate_what_sequences_do, decoder, divergence, diverges_as_on_the_cpu, equals_dense, gpu,
@@ -201,7 +201,7 @@ fn what_does_not_fit_is_an_error_with_numbers() {
     );
     assert!(matches!(cache("pqcache", None, usize::MAX), Err(Error::Argument(_))));
     let missing = cache("pqcache:codebooks=profile", Some(&Profile::default()), 100);
-    assert!(matches!(missing, Err(Error::Profile(_))), "{missing:?}");
+    assert!(matches!(missing, Err(Error::Methods(kv_methods::Error::Profile(_)))), "{missing:?}");
 
     let spec = "pqcache:tokens=8:codebooks=profile";
     let profile = profile(&model, &tokens[..512], &[spec]);

@@ -3,10 +3,10 @@
 
 use std::sync::Arc;
 
+use kv_methods::{Method, Prepared, Profile};
 use kv_model::{Model, Rope};
+use kv_reference::Error;
 use kv_reference::eval::score_text;
-use kv_reference::method::{Method, Prepared};
-use kv_reference::{Error, Profile};
 
 use crate::support::{decoder, divergence, gpu, model, profile};
 

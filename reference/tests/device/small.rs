@@ -5,9 +5,9 @@
 use std::path::Path;
 use std::sync::Arc;
 
+use kv_methods::Method;
 use kv_model::{AttentionWeights, FeedForwardWeights, Layer, Linear, Model};
 use kv_reference::device::{Decoder, Gpu, Weights, hashed, method_cache};
-use kv_reference::method::Method;
 
 use crate::support::{cosine, gpu};
 

@@ -6,12 +6,10 @@ use std::io::Write;
 use std::path::Path;
 use std::sync::Arc;
 
+use kv_methods::{Method, Prepared, Profile, calibrated};
 use kv_model::{Model, Rope};
-use kv_reference::Profile;
-use kv_reference::compare::calibrated;
 use kv_reference::device::{Decoder, Gpu, Weights, method_cache};
 use kv_reference::eval::{Divergence, score_text};
-use kv_reference::method::{Method, Prepared};
 
 /// Reports that a test did not run.
 pub fn skip(what: &str, error: &dyn std::fmt::Display) {

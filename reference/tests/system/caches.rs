@@ -3,12 +3,10 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use kv_llama::{Decoder, Fit, KvCache, logits, prefill};
+use kv_llama::{Decoder, Fit, KvCache, Side, logits, prefill};
+use kv_methods::{Error, Method, Prepared, Profile, calibrated, method_examples};
 use kv_model::{Model, Rope, RopeScaling};
-use kv_reference::compare::calibrated;
 use kv_reference::eval::Prompt;
-use kv_reference::method::{Method, Prepared, method_examples};
-use kv_reference::{Error, Profile, Side};
 
 /// One setting of each method; small windows, so that short sequences reach the compressed part. Nine tenths
 /// of the ranks: no direction of a random model's keys is small.

@@ -5,10 +5,8 @@ use std::path::Path;
 use std::sync::Arc;
 
 use kv_llama::{Decoder, KvCache, logits, prefill};
+use kv_methods::{Method, Prepared, Profile, calibrated};
 use kv_model::{Model, Rope, RopeScaling};
-use kv_reference::compare::calibrated;
-use kv_reference::method::{Method, Prepared};
-use kv_reference::Profile;
 
 /// One setting of each method, with which short sequences reach the store.
 const METHODS: [&str; 17] = [

@@ -5,10 +5,9 @@ use std::process::Command;
 use std::sync::Arc;
 
 use kv_llama::ops::{AttentionShape, causal_attention, matmul};
+use kv_methods::{Method, Profile, calibrated};
 use kv_model::{Model, Rope};
-use kv_reference::Profile;
-use kv_reference::compare::{Placed, Sizes, calibrated, compare};
-use kv_reference::method::Method;
+use kv_reference::compare::{Placed, Sizes, compare};
 use svd_core::SoftmaxStats;
 
 const THREADS: [usize; 3] = [1, 2, 7];

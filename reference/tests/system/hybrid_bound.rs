@@ -5,10 +5,9 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 
 use kv_llama::{Decoder, Fetched, Footprint, KvCache, Result};
+use kv_methods::{Method, calibrated};
 use kv_model::{Model, Rope};
-use kv_reference::compare::calibrated;
 use kv_reference::eval::Prompt;
-use kv_reference::method::Method;
 use svd_core::SoftmaxStats;
 
 /// An exact cache that also computes another cache's attention and records the difference.

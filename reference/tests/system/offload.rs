@@ -6,10 +6,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kv_llama::{Decoder, KvCache};
+use kv_methods::{Error, Method, Prepared, Profile, calibrated};
 use kv_model::{Model, Rope};
-use kv_reference::compare::calibrated;
-use kv_reference::method::{Method, Prepared};
-use kv_reference::{Error, Profile};
 
 use crate::support::kv;
 
@@ -53,7 +51,7 @@ impl Setup {
     }
 
     /// Appends the tokens up to position `end`, the first `at_once` of them as a prompt.
-    fn run(&self, cache: &mut dyn KvCache, at_once: usize, end: usize) -> kv_reference::Result<Vec<f32>> {
+    fn run(&self, cache: &mut dyn KvCache, at_once: usize, end: usize) -> kv_methods::Result<Vec<f32>> {
         let (mut decoder, mut logits, start) = (self.decoder(), vec![], cache.seq_len());
         if at_once > 0 {
             logits.extend(decoder.prefill(&self.tokens[start..start + at_once], cache)?);

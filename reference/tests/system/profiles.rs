@@ -3,10 +3,8 @@
 use std::path::Path;
 use std::process::Command;
 
+use kv_methods::{Error, Method, Profile, calibrated};
 use kv_model::{Model, Rope};
-use kv_reference::compare::calibrated;
-use kv_reference::method::Method;
-use kv_reference::{Error, Profile};
 
 use crate::support::kv::{copy, fixture};
 

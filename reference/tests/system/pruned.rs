@@ -5,10 +5,9 @@ use std::path::Path;
 use std::sync::Arc;
 
 use kv_llama::Decoder;
+use kv_methods::{DEFAULT_METHODS, Method, Prepared, calibrated};
 use kv_model::{Model, Rope};
-use kv_reference::compare::calibrated;
 use kv_reference::eval::Prompt;
-use kv_reference::method::{DEFAULT_METHODS, Method, Prepared};
 
 const CALIBRATION: usize = 320;
 const CONTEXT: usize = 160;

@@ -4,12 +4,11 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use kv_llama::{Activations, Decoder, logits, prefill};
+use kv_llama::{Activations, Decoder, Side, logits, prefill};
+use kv_methods::{Method, Prepared, calibrated};
 use kv_model::{Model, Rope};
-use kv_reference::Side;
-use kv_reference::compare::{Comparison, Placed, Row, Sizes, calibrated, compare};
+use kv_reference::compare::{Comparison, Placed, Row, Sizes, compare};
 use kv_reference::eval::Divergence;
-use kv_reference::method::{Method, Prepared};
 
 fn run(methods: &[&str], sizes: Sizes) -> Comparison {
     let assets = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets");

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use kv_llama::Error;
 use kv_llama::ops::{AttentionShape, causal_attention};
 use kv_llama::{Decoder, prefill};
+use kv_methods::Method;
 use kv_model::{Config, Linear, Model, Rope};
-use kv_reference::method::Method;
 use svd_core::SoftmaxStats;
 
 /// Numbers below `end`, of a fixed sequence for `seed`.
@@ -184,6 +184,6 @@ fn heads_that_do_not_share_evenly_are_refused() {
         assert!(matches!(result, Err(Error::Argument(_))), "{n_heads} on {n_kv_heads}: {result:?}");
         let prepared =
             "dense".parse::<Method>().unwrap().prepare(&Arc::new(model), &rope, &Default::default());
-        assert!(matches!(prepared, Err(kv_reference::Error::Argument(_))), "{n_heads} on {n_kv_heads}");
+        assert!(matches!(prepared, Err(kv_methods::Error::Argument(_))), "{n_heads} on {n_kv_heads}");
     }
 }

@@ -7,11 +7,9 @@ use std::time::Instant;
 
 use codec_core::{Encoding, Plans, StreamPolicy};
 use kv_llama::{Decoder, KvCache};
+use kv_methods::{Method, Prepared, Profile, calibrated};
 use kv_model::{Model, Rope};
-use kv_reference::Profile;
-use kv_reference::compare::calibrated;
 use kv_reference::eval::{Prompt, TextScores, score_text};
-use kv_reference::method::{Method, Prepared};
 use kv_reference::stream::encoded::{EncodedContext, Memory, levels};
 use kv_reference::stream::target::Target;
 use kv_stream::{

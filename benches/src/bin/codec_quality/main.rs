@@ -10,11 +10,10 @@ use std::path::PathBuf;
 
 use codec_core::{Frame, FrameInfo, Plane, Side, encode_frame};
 use kv_llama::{logits, prefill};
+use kv_methods::{Method, Profile, calibrated};
 use kv_model::{Config, Model, Rope};
-use kv_reference::compare::calibrated;
+use kv_reference::Result;
 use kv_reference::eval::Divergence;
-use kv_reference::method::Method;
-use kv_reference::{Profile, Result};
 use published::Published;
 
 /// Leading tokens that stay exact, as in every method of `kv`.

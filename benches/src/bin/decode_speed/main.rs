@@ -12,9 +12,9 @@ use std::time::Instant;
 use clap::Parser;
 use copy_rate::copy_rate;
 use kv_benches::cli::{DeviceArgs, JsonArgs, asset, check_number};
+use kv_methods::Method;
 use kv_model::Model;
 use kv_reference::device::{Decoder, Element, Gpu, Part, RANDOM_MODELS, Timed, Weights, method_cache};
-use kv_reference::method::Method;
 use kv_reference::{Error, Result};
 use times::{PromptTimes, StepTimes, Times};
 

@@ -6,17 +6,15 @@ use std::time::Instant;
 
 use clap::Args;
 use kv_benches::cli::{DeviceArgs, asset};
-use kv_llama::Decoder;
-use kv_llama::KvCache;
-use kv_model::files;
-use kv_model::{Model, Rope};
-use kv_reference::compare::{calibrated, check_room, run_start};
+use kv_llama::{Decoder, KvCache};
+use kv_methods::{Method, Prepared, Profile, calibrated};
+use kv_model::{Model, Rope, files};
+use kv_reference::compare::{check_room, run_start};
 use kv_reference::device::{self, Gpu, PageLocked, StreamTarget, Weights, method_cache};
 use kv_reference::eval::{Divergence, SharedPrompt, score_text};
-use kv_reference::method::{Method, Prepared};
 use kv_reference::stream::encoded::{EncodedContext, Memory, SINKS, levels};
 use kv_reference::stream::target::Target;
-use kv_reference::{Error, Profile, Result};
+use kv_reference::{Error, Result};
 use kv_stream::{Bytes, Options, RealClock, ShapedLink, Trace, serve_into};
 use serde::Serialize;
 

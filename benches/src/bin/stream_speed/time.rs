@@ -11,12 +11,12 @@ use codec_core::{
     PredictorKind, Profile, Side, Steps, TransformBuf, assemble_frame, encode_frame,
 };
 use kv_benches::cli::{DeviceArgs, JsonArgs, table};
+use kv_methods::Method;
 use kv_model::Config;
 use kv_reference::device::{
     Chunk, Decoder, FRAMES, Gpu, Loader, PageLocked, RANDOM_MODELS, Stages, StreamTarget, Weights, hashed,
     method_cache,
 };
-use kv_reference::method::Method;
 use kv_reference::stream::encoded::{EncodedContext, Memory};
 use kv_reference::stream::target::Context;
 use kv_reference::{Error, Result};

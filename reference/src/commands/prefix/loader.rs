@@ -6,13 +6,13 @@ use clap::Args;
 use codec_core::{Plans, StreamPolicy};
 use indicatif::HumanBytes;
 use kv_llama::{Decoder, KvCache};
+use kv_methods::{Method, Place, Profile};
 use kv_model::{Model, Rope};
 #[cfg(feature = "cuda")]
 use kv_reference::device::{self, StreamTarget};
-use kv_reference::method::{Method, Place};
 use kv_reference::stream::encoded::{EncodedContext, SINKS};
 use kv_reference::stream::prompt::{FillOptions, Filled};
-use kv_reference::{Error, Profile, Result};
+use kv_reference::{Error, Result};
 use kv_stream::{Choice, Options, Outcome, RESERVE, Speeds, Trace};
 
 use super::super::store::{LevelArgs, NOTHING, OpenStore, RetryArgs};

@@ -11,11 +11,11 @@ impl Decoder {
     /// A loader of frames of this profile into the decoder's cache.
     ///
     /// # Errors
-    /// [`Error::Profile`] for a profile of a model of another shape; [`Error::Device`], also for planes that
+    /// [`kv_methods::Error::Profile`] for a profile of a model of another shape; [`Error::Device`], also for planes that
     /// the device does not decode: anchors and the range coder.
     pub fn loader(&self, profile: &Profile) -> Result<Loader> {
         if !self.has_shape(profile) {
-            return Err(Error::Profile("the levels are of a model of another shape".into()));
+            return Err(kv_device::Error::Profile("the levels are of a model of another shape".into()).into());
         }
         Ok(Loader::new(&self.gpu, profile, self.weights.element)?)
     }

@@ -8,7 +8,7 @@ use rayon::prelude::*;
 use svd_core::{Gram, NoRope, PostRope, PreRope, RopeSide, Rows};
 
 use crate::cache::Geometry;
-use crate::{Error, Result};
+use crate::{Error, Method, Profile, Result};
 pub use text::CalibrationText;
 
 /// Leading tokens to skip: every method keeps the sinks exact, and their norms are outliers.
@@ -68,6 +68,33 @@ impl Calibration {
         })?;
         Ok(Self { layers })
     }
+}
+
+/// A profile from the tokens of one text, with the entries that `methods` need.
+///
+/// # Errors
+/// As [`calibrated_on`].
+pub fn calibrated(model: &Model, rope: &Rope, tokens: &[u32], methods: &[Method]) -> Result<Profile> {
+    calibrated_on(model, rope, &CalibrationText::plain("text", tokens), methods)
+}
+
+/// A profile from a text of one or several kinds, with the entries that `methods` need.
+///
+/// # Errors
+/// Errors of gathering and calibrating.
+pub fn calibrated_on(
+    model: &Model,
+    rope: &Rope,
+    text: &CalibrationText,
+    methods: &[Method],
+) -> Result<Profile> {
+    let mut profile = Profile::new(text, rope.len());
+    if methods.iter().any(Method::needs_profile) {
+        methods.iter().try_for_each(|method| method.fitted(&model.config).map(drop))?;
+        let samples = Calibration::gather(model, rope, &text.tokens)?;
+        methods.iter().try_for_each(|method| method.calibrate(model, rope, &samples, &mut profile))?;
+    }
+    Ok(profile)
 }
 
 impl LayerSamples {

@@ -236,7 +236,7 @@ mod tests {
 
     #[test]
     fn attention_is_the_papers_formula() {
-        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/parity/fixtures/gqa");
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/parity/fixtures/gqa");
         let config = Model::load(&path).unwrap().config;
         let (geometry, dim) = (Geometry::of(&config), config.head_dim);
         let mut rng = Rng(7);

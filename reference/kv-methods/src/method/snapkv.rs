@@ -157,7 +157,7 @@ mod tests {
 
     #[test]
     fn what_the_queries_look_for_stays() {
-        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/parity/fixtures/gqa");
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/parity/fixtures/gqa");
         let config = Model::load(&path).unwrap().config;
         let geometry = Geometry::of(&config);
         let rope = Arc::new(Rope::new(&config, 16));

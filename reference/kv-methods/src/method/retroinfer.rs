@@ -305,7 +305,7 @@ mod tests {
 
     #[test]
     fn attention_is_exact_in_the_best_clusters_and_estimated_in_the_next() {
-        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/parity/fixtures/gqa");
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/parity/fixtures/gqa");
         let config = Model::load(&path).unwrap().config;
         let (geometry, dim) = (Geometry::of(&config), config.head_dim);
         let mut rng = Rng(7);

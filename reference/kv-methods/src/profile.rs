@@ -138,7 +138,7 @@ impl Profile {
     /// Writes the file atomically.
     ///
     /// # Errors
-    /// [`Error::Io`] when it cannot be written; an existing profile is then unchanged.
+    /// [`kv_model::Error::Io`] when it cannot be written; an existing profile is then unchanged.
     pub fn save(&self, path: &Path, model: &Model) -> Result<()> {
         let mut metadata = json!({
             "format": FORMAT, "model_name": model.name, "model_hash": model.hash, "sha256": self.checksum(),
@@ -212,7 +212,7 @@ impl ProfileFile {
     /// Reads a profile.
     ///
     /// # Errors
-    /// [`Error::Io`]; [`Error::File`] for a file that is not a profile or is damaged.
+    /// [`kv_model::Error::Io`]; [`kv_model::Error::File`] for a file that is not a profile or is damaged.
     pub fn read(path: &Path) -> Result<Self> {
         let file = files::read(path)?;
         let (_, header) = SafeTensors::read_metadata(&file)
@@ -293,7 +293,7 @@ mod tests {
     fn a_run_over_calibration_tokens_is_noticed() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("profile");
-        let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/parity/fixtures/gqa");
+        let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/parity/fixtures/gqa");
         let model = Model::load(&model).unwrap();
         let text: Vec<u32> = (0..100).collect();
         let saved = |profile: Profile| {

@@ -119,8 +119,8 @@ impl Method {
     /// # Errors
     /// [`Error::Argument`] when the setting does not fit the model, or is not supported by any device: what
     /// to pass instead. Whether the kernels support the shape of the codes is up to the caller:
-    /// [`device::fitted`](crate::device::fitted).
-    pub(crate) fn on_device(&self, config: &Config) -> Result<Self> {
+    /// `kv_reference::device::fitted`.
+    pub fn on_device(&self, config: &Config) -> Result<Self> {
         let method = Self::parse(&self.given, config.head_dim, Place::Cuda)?;
         method.check(config)?;
         match method.limits().into_iter().find(|limit| limit.found) {
@@ -150,7 +150,7 @@ impl Method {
     ///
     /// # Errors
     /// [`Error::Argument`] for 32 bits, the default of `dense` until it is
-    /// [fitted](crate::device::fitted) to a device.
+    /// fitted to a device.
     pub fn device_element(&self) -> Result<kv_gpu::Element> {
         match self.exact {
             ElementType::F16 => Ok(kv_gpu::Element::F16),
@@ -169,7 +169,8 @@ impl Method {
     }
 
     /// The tokens that stay exact.
-    pub(crate) const fn window(&self) -> Window {
+    #[must_use]
+    pub const fn window(&self) -> Window {
         self.window
     }
 
@@ -177,7 +178,7 @@ impl Method {
     ///
     /// # Errors
     /// [`Error::Profile`].
-    pub(crate) fn device_plan(&self, config: &Config, profile: Option<&Profile>) -> Result<Plan> {
+    pub fn device_plan(&self, config: &Config, profile: Option<&Profile>) -> Result<Plan> {
         self.device_kind()?.plan(config, profile).map_err(|e| self.named(e))
     }
 

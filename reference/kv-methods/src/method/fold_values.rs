@@ -78,7 +78,7 @@ mod tests {
 
     #[test]
     fn the_folded_model_is_the_same_function() {
-        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/parity/fixtures/gqa");
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/parity/fixtures/gqa");
         let model = Arc::new(Model::load(&path).unwrap());
         let tokens: Vec<u32> = (0..200_u32).map(|i| (i * i + 7 * i) % 96).collect();
         let rope = Arc::new(Rope::new(&model.config, tokens.len()));
@@ -88,8 +88,7 @@ mod tests {
         let plain = run(&model);
         for spec in ["hybrid", "sq"] {
             let method = spec.parse::<Method>().unwrap().fitted(&model.config).unwrap();
-            let profile =
-                crate::compare::calibrated(&model, &rope, &tokens, std::slice::from_ref(&method)).unwrap();
+            let profile = crate::calibrated(&model, &rope, &tokens, std::slice::from_ref(&method)).unwrap();
             let folded = method.device_model(&model, &profile).unwrap();
             assert_ne!(folded.layers[0].attention.v.weight, model.layers[0].attention.v.weight);
             let largest = plain.iter().fold(0.0_f32, |m, x| m.max(x.abs()));

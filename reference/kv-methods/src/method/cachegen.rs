@@ -342,7 +342,7 @@ mod tests {
     fn what_a_device_does_not_encode_is_refused_by_name() {
         use crate::method::Method;
 
-        let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/parity/fixtures/gqa");
+        let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/parity/fixtures/gqa");
         let config = Model::load(&path).unwrap().config;
         let on_device = |spec: &str| {
             let method = spec.parse::<Method>().unwrap().on_device(&config)?;

@@ -58,7 +58,7 @@ impl OffloadedRows {
     /// Creates empty storage; on disk, for at most `capacity` tokens.
     ///
     /// # Errors
-    /// [`crate::Error::Io`] when no file can be created in the folder.
+    /// [`kv_model::Error::Io`] when no file can be created in the folder.
     pub fn new(
         geometry: Geometry,
         format: RowFormat,
