@@ -6,7 +6,7 @@ use std::sync::Arc;
 use bytesize::ByteSize;
 use clap::Args;
 use comfy_table::{Table, presets};
-use kv_reference::device::Gpu;
+use kv_device::Gpu;
 use kv_reference::{Error, Result};
 use serde::Serialize;
 

@@ -9,13 +9,13 @@ mod runner;
 
 use std::sync::Arc;
 
+#[cfg(feature = "cuda")]
+use kv_device::Gpu;
 use kv_llama::{FetchedPerStep, Fit};
 use kv_methods::{Method, Place, Profile, calibrated};
 use kv_model::{Config, Model, Rope};
 use serde::Serialize;
 
-#[cfg(feature = "cuda")]
-use crate::device::Gpu;
 use crate::eval::retrieval::{NO_WORDS, TaskMaker};
 use crate::{Error, Result};
 pub use placed::Placed;

@@ -32,10 +32,10 @@ pub enum Error {
     #[cfg(feature = "cuda")]
     #[error("{0}")]
     Device(kv_device::Error),
-    /// cuBLASLt, which prefill on the GPU needs, is missing or rejected a matrix product.
+    /// An error of the loop on a GPU.
     #[cfg(feature = "cuda")]
-    #[error("cuBLASLt: {0}")]
-    Blas(String),
+    #[error(transparent)]
+    LlamaGpu(kv_llama_gpu::Error),
 }
 
 /// The result of every call that can fail.
@@ -139,6 +139,21 @@ impl From<kv_device::Error> for Error {
             kv_device::Error::Codec(e) => Self::Codec(e),
             kv_device::Error::Stream(e) => Self::from(e),
             e => Self::Device(e),
+        }
+    }
+}
+
+/// Those that both crates have map to each other.
+#[cfg(feature = "cuda")]
+impl From<kv_llama_gpu::Error> for Error {
+    fn from(e: kv_llama_gpu::Error) -> Self {
+        match e {
+            kv_llama_gpu::Error::Argument(what) => Self::Argument(what),
+            kv_llama_gpu::Error::Codec(e) => Self::Codec(e),
+            kv_llama_gpu::Error::Stream(e) => Self::from(e),
+            kv_llama_gpu::Error::Device(e) => Self::from(e),
+            kv_llama_gpu::Error::Llama(e) => Self::from(e),
+            e => Self::LlamaGpu(e),
         }
     }
 }

@@ -8,11 +8,13 @@ use std::sync::Arc;
 
 use bytesize::ByteSize;
 use clap::Args;
+#[cfg(feature = "cuda")]
+use kv_device::Gpu;
 use kv_methods::Method;
 use kv_model::Config;
 use kv_reference::compare::{OnGpu, Placed};
 #[cfg(feature = "cuda")]
-use kv_reference::device::{self, Gpu};
+use kv_reference::device;
 use kv_reference::{Error, Result};
 
 /// What a build without GPUs says of them.
@@ -113,7 +115,7 @@ impl DeviceArgs {
     #[cfg(feature = "cuda")]
     pub fn place(&self, config: &Config, methods: Option<&[Method]>, chunk: usize) -> Result<Site> {
         if let Choice::Cuda(_) = self.device {
-            device::Weights::check(config)?;
+            kv_llama_gpu::Weights::check(config)?;
             let mut methods = methods.into_iter().flatten();
             methods.try_for_each(|method| device::fitted(method, config).map(drop))?;
         }

@@ -7,7 +7,11 @@ use std::time::Instant;
 
 use clap::Args;
 use clap::builder::ArgPredicate;
+#[cfg(feature = "cuda")]
+use kv_device::Gpu;
 use kv_llama::{Decoder, Fit, KvCache, Sampler, Sampling};
+#[cfg(feature = "cuda")]
+use kv_llama_gpu::Weights;
 #[cfg(feature = "cuda")]
 use kv_methods::Place;
 use kv_methods::{Method, Prepared, Profile, calibrated_on};
@@ -15,7 +19,7 @@ use kv_model::{Model, Rope, TextStream, files};
 #[cfg(feature = "cuda")]
 use kv_reference::compare::OnGpu;
 #[cfg(feature = "cuda")]
-use kv_reference::device::{self, Gpu, Weights, method_cache};
+use kv_reference::device::method_cache;
 use kv_reference::{Error, Result};
 use serde::Serialize;
 
@@ -84,7 +88,7 @@ fn is_stdin(path: &Path) -> bool {
 
 /// Default tokens of a prefill chunk on a GPU.
 #[cfg(feature = "cuda")]
-const DEVICE_CHUNK: usize = device::CHUNK;
+const DEVICE_CHUNK: usize = kv_llama_gpu::CHUNK;
 #[cfg(not(feature = "cuda"))]
 const DEVICE_CHUNK: usize = 0;
 
@@ -215,7 +219,7 @@ impl Generate {
         drop(site); // it has no GPU
         #[cfg(feature = "cuda")]
         if let Some(OnGpu { gpu, chunk, .. }) = site.gpu.filter(|_| self.method.place() == Place::Cuda) {
-            let run = |decoder: &mut device::Decoder| {
+            let run = |decoder: &mut kv_llama_gpu::Decoder| {
                 #[cfg(feature = "store")]
                 if let Some(kv) = &kv {
                     return kv.fill_device(decoder, (prompt, chunk));
@@ -337,12 +341,12 @@ fn on_device(
     method: &Method,
     profile: &Profile,
     (capacity, sampling): (usize, Sampling),
-    run: impl FnOnce(&mut device::Decoder) -> Result<Prefilled>,
+    run: impl FnOnce(&mut kv_llama_gpu::Decoder) -> Result<Prefilled>,
 ) -> Result<(Prefilled, Next)> {
     let element = method.device_element()?;
     let cache = method_cache(&gpu, method, &model.config, element, Some(profile), 1, capacity)?;
     let weights = Arc::new(Weights::of(&gpu, &*method.device_model(model, profile)?, element)?);
-    let mut decoder = device::Decoder::new(gpu, weights, cache, 1)?;
+    let mut decoder = kv_llama_gpu::Decoder::new(gpu, weights, cache, 1)?;
     decoder.choose(sampling);
     let prefilled = run(&mut decoder)?;
     let mut begun = false;

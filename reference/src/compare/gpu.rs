@@ -2,14 +2,16 @@
 
 use std::sync::Arc;
 
+use kv_gpu::Element;
 use kv_llama::FetchedPerStep;
+use kv_llama_gpu::{Decoder, Weights};
 use kv_methods::{Method, Profile};
 use kv_model::{Config, Model};
 
 use super::run::{Measured, Progress, Run};
 use super::{OnGpu, QUESTION_ROOM};
 use crate::Result;
-use crate::device::{self, Decoder, Element, Weights, answer_questions, method_cache, score_text};
+use crate::device::{self, answer_questions, method_cache, score_text};
 use crate::eval::RetrievalTask;
 
 /// Tokens of the cache created to test support for a method.
@@ -19,7 +21,7 @@ const PROBE: usize = 256;
 /// libraries, may lack what a method needs.
 pub(super) fn fitted(on: &OnGpu, config: &Config, method: &Method) -> Result<Method> {
     let method = device::fitted(method, config)?;
-    device::check_cublas()?;
+    kv_llama_gpu::check_cublas()?;
     method_cache(&on.gpu, &method, config, method.device_element()?, None, 1, PROBE)?;
     Ok(method)
 }
@@ -72,7 +74,7 @@ impl<'a> Models<'a> {
     ) -> Result<Decoder> {
         let (gpu, element) = (&self.on.gpu, weights.element);
         let cache = method_cache(gpu, method, &weights.config, element, Some(profile), 1, capacity)?;
-        Decoder::new(gpu.clone(), weights, cache, 1)
+        Ok(Decoder::new(gpu.clone(), weights, cache, 1)?)
     }
 }
 

@@ -3,10 +3,10 @@
 use kv_attend::Window;
 use kv_device::{CacheShape, DeviceCache, Gpu};
 use kv_gpu::Element;
+use kv_llama_gpu::Weights;
 use kv_methods::{Method, Profile};
 use kv_model::{Config, rope_frequencies};
 
-use super::Weights;
 use crate::{Error, Result};
 
 /// The same method for a model on a device, where defaults are those that a device supports. Needs neither
@@ -34,8 +34,8 @@ pub fn fitted(method: &Method, config: &Config) -> Result<Method> {
 /// or hashed without one.
 ///
 /// # Errors
-/// As [`fitted`]; [`kv_methods::Error::Profile`]; [`Error::Device`] also where memory of the device or of the host is
-/// short.
+/// As [`fitted`]; [`kv_methods::Error::Profile`]; [`Error::Device`] also where memory of the device or of the
+/// host is short.
 pub fn method_cache(
     gpu: &Gpu,
     method: &Method,

@@ -3,8 +3,8 @@
 use std::time::Instant;
 
 use kv_llama::ops::argmax;
+use kv_llama_gpu::Decoder;
 
-use super::Decoder;
 use crate::eval::{Divergence, Question, RetrievalTask, TextScores};
 use crate::{Error, Result};
 
@@ -74,5 +74,5 @@ fn answers(decoder: &mut Decoder, question: &Question) -> Result<bool> {
 fn logits_of(decoder: &mut Decoder, token: u32) -> Result<Vec<f32>> {
     decoder.feed(&[token])?;
     decoder.step()?;
-    decoder.logits()
+    Ok(decoder.logits()?)
 }

@@ -5,9 +5,9 @@ use std::ops::Range;
 use std::time::Instant;
 
 use kv_device::{Chunk, FRAMES, Loader};
+use kv_llama_gpu::{CHUNK, Decoder};
 use kv_stream::{Bytes, Caches, Payload, PrefillTime, RequestChunk, Speeds};
 
-use super::{CHUNK, Decoder};
 use crate::stream::target::Context;
 use crate::{Error, Result};
 
@@ -61,7 +61,7 @@ impl<'a> StreamTarget<'a> {
         if !self.decoder.loads_in_place() {
             self.end_loads()?;
         }
-        self.decoder.prefill(&[self.context.tokens[tokens].to_vec()], CHUNK)
+        Ok(self.decoder.prefill(&[self.context.tokens[tokens].to_vec()], CHUNK)?)
     }
 
     /// Waits for all frames on their way.
@@ -72,7 +72,7 @@ impl<'a> StreamTarget<'a> {
     /// Waits for the oldest frame on its way, that of a chunk in `begun`, and recomputes the chunk and what
     /// follows it if the frame is not what an encoder writes.
     fn end_load(&mut self, chunk: usize) -> Result<()> {
-        match self.decoder.end_load(self.loader) {
+        match self.decoder.end_load(self.loader).map_err(Error::from) {
             Err(e) if is_of_frame(&e) => {
                 // The chunks after it are gone, too.
                 let start = self.begun[chunk].tokens.start;
@@ -92,7 +92,7 @@ impl<'a> StreamTarget<'a> {
     /// Begins to load a frame; what is wrong with it, if it cannot be loaded.
     fn load(&mut self, tokens: &Range<usize>, level: usize, bytes: Bytes) -> Result<Option<String>> {
         let chunk = Chunk { sequence: 0, position: tokens.start, count: tokens.len() };
-        match self.decoder.begin_load(self.loader, chunk, level, bytes) {
+        match self.decoder.begin_load(self.loader, chunk, level, bytes).map_err(Error::from) {
             Err(e) if is_of_frame(&e) => Ok(Some(e.to_string())),
             begun => begun.map(|()| None),
         }
@@ -115,7 +115,7 @@ impl Caches for StreamTarget<'_> {
             return Ok(());
         }
         let chunk = Chunk { sequence: 0, position: coded.start, count: coded.len() };
-        match self.decoder.begin_load_start(self.loader, chunk, level, start) {
+        match self.decoder.begin_load_start(self.loader, chunk, level, start).map_err(Error::from) {
             // What is wrong with a frame is said when it begins.
             Err(e) if is_of_frame(&e) => Ok(()),
             begun => Ok(begun?),

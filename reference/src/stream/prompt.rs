@@ -4,6 +4,8 @@ use std::time::Instant;
 
 use codec_core::{ModelInfo, Place, Profile};
 use kv_attend::SoftmaxStats;
+#[cfg(feature = "cuda")]
+use kv_device::Loader;
 use kv_llama::{Decoder, Footprint, KvCache, PromptRows, prefill};
 use kv_model::{Model, Rope};
 use kv_store::{Check, ChunkKey, Error, KvStore, Put, Space, StoreLink, StoredChunk, encode_chunk};
@@ -12,7 +14,7 @@ use kv_stream::{Caches, LayerKv, MOST_CHUNKS, Outcome, RealClock, Speeds, Trace,
 use super::target::{Context, Target};
 use crate::Result;
 #[cfg(feature = "cuda")]
-use crate::device::{self, Loader, StreamTarget};
+use crate::device::StreamTarget;
 
 /// A store, and the common properties of its caches.
 #[derive(Clone, Copy, Debug)]
@@ -190,7 +192,7 @@ impl PromptStore<'_> {
     #[cfg(feature = "cuda")]
     pub fn fill_device(
         &self,
-        decoder: &mut device::Decoder,
+        decoder: &mut kv_llama_gpu::Decoder,
         loader: &mut Loader,
         prompt: &[u32],
         options: &FillOptions,

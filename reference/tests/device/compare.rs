@@ -3,9 +3,9 @@
 
 use std::sync::Arc;
 
+use kv_device::Gpu;
 use kv_methods::{Method, Place};
 use kv_reference::compare::{OnGpu, Placed, Row, Sizes, compare};
-use kv_reference::device::Gpu;
 use kv_reference::{Error, Result};
 
 use crate::support::{gpu, model};

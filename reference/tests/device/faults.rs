@@ -10,10 +10,12 @@ use std::time::{Duration, Instant};
 use std::{panic, ptr, thread};
 
 use cudarc::driver::{result, sys};
+use kv_device::Gpu;
 use kv_gpu::Element;
+use kv_llama_gpu::{Decoder, Weights};
 use kv_methods::Method;
 use kv_reference::Error;
-use kv_reference::device::{Decoder, Gpu, Weights, method_cache};
+use kv_reference::device::method_cache;
 
 use crate::support::{self, gpu, model, skip, teacher_forced};
 

@@ -4,9 +4,10 @@
 use std::sync::Arc;
 
 use kv_gpu::Element;
+use kv_llama_gpu::{Decoder, Weights};
 use kv_methods::{Method, Profile};
 use kv_reference::Error;
-use kv_reference::device::{Decoder, Weights, method_cache};
+use kv_reference::device::method_cache;
 
 use crate::support::{
     batches_generate_what_sequences_do, cosine, decoder, divergence, diverges_as_on_the_cpu, equals_dense,

@@ -6,11 +6,12 @@ use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use codec_core::Encoding;
+use kv_device::{Chunk, FRAMES, Gpu, PageLocked};
 use kv_llama::KvCache;
+use kv_llama_gpu::Error;
 use kv_methods::{Method, Prepared, Profile, calibrated};
 use kv_model::{Model, Rope};
-use kv_reference::Error;
-use kv_reference::device::{self, Chunk, FRAMES, Gpu, PageLocked, StreamTarget};
+use kv_reference::device::StreamTarget;
 use kv_reference::eval::score_text;
 use kv_reference::stream::encoded::{EncodedContext, Memory, SINKS, levels};
 use kv_reference::stream::target::Target;
@@ -101,7 +102,7 @@ impl Setup {
     }
 
     /// A decoder with an empty cache, on the device.
-    fn decoder(&self, gpu: &Arc<Gpu>, method: &str) -> device::Decoder {
+    fn decoder(&self, gpu: &Arc<Gpu>, method: &str) -> kv_llama_gpu::Decoder {
         decoder(gpu, &self.model, method, &self.profile, 1, CAPACITY)
     }
 
@@ -418,7 +419,7 @@ fn a_sequence_that_begins_again_waits_for_its_frames() {
     let Some(gpu) = gpu_in_turn() else { return };
     let mut decoder = SETUP.decoder(&gpu, "dense:dtype=f16");
     let mut loader = decoder.loader(&SETUP.planes).unwrap();
-    let begin = |decoder: &mut device::Decoder, loader: &mut device::Loader| {
+    let begin = |decoder: &mut kv_llama_gpu::Decoder, loader: &mut kv_device::Loader| {
         decoder.clear().unwrap();
         decoder.prefill(&[SETUP.prompt[..SINKS].to_vec()], 64).unwrap();
         decoder.begin_load(loader, SETUP.coded(0), 0, SETUP.frame(0, 0))
@@ -478,7 +479,7 @@ fn prompts_over_a_store_have_the_logits_of_the_cpu() {
         assert!(kl <= 5e-4, "{given:?}: KL {kl}");
         options.keep = true;
         let kept = prompts.fill_device(&mut decoder, &mut loader, prompt, &options);
-        assert!(matches!(kept, Err(Error::Argument(_))));
+        assert!(matches!(kept, Err(kv_reference::Error::Argument(_))));
     };
     compare(&[Encoding::Level(0)], 0);
     prompts.calculate(model, rope, prompt, Check::Length, |_, _| ()).unwrap();

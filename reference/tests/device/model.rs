@@ -5,11 +5,13 @@ use std::sync::Arc;
 
 use kv_gpu::Element;
 
+use kv_device::Gpu;
 use kv_llama::{Sampling, logits, prefill};
+use kv_llama_gpu::{Decoder, Weights, programs};
 use kv_methods::{Method, Prepared, Profile, calibrated};
 use kv_model::Rope;
 use kv_reference::Error;
-use kv_reference::device::{Decoder, Gpu, Weights, method_cache, programs};
+use kv_reference::device::method_cache;
 use kv_reference::eval::{Divergence, score_text};
 
 use crate::kernels::compiled;
@@ -255,7 +257,7 @@ fn bad_prompts_are_refused_and_change_nothing() {
         decoder.prefill(&[tokens[..9].to_vec(), tokens[50..55].to_vec()], 4).unwrap();
         for (prompts, chunk) in bad {
             let error = decoder.prefill(prompts, *chunk).unwrap_err();
-            assert!(matches!(error, kv_reference::Error::Argument(_)), "{error}");
+            assert!(matches!(error, kv_llama_gpu::Error::Argument(_)), "{error}");
         }
         decoder.prefill(&[tokens[9..20].to_vec(), tokens[55..56].to_vec()], 4).unwrap();
         (decoder.logits().unwrap(), decoder.picked().unwrap())
@@ -367,7 +369,7 @@ fn logits_that_overflow_are_refused() {
             let errors = [decoder.logits().err(), decoder.next_tokens().err(), decoder.picked().err()];
             for error in errors {
                 assert!(
-                    matches!(error, Some(Error::Llama(kv_llama::Error::Logits { model: name })) if name == model.name)
+                    matches!(error, Some(kv_llama_gpu::Error::Llama(kv_llama::Error::Logits { model: name })) if name == model.name)
                 );
             }
             decoder.step().unwrap();

@@ -3,9 +3,10 @@
 
 use std::sync::Arc;
 
+use kv_device::Gpu;
+use kv_llama_gpu::{Decoder, Error, Result, Weights};
 use kv_methods::{Method, Profile};
-use kv_reference::device::{Decoder, Gpu, Weights, method_cache};
-use kv_reference::{Error, Result};
+use kv_reference::device::method_cache;
 
 use crate::support::{self, gpu, model, profile, skip};
 
@@ -158,11 +159,14 @@ fn lengths_that_do_not_fit_in_one_piece_run_in_pages() {
         let element = method.device_element().unwrap();
         let cache = method_cache(&gpu, &method, &model.config, element, None, 8, capacity)?;
         let weights = Arc::new(Weights::of(&gpu, &model, element)?);
-        Decoder::new(gpu.clone(), weights, cache, 8)
+        kv_reference::Result::Ok(Decoder::new(gpu.clone(), weights, cache, 8)?)
     };
     let error = decode("dense:dtype=f16").map(drop).unwrap_err();
     assert!(
-        matches!(error, Error::Device(kv_device::Error::DeviceMemory { purpose: "caches", .. })),
+        matches!(
+            error,
+            kv_reference::Error::Device(kv_device::Error::DeviceMemory { purpose: "caches", .. })
+        ),
         "{error}"
     );
     let mut decoder = decode("dense:dtype=f16:pages=64:pool=8192").unwrap();

@@ -3,11 +3,13 @@
 
 use std::sync::Arc;
 
+use kv_device::Timed;
 use kv_gpu::Element;
+use kv_llama_gpu::{Decoder, Weights};
 use kv_methods::{Method, Prepared, Profile};
 use kv_model::Rope;
 use kv_reference::Error;
-use kv_reference::device::{Decoder, Timed, Weights, method_cache};
+use kv_reference::device::method_cache;
 use kv_reference::eval::score_text;
 
 use crate::support::{
@@ -207,7 +209,10 @@ fn what_does_not_fit_is_an_error_with_numbers() {
     let profile = profile(&model, &tokens[..512], &[spec]);
     let mut decoder = decoder(&gpu, &model, spec, &profile, 1, 100);
     decoder.prefill(&[tokens[..100].to_vec()], 64).unwrap();
-    assert!(matches!(decoder.step(), Err(Error::Argument(_))), "the cache of 100 tokens is full");
+    assert!(
+        matches!(decoder.step(), Err(kv_llama_gpu::Error::Argument(_))),
+        "the cache of 100 tokens is full"
+    );
 }
 
 #[test]

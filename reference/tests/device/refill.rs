@@ -3,9 +3,9 @@
 
 use std::sync::Arc;
 
+use kv_llama_gpu::Error;
 use kv_methods::{Method, Prepared, Profile};
 use kv_model::{Model, Rope};
-use kv_reference::Error;
 use kv_reference::eval::score_text;
 
 use crate::support::{decoder, divergence, gpu, model, profile};
@@ -43,7 +43,7 @@ fn refilled_batches_have_the_logits_of_the_cpu() {
         let profile = profile(&model, &tokens[..2048], &[spec]);
         let mut decoder = decoder(&gpu, &model, spec, &profile, 2, 700);
         let mut logits = [vec![], vec![]];
-        let mut steps = |decoder: &mut kv_reference::device::Decoder, first: &[u32], second: &[u32]| {
+        let mut steps = |decoder: &mut kv_llama_gpu::Decoder, first: &[u32], second: &[u32]| {
             for (&a, &b) in first.iter().zip(second) {
                 decoder.feed(&[a, b]).unwrap();
                 decoder.step().unwrap();
@@ -121,14 +121,14 @@ fn more_prompts_than_places_take_turns() {
             queued[i].push(token);
             Ok(queued[i].len() < 10 + 5 * i && !model.config.eos_tokens.contains(&token))
         };
-        kv_reference::device::serve(&mut new(3), &prompts, 64, push).unwrap();
+        kv_llama_gpu::serve(&mut new(3), &prompts, 64, push).unwrap();
         for (i, (prompt, queued)) in prompts.iter().zip(&queued).enumerate() {
             let mut alone = vec![];
             let push = |_, token: u32| {
                 alone.push(token);
                 Ok(alone.len() < queued.len())
             };
-            kv_reference::device::serve(&mut new(1), std::slice::from_ref(prompt), 64, push).unwrap();
+            kv_llama_gpu::serve(&mut new(1), std::slice::from_ref(prompt), 64, push).unwrap();
             // Attention of a batch sums in another order: a near tie may give another token.
             let same = queued.iter().zip(&alone).take_while(|(a, b)| a == b).count();
             println!("{spec}, prompt {i}: {same} of {} tokens alike", alone.len());

@@ -5,9 +5,11 @@
 use std::path::Path;
 use std::sync::Arc;
 
+use kv_device::{Gpu, hashed};
+use kv_llama_gpu::{Decoder, Weights};
 use kv_methods::Method;
 use kv_model::{AttentionWeights, FeedForwardWeights, Layer, Linear, Model};
-use kv_reference::device::{Decoder, Gpu, Weights, hashed, method_cache};
+use kv_reference::device::method_cache;
 
 use crate::support::{cosine, gpu};
 

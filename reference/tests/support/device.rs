@@ -6,9 +6,11 @@ use std::io::Write;
 use std::path::Path;
 use std::sync::Arc;
 
+use kv_device::Gpu;
+use kv_llama_gpu::{Decoder, Weights};
 use kv_methods::{Method, Prepared, Profile, calibrated};
 use kv_model::{Model, Rope};
-use kv_reference::device::{Decoder, Gpu, Weights, method_cache};
+use kv_reference::device::method_cache;
 use kv_reference::eval::{Divergence, score_text};
 
 /// Reports that a test did not run.

@@ -2,7 +2,7 @@
 
 use cudarc::driver::DriverError;
 use cudarc::driver::sys::CUevent_flags::CU_EVENT_DEFAULT;
-use kv_reference::device::Gpu;
+use kv_device::Gpu;
 use kv_reference::{Error, Result};
 
 /// Copy rate within device memory in bytes per second, reads and writes both counted.

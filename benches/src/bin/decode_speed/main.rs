@@ -12,9 +12,12 @@ use std::time::Instant;
 use clap::Parser;
 use copy_rate::copy_rate;
 use kv_benches::cli::{DeviceArgs, JsonArgs, asset, check_number};
+use kv_device::{Gpu, Timed};
+use kv_gpu::Element;
+use kv_llama_gpu::{Decoder, Part, RANDOM_MODELS, Weights};
 use kv_methods::Method;
 use kv_model::Model;
-use kv_reference::device::{Decoder, Element, Gpu, Part, RANDOM_MODELS, Timed, Weights, method_cache};
+use kv_reference::device::method_cache;
 use kv_reference::{Error, Result};
 use times::{PromptTimes, StepTimes, Times};
 
@@ -122,11 +125,11 @@ impl Speed {
     fn weights(&self, gpu: &Gpu, element: Element, name: &mut String) -> Result<Weights> {
         if let Some(random) = &self.random {
             name.clone_from(random);
-            return Weights::random(gpu, random, element);
+            return Ok(Weights::random(gpu, random, element)?);
         }
         let model = Model::load(&self.model.clone().unwrap_or_else(|| asset("tiny-llama-12m")))?;
         name.clone_from(&model.name);
-        Weights::of(gpu, &model, element)
+        Ok(Weights::of(gpu, &model, element)?)
     }
 
     fn row(

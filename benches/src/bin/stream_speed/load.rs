@@ -6,11 +6,13 @@ use std::time::Instant;
 
 use clap::Args;
 use kv_benches::cli::{DeviceArgs, asset};
+use kv_device::{Gpu, PageLocked};
 use kv_llama::{Decoder, KvCache};
+use kv_llama_gpu::Weights;
 use kv_methods::{Method, Prepared, Profile, calibrated};
 use kv_model::{Model, Rope, files};
 use kv_reference::compare::{check_room, run_start};
-use kv_reference::device::{self, Gpu, PageLocked, StreamTarget, Weights, method_cache};
+use kv_reference::device::{self, StreamTarget, method_cache};
 use kv_reference::eval::{Divergence, SharedPrompt, score_text};
 use kv_reference::stream::encoded::{EncodedContext, Memory, SINKS, levels};
 use kv_reference::stream::target::Target;
@@ -197,8 +199,9 @@ impl Run<'_> {
         let weights = Arc::new(Weights::of(gpu, model, element)?);
         let capacity = prompt.len() + decoded.len();
         let cache = method_cache(gpu, &dense, &model.config, element, None, 1, capacity)?;
-        let mut decoder = device::Decoder::new(gpu.clone(), weights, cache, 1)?;
-        let reference = device::score_text(&mut decoder, (prompt, device::CHUNK), decoded, None)?.logits;
+        let mut decoder = kv_llama_gpu::Decoder::new(gpu.clone(), weights, cache, 1)?;
+        let reference =
+            device::score_text(&mut decoder, (prompt, kv_llama_gpu::CHUNK), decoded, None)?.logits;
         let mut loader = decoder.loader(planes)?;
         let lock = |frame: &Bytes| Ok(Bytes::from_owner(PageLocked::of(gpu, frame)?));
         let context = context.with(StreamTarget::speeds(&mut decoder, prompt)?, lock)?;

@@ -11,12 +11,11 @@ use codec_core::{
     PredictorKind, Profile, Side, Steps, TransformBuf, assemble_frame, encode_frame,
 };
 use kv_benches::cli::{DeviceArgs, JsonArgs, table};
+use kv_device::{Chunk, FRAMES, Gpu, Loader, PageLocked, Stages, hashed};
+use kv_llama_gpu::{Decoder, RANDOM_MODELS, Weights};
 use kv_methods::Method;
 use kv_model::Config;
-use kv_reference::device::{
-    Chunk, Decoder, FRAMES, Gpu, Loader, PageLocked, RANDOM_MODELS, Stages, StreamTarget, Weights, hashed,
-    method_cache,
-};
+use kv_reference::device::{StreamTarget, method_cache};
 use kv_reference::stream::encoded::{EncodedContext, Memory};
 use kv_reference::stream::target::Context;
 use kv_reference::{Error, Result};

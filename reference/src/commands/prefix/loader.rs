@@ -9,7 +9,7 @@ use kv_llama::{Decoder, KvCache};
 use kv_methods::{Method, Place, Profile};
 use kv_model::{Model, Rope};
 #[cfg(feature = "cuda")]
-use kv_reference::device::{self, StreamTarget};
+use kv_reference::device::StreamTarget;
 use kv_reference::stream::encoded::{EncodedContext, SINKS};
 use kv_reference::stream::prompt::{FillOptions, Filled};
 use kv_reference::{Error, Result};
@@ -158,7 +158,7 @@ impl PromptLoader {
     #[cfg(feature = "cuda")]
     pub fn fill_device(
         &self,
-        decoder: &mut device::Decoder,
+        decoder: &mut kv_llama_gpu::Decoder,
         (prompt, chunk): (&[u32], usize),
     ) -> Result<Prefilled> {
         if self.keep {

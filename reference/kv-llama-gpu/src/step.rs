@@ -15,7 +15,6 @@ use kv_gpu::pq::Prefetch;
 use kv_llama::Sampling;
 use kv_model::Rope;
 
-use super::driver;
 use super::gemv::{Gemv, GemvShape, Input, MOST_COLUMNS, Output};
 use super::weights::Weights;
 use crate::{Error, Result};
@@ -223,7 +222,7 @@ impl Decoder {
             Some(graph) => graph,
             None => self.gpu.capture(|| self.launch(&[Part::Products, Part::Attention, Part::Rest]))?,
         };
-        let launched = graph.launch().map_err(|e| driver("launch a step", e));
+        let launched = graph.launch().map_err(|e| Error::driver("launch a step", e));
         self.graph = Some(graph);
         launched
     }
@@ -268,7 +267,8 @@ impl Decoder {
     /// The tokens that the next step feeds, (batch,), as chosen by the last step. Waits for it.
     ///
     /// # Errors
-    /// [`kv_llama::Error::Logits`] if a sequence's logits held a NaN or an infinity, which ends it; [`Error::Device`].
+    /// [`kv_llama::Error::Logits`] if a sequence's logits held a NaN or an infinity, which ends it;
+    /// [`Error::Device`].
     pub fn next_tokens(&self) -> Result<Vec<u32>> {
         let mut tokens = vec![0; self.batch];
         self.sequences.tokens.read_into(&self.gpu, &mut tokens)?;
@@ -336,7 +336,7 @@ impl Decoder {
     /// [`Error::Device`].
     pub fn time_part(&mut self, part: Part, rounds: usize) -> Result<f32> {
         let graph = self.gpu.capture(|| self.launch(&[part]))?;
-        let launch = |_: &mut Self| graph.launch().map_err(|e| driver("launch a part", e));
+        let launch = |_: &mut Self| graph.launch().map_err(|e| Error::driver("launch a part", e));
         let mut times = (0..rounds.max(1)).map(|_| self.timed(launch)).collect::<Result<Vec<f32>>>()?;
         times.sort_by(f32::total_cmp);
         Ok(times[times.len() / 2])
@@ -345,11 +345,12 @@ impl Decoder {
     fn timed(&mut self, run: impl FnOnce(&mut Self) -> Result<()>) -> Result<f32> {
         use cudarc::driver::sys::CUevent_flags::CU_EVENT_DEFAULT;
         let stream = self.gpu.cuda_stream().clone();
-        let event = || stream.record_event(Some(CU_EVENT_DEFAULT)).map_err(|e| driver("record an event", e));
+        let event =
+            || stream.record_event(Some(CU_EVENT_DEFAULT)).map_err(|e| Error::driver("record an event", e));
         let start = event()?;
         run(self)?;
         let end = event()?;
-        start.elapsed_ms(&end).map_err(|e| driver("time a step", e))
+        start.elapsed_ms(&end).map_err(|e| Error::driver("time a step", e))
     }
 }
 

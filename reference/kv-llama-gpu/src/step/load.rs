@@ -11,8 +11,8 @@ impl Decoder {
     /// A loader of frames of this profile into the decoder's cache.
     ///
     /// # Errors
-    /// [`kv_methods::Error::Profile`] for a profile of a model of another shape; [`Error::Device`], also for planes that
-    /// the device does not decode: anchors and the range coder.
+    /// [`kv_device::Error::Profile`] for a profile of a model of another shape; [`Error::Device`], also for
+    /// planes that the device does not decode: anchors and the range coder.
     pub fn loader(&self, profile: &Profile) -> Result<Loader> {
         if !self.has_shape(profile) {
             return Err(kv_device::Error::Profile("the levels are of a model of another shape".into()).into());
@@ -28,10 +28,10 @@ impl Decoder {
 
     /// Begins to load a stored frame: the tokens of a chunk, which follow those of its sequence, at a level
     /// of the loader's profile. The device decodes it while the host goes on, so that the next frame may
-    /// begin; up to [`FRAMES`](super::super::FRAMES) may be on their way. Where [`Self::loads_in_place`],
+    /// begin; up to [`FRAMES`](kv_device::FRAMES) may be on their way. Where [`Self::loads_in_place`],
     /// steps and prompts that follow see its tokens; else they follow [`Self::end_load`].
     ///
-    /// Out of page-locked memory ([`PageLocked`](super::super::PageLocked)) the bytes are copied at the rate
+    /// Out of page-locked memory ([`PageLocked`](kv_device::PageLocked)) the bytes are copied at the rate
     /// of the link; out of other memory the driver copies them twice.
     ///
     /// # Errors

@@ -8,7 +8,6 @@ use cudarc::cublaslt::sys;
 use kv_device::{Buffer, Gpu, without_captures};
 use kv_gpu::{DevicePtr, Element};
 
-use super::driver;
 use crate::{Error, Result};
 
 /// Bytes of workspace of a product: NVIDIA's recommendation for sm_90.
@@ -82,7 +81,7 @@ impl Gemm {
         input: DevicePtr<u16>,
         output: DevicePtr<T>,
     ) -> Result<()> {
-        gpu.device().context().bind_to_thread().map_err(|e| driver("use device on this thread", e))?;
+        gpu.device().context().bind_to_thread().map_err(|e| Error::driver("use device on this thread", e))?;
         if !self.plans.contains_key(&shape) {
             self.plans.insert(shape, Plan::new(self.handle, self.element, shape)?);
         }

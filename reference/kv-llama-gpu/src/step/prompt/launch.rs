@@ -5,7 +5,7 @@ use kv_gpu::svd::PrefillArguments;
 use kv_gpu::{DevicePtr, Grid};
 
 use super::{Decoder, LENGTHS, Prompts, SegmentChunk, THREADS};
-use crate::device::weights::LayerWeights;
+use crate::weights::LayerWeights;
 use crate::{Error, Result};
 
 /// Blocks of those that take any number.

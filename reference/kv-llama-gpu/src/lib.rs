@@ -1,0 +1,16 @@
+#![doc = include_str!("../README.md")]
+
+mod error;
+mod gemm;
+mod gemv;
+mod programs;
+mod serve;
+mod step;
+mod weights;
+
+pub use error::{Error, Result};
+pub use gemm::check_cublas;
+pub use programs::programs;
+pub use serve::serve;
+pub use step::{CHUNK, Decoder, Part};
+pub use weights::{RANDOM_MODELS, Weights};
