@@ -9,8 +9,8 @@ use kv_attend::owner::Footprint;
 
 use crate::Result;
 pub use exact::ExactCache;
-pub use fetched::{FetchCounter, Fetched, FetchedPerStep};
-pub use fit::{CodingError, Fit, unseen_error};
+pub use fetched::{Fetched, FetchedPerStep};
+pub use fit::Fit;
 
 /// Rotated keys and values of a prompt, (n, n_kv_heads * head_dim) each.
 pub type PromptRows = (Vec<f32>, Vec<f32>);

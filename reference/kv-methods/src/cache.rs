@@ -4,7 +4,9 @@
 //! `Store`, in which the methods differ, holds the tokens between them. Every part adds its tokens to the
 //! same softmax.
 
+mod coding_error;
 mod exact;
+mod fetch_counter;
 mod offloaded;
 mod store;
 
@@ -16,8 +18,10 @@ use pq_core::Window;
 use rayon::prelude::*;
 use svd_core::SoftmaxStats;
 
+pub(crate) use coding_error::{CodingError, unseen_error};
 pub use exact::ElementType;
 pub(crate) use exact::{DenseStore, Elements, ExactRows, attend_rows, saturating_f16};
+pub(crate) use fetch_counter::FetchCounter;
 pub(crate) use offloaded::{BlockRule, Offload, OffloadedRows, RowFormat};
 pub(crate) use store::{Geometry, RotatedStore, Store, merge_part};
 

@@ -1,7 +1,6 @@
 //! Counts of the rows that attention fetches from slower memory.
 
 use std::ops::AddAssign;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Exact rows fetched by attention since the cache was created or cloned.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -57,33 +56,5 @@ impl AddAssign for Fetched {
         self.hits += other.hits;
         self.bytes += other.bytes;
         self.loaded_bytes += other.loaded_bytes;
-    }
-}
-
-/// Interior-mutable counter of [`Fetched`], since attention borrows the store immutably.
-#[derive(Debug, Default)]
-pub struct FetchCounter([AtomicU64; 5]);
-
-impl FetchCounter {
-    /// Adds counts.
-    pub fn add(&self, fetched: Fetched) {
-        let Fetched { attentions, rows, hits, bytes, loaded_bytes } = fetched;
-        for (counter, n) in self.0.iter().zip([attentions, rows, hits, bytes, loaded_bytes]) {
-            counter.fetch_add(n, Ordering::Relaxed);
-        }
-    }
-
-    /// The sums.
-    pub fn get(&self) -> Fetched {
-        let count = |i: usize| self.0[i].load(Ordering::Relaxed);
-        let [attentions, rows, hits, bytes, loaded_bytes] = [0, 1, 2, 3, 4].map(count);
-        Fetched { attentions, rows, hits, bytes, loaded_bytes }
-    }
-}
-
-/// A clone starts counting from zero.
-impl Clone for FetchCounter {
-    fn clone(&self) -> Self {
-        Self::default()
     }
 }

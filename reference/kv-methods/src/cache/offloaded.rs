@@ -7,10 +7,10 @@ mod format;
 use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard};
 
-use kv_llama::{FetchCounter, Fetched, Footprint};
+use kv_llama::{Fetched, Footprint};
 use svd_core::SoftmaxStats;
 
-use super::Geometry;
+use super::{FetchCounter, Geometry};
 use crate::Result;
 pub(crate) use blocks::BlockRule;
 use blocks::{HeadBlocks, HeadFile};

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use kv_attend::owner::{Pair, Side};
 #[cfg(feature = "cuda")]
 use kv_device::plan::{CodedRows, Plan};
-use kv_llama::{CodingError, Fit, Footprint, unseen_error};
+use kv_llama::{Fit, Footprint};
 use kv_model::{Config, Model, Rope};
 use pq_core::{
     CodebookBuf, CodedTokens, CodesBuf, Outlier, TrainOptions, decode_into, extract_outliers, lut_into,
@@ -19,7 +19,7 @@ use super::kind::{Entry, Kind, SEED, Site};
 use super::on_device::{DeviceKind, Limit};
 use super::paged::Paging;
 use super::pq_code::{CODE_TILE, PqCode, attend_to_codes, check_codes};
-use crate::cache::{Geometry, Store, attend_rows};
+use crate::cache::{CodingError, Geometry, Store, attend_rows, unseen_error};
 use crate::calibrate::{Calibration, mean_row, rotated_keys};
 use crate::{Error, Profile, Result};
 

@@ -10,7 +10,6 @@ use std::fmt::Display;
 use std::sync::Arc;
 
 use kv_attend::owner::{Pair, Side};
-use kv_llama::{CodingError, unseen_error};
 use kv_model::{Config, Model, Rope};
 use pq_core::{CodebookBuf, TrainOptions, gaussian_centroids, gaussian_gain, train};
 use rayon::prelude::*;
@@ -22,7 +21,7 @@ use super::on_device::{DeviceKind, Limit};
 use super::paged::Paging;
 use super::pq_code::{CODE_TILE, PqCode, check_codes};
 use super::settings::{Settings, Switch, words};
-use crate::cache::{Geometry, Store};
+use crate::cache::{CodingError, Geometry, Store, unseen_error};
 use crate::calibrate::{Calibration, mean_row, output_gram, rotated_keys, single};
 use crate::{Error, Profile, Result};
 pub(super) use store::{CodedStep, TransformedStore};

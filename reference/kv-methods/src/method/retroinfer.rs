@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use kv_attend::owner::Pair;
 use kv_llama::ops::dot;
-use kv_llama::{FetchCounter, Fetched, Footprint};
+use kv_llama::{Fetched, Footprint};
 use pq_core::{GroupRule, RowBudget, combine_group_into};
 use svd_core::SoftmaxStats;
 
@@ -21,7 +21,7 @@ use super::kind::{Entry, Kind, Site};
 #[cfg(feature = "cuda")]
 use super::on_device::{DeviceKind, Limit};
 use crate::Result;
-use crate::cache::{DenseStore, ElementType, Elements, Geometry, Store};
+use crate::cache::{DenseStore, ElementType, Elements, FetchCounter, Geometry, Store};
 
 pub(super) const RETRO_INFER: Entry = Entry {
     names: &["retroinfer"],

@@ -8,7 +8,7 @@
 use std::sync::Arc;
 
 use kv_llama::ops::softmax;
-use kv_llama::{FetchCounter, Fetched, Footprint};
+use kv_llama::{Fetched, Footprint};
 use kv_model::Config;
 use pq_core::{TokenBudget, top_k_into};
 use svd_core::SoftmaxStats;
@@ -16,7 +16,7 @@ use svd_core::SoftmaxStats;
 use super::kind::{Entry, Kind, Site};
 #[cfg(feature = "cuda")]
 use super::on_device::{DeviceKind, Limit};
-use crate::cache::{DenseStore, Geometry, Store};
+use crate::cache::{DenseStore, FetchCounter, Geometry, Store};
 use crate::{Error, Result};
 
 pub(super) const SPARQ: Entry = Entry {

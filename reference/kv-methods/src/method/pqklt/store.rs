@@ -6,7 +6,7 @@ use std::sync::Arc;
 use half::f16;
 use kv_attend::owner::{Pair, Side};
 use kv_llama::ops::dot;
-use kv_llama::{CodingError, Fit, Footprint};
+use kv_llama::{Fit, Footprint};
 use kv_model::Rope;
 use pq_core::{
     CodebookBuf, CodedTokens, CodesBuf, Luts, RopeMeanBuf, Start, TrainOptions, decode_into, decode_norm,
@@ -15,7 +15,7 @@ use pq_core::{
 use svd_core::{MapBuf, Rows, RowsMut, SoftmaxStats};
 
 use crate::Result;
-use crate::cache::{Geometry, Store, merge_part};
+use crate::cache::{CodingError, Geometry, Store, merge_part};
 use crate::method::pq_code::attend_to_codes;
 
 /// The space in which keys are coded.
