@@ -1,4 +1,4 @@
-//! The library: models, caches, methods, streams and stores.
+//! The library: caches, methods, streams and stores.
 
 #![allow(clippy::unwrap_used, clippy::panic)] // helpers of tests, too
 
@@ -16,7 +16,6 @@ mod support {
 }
 
 mod caches;
-mod chunks;
 mod configurations;
 mod determinism;
 mod headers;
@@ -25,7 +24,6 @@ mod offload;
 mod profiles;
 mod pruned;
 mod quality;
-mod shapes;
 #[cfg(feature = "store")]
 mod store;
 #[cfg(feature = "s3")]

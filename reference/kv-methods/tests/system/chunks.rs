@@ -62,7 +62,7 @@ struct Setup {
 }
 
 fn load(fixture: &str) -> Model {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/parity/fixtures").join(fixture);
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/parity/fixtures").join(fixture);
     let mut model = Model::load(&folder).unwrap();
     model.config.max_seq_len = 256;
     model

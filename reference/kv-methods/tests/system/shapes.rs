@@ -3,9 +3,8 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use kv_llama::Error;
 use kv_llama::ops::{AttentionShape, causal_attention};
-use kv_llama::{Decoder, prefill};
+use kv_llama::{Decoder, Error, prefill};
 use kv_methods::Method;
 use kv_model::{Config, Linear, Model, Rope};
 use svd_core::SoftmaxStats;
@@ -112,7 +111,7 @@ fn attention_refuses_sizes_whose_products_wrap() {
 }
 
 fn model() -> Model {
-    Model::load(&Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/parity/fixtures/gqa")).unwrap()
+    Model::load(&Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/parity/fixtures/gqa")).unwrap()
 }
 
 /// A size of a configuration.
