@@ -19,8 +19,7 @@ use rayon::prelude::*;
 use svd_core::SoftmaxStats;
 
 pub(crate) use coding_error::{CodingError, unseen_error};
-pub use exact::ElementType;
-pub(crate) use exact::{DenseStore, Elements, ExactRows, attend_rows, saturating_f16};
+pub(crate) use exact::{DenseStore, ElementType, Elements, ExactRows, attend_rows, saturating_f16};
 pub(crate) use fetch_counter::FetchCounter;
 pub(crate) use offloaded::{BlockRule, Offload, OffloadedRows, RowFormat};
 pub(crate) use store::{Geometry, RotatedStore, Store, merge_part};

@@ -7,7 +7,6 @@ mod method;
 mod pack;
 mod profile;
 
-pub use cache::ElementType;
 pub use calibrate::{Calibration, CalibrationText, calibrated, calibrated_on};
 pub use error::{Error, Result};
 #[cfg(feature = "cuda")]

@@ -14,7 +14,7 @@ use crate::{Error, Result};
 
 /// The element type of exact rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ElementType {
+pub(crate) enum ElementType {
     /// 32 bits.
     F32,
     /// IEEE half precision.
