@@ -5,11 +5,18 @@ use half::{bf16, f16};
 use crate::ElementType;
 
 mod sealed {
+    use crate::ElementType;
+
     pub trait Sealed: Copy {
         /// Converts exactly.
         fn widen(self) -> f32;
         /// The nearest finite value, ties to even. The argument is not NaN.
         fn narrow(x: f32) -> Self;
+        /// The bits of an element of 16 bits; for an `f32`, those of the nearest finite element of type `to`,
+        /// or of its infinity or NaN.
+        fn to_u16(self, to: ElementType) -> u16;
+        /// The element with these bits; an `f32` is widened from type `from`.
+        fn from_u16(bits: u16, from: ElementType) -> Self;
     }
 }
 pub(crate) use sealed::Sealed;
@@ -36,6 +43,19 @@ impl Sealed for f32 {
     #[inline(always)]
     fn narrow(x: f32) -> Self {
         x
+    }
+    #[inline(always)]
+    fn to_u16(self, to: ElementType) -> u16 {
+        match (to, self.is_finite()) {
+            (ElementType::F16, true) => f16::narrow(self).to_bits(),
+            (ElementType::F16, false) => f16::from_f32(self).to_bits(),
+            (_, true) => bf16::narrow(self).to_bits(),
+            (_, false) => bf16::from_f32(self).to_bits(),
+        }
+    }
+    #[inline(always)]
+    fn from_u16(bits: u16, from: ElementType) -> Self {
+        if from == ElementType::F16 { f16::from_bits(bits).widen() } else { bf16::from_bits(bits).widen() }
     }
 }
 
@@ -79,6 +99,14 @@ impl Sealed for f16 {
         let value = if magnitude < LEAST_NORMAL { subnormal } else { normal };
         Self::from_bits((sign | value) as u16)
     }
+    #[inline(always)]
+    fn to_u16(self, _: ElementType) -> u16 {
+        Self::to_bits(self)
+    }
+    #[inline(always)]
+    fn from_u16(bits: u16, _: ElementType) -> Self {
+        Self::from_bits(bits)
+    }
 }
 
 impl Element for bf16 {
@@ -96,6 +124,14 @@ impl Sealed for bf16 {
         let bits = x.to_bits();
         let (sign, magnitude) = (bits >> 31 << 15, (bits & 0x7fff_ffff).min(0x7f7f_0000));
         Self::from_bits((sign | (magnitude + 0x7fff + (magnitude >> 16 & 1)) >> 16) as u16)
+    }
+    #[inline(always)]
+    fn to_u16(self, _: ElementType) -> u16 {
+        Self::to_bits(self)
+    }
+    #[inline(always)]
+    fn from_u16(bits: u16, _: ElementType) -> Self {
+        Self::from_bits(bits)
     }
 }
 

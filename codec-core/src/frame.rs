@@ -8,11 +8,15 @@ mod info;
 
 use core::ops::Range;
 
+#[cfg(feature = "alloc")]
+use crate::Element;
 use crate::Error;
 use crate::block::BlockBytes;
 
 use info::HEADER;
 
+#[cfg(feature = "alloc")]
+pub(crate) use encode::encode_elements_into;
 #[cfg(feature = "alloc")]
 pub use encode::{
     assemble_frame, encode_frame, encode_frame_into, encode_frame_into_with, encode_frame_with,
@@ -163,6 +167,12 @@ impl<'a> Frame<'a> {
         end.copy_from_slice(&self.entry(entry)[..8]);
         u64::from_le_bytes(end)
     }
+}
+
+/// Checks that elements of this type become those of a lossless frame, and back: `f32`, or the same type.
+#[cfg(feature = "alloc")]
+pub(crate) fn check_element<E: Element>(of_frame: ElementType) -> Result<(), Error> {
+    if E::TYPE == ElementType::F32 || E::TYPE == of_frame { Ok(()) } else { Err(Error::WrongPlane) }
 }
 
 fn check_payload(checksum: u32, block: &BlockBytes<'_>) -> Result<(), Error> {

@@ -5,8 +5,9 @@ use crate::error::check_len;
 use crate::quant::clamp_finite;
 use crate::simd::Kernel;
 
-/// The largest `head_dim` of a [`Transform`]: one head is kept on the stack.
-pub const MAX_HEAD_DIM: usize = 512;
+/// The largest `head_dim` of a [`Transform`], whose heads may be several of the model's: one is kept on the
+/// stack.
+pub const MAX_HEAD_DIM: usize = 4096;
 
 /// A linear map per head to coefficients, and its inverse; borrowed.
 ///
@@ -84,6 +85,9 @@ impl<'a> Transform<'a> {
     }
 }
 
+/// Sums on the stack: those of several tokens, which share the loads of a map.
+const SUMS: usize = 4 * MAX_HEAD_DIM;
+
 /// Maps every head of every row. Sums are in the order of the inputs and products are rounded separately, so
 /// that all backends give the same bits. Inputs of zero are skipped; at low rates most coefficients are zero.
 pub(crate) struct Apply<'a, 'b> {
@@ -97,20 +101,26 @@ impl Kernel for Apply<'_, '_> {
 
     #[inline(always)]
     fn scalar(self) {
-        let dim = self.head_dim;
-        let mut sum = [0.0_f32; MAX_HEAD_DIM];
-        let sum = &mut sum[..dim];
-        for row in self.rows.chunks_exact_mut(self.maps.len() / dim) {
-            for (head, map) in row.chunks_exact_mut(dim).zip(self.maps.chunks_exact(dim * dim)) {
-                sum.fill(0.0);
-                for (&x, map) in head.iter().zip(map.chunks_exact(dim)) {
-                    if x != 0.0 {
-                        for (sum, m) in sum.iter_mut().zip(map) {
-                            *sum += x * m;
+        let (dim, channels) = (self.head_dim, self.maps.len() / self.head_dim);
+        let mut sums = [0.0_f32; SUMS];
+        for rows in self.rows.chunks_mut(SUMS / dim * channels) {
+            let sums = &mut sums[..rows.len() / channels * dim];
+            for (head, map) in self.maps.chunks_exact(dim * dim).enumerate() {
+                let columns = head * dim..(head + 1) * dim;
+                sums.fill(0.0);
+                for (i, map) in map.chunks_exact(dim).enumerate() {
+                    for (row, sum) in rows.chunks_exact(channels).zip(sums.chunks_exact_mut(dim)) {
+                        let x = row[columns.start + i];
+                        if x != 0.0 {
+                            for (sum, m) in sum.iter_mut().zip(map) {
+                                *sum += x * m;
+                            }
                         }
                     }
                 }
-                head.copy_from_slice(sum);
+                for (row, sum) in rows.chunks_exact_mut(channels).zip(sums.chunks_exact(dim)) {
+                    row[columns.clone()].copy_from_slice(sum);
+                }
             }
         }
     }

@@ -105,6 +105,7 @@ def opened(data, magic, version):
 
 class Plane:
     lossless = False
+    mantissa = None
 
     def __init__(self, data, transform=None):
         """`transform`: another plane, whose transform this one has."""
@@ -160,11 +161,19 @@ def planes(data):
     rotated, levels, layers, heads, dim, model = r.unpack("BHIIIQ")
     check(rotated <= 1 and 1 <= levels <= 256 and layers > 0, "a profile with a field of an unknown value")
     all = []
-    for i in range(levels * 2 * layers):
-        shared, length = r.unpack("BI")
-        check(shared <= (i >= 2 * layers), "a transform that is not shared")
-        all.append(Plane(r.take(length), all[i % (2 * layers)] if shared else None))
-        check(all[-1].channels == heads * dim, "planes of different numbers of channels")
+    first = None  # the planes of the first level with loss
+    for _ in range(levels):
+        level = []
+        for i in range(2 * layers):
+            kind, length = r.unpack("BI")
+            check(kind <= 2 and (kind != 1 or first), "a transform that is not shared")
+            data = r.take(length)
+            level.append(LosslessPlane(data) if kind == 2 else Plane(data, first[i] if kind == 1 else None))
+            check(level[i].channels == heads * dim, "planes of different numbers of channels")
+            same = level[i].lossless == level[0].lossless
+            check(same and level[i].mantissa == level[0].mantissa, "planes of different kinds in a level")
+        first = first or (None if level[0].lossless else level)
+        all += level
     check(r.at == len(r.data), "there are bytes after the end of the profile")
     return all
 

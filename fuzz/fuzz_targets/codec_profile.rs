@@ -16,7 +16,7 @@ fn rows() -> Vec<f32> {
     (0..TOKENS * CHANNELS).map(|i| (i as f32).cos() * (1 + i % 7) as f32).collect()
 }
 
-/// Two levels of two layers; the levels share the transforms of keys.
+/// Three levels of two layers: one without loss, and two that share the transforms of keys.
 static PROFILE: OnceLock<Vec<u8>> = OnceLock::new();
 
 fn profile() -> Vec<u8> {
@@ -29,7 +29,8 @@ fn profile() -> Vec<u8> {
         let transform = (side == Side::Keys).then(|| transform.clone());
         PlaneBuf::fit(sample, CHANNELS, transform, &FitOptions::default())
     };
-    Profile::fit(info, 2, TOKENS, &layers, &place, fit).unwrap().to_bytes()
+    let lossless = Profile::fit_lossless(info, ElementType::F16, TOKENS, &layers, &place).unwrap();
+    Profile::join([lossless, Profile::fit(info, 2, TOKENS, &layers, &place, fit).unwrap()]).unwrap().to_bytes()
 }
 
 /// Recomputes the checksums of the planes, located by their lengths, and the overall checksum.
@@ -60,13 +61,17 @@ fuzz_target!(|input: (Vec<(u16, u8)>, u16)| {
     mend(&mut bytes);
     let Ok(profile) = Profile::from_bytes(&bytes) else { return };
     assert_eq!(Profile::from_bytes(&profile.to_bytes()).as_ref(), Ok(&profile));
-    let (info, rows) = (profile.frame_info(0, TOKENS), rows());
+    (0..profile.levels().min(2)).for_each(|level| round_trip(&profile, level as u8));
+});
+
+fn round_trip(profile: &Profile, level: u8) {
+    let (info, rows) = (profile.frame_info(level, TOKENS), rows());
     let place = Place::nhd(info.heads, info.head_dim);
     let layers = vec![LayerRows { keys: &rows[..], values: &rows[..] }; info.layers];
-    let mut frame = vec![0; info.max_frame_len()];
+    let mut bytes = vec![0; info.max_frame_len()];
     // A mean or a map of 1e38 may push values out of range, and other heads need other rows.
-    let Ok(len) = profile.encode_into(&info, &layers, &place, &mut frame) else { return };
-    let frame = Frame::parse(&frame[..len], info.elements()).unwrap();
+    let Ok(len) = profile.encode_into(&info, &layers, &place, &mut bytes) else { return };
+    let frame = Frame::parse(&bytes[..len], info.elements()).unwrap();
     let (mut keys, mut values) = (rows.clone(), rows.clone());
     for layer in 0..info.layers {
         match profile.decode_layer_to(&frame, layer, None, &place, &mut keys, &mut values) {
@@ -74,4 +79,11 @@ fuzz_target!(|input: (Vec<(u16, u8)>, u16)| {
             Err(error) => assert_eq!(error, Error::NotFinite { what: "decoded values" }),
         }
     }
-});
+    if info.lossless {
+        // The rows are now elements of 16 bits, which come back as they are.
+        let layers = vec![LayerRows { keys: &keys[..], values: &values[..] }; info.layers];
+        let mut again = vec![0; info.max_frame_len()];
+        assert_eq!(profile.encode_into(&info, &layers, &place, &mut again), Ok(len));
+        assert_eq!(again[..len], bytes[..len]);
+    }
+}

@@ -104,6 +104,7 @@ pub struct Space {
     name: ChunkId,
     info: ModelInfo,
     levels: usize,
+    lossless: u16, // a bit for each level
     grid: Grid,
 }
 
@@ -161,7 +162,10 @@ impl Space {
         }
         hash.update(model);
         hash.update(Sha256::digest(profile.to_bytes()));
-        Ok(Self { name: ChunkId(hash.finalize().into()), info: *profile.info(), levels, grid })
+        let is_lossless = |level: usize| profile.frame_info(level as u8, 0).lossless; // at most 16
+        let lossless = (0..levels).fold(0, |bits, level| bits | u16::from(is_lossless(level)) << level);
+        let name = ChunkId(hash.finalize().into());
+        Ok(Self { name, info: *profile.info(), levels, lossless, grid })
     }
 
     /// Its name.
@@ -174,6 +178,11 @@ impl Space {
     #[must_use]
     pub const fn levels(&self) -> usize {
         self.levels
+    }
+
+    /// Whether the frames of a level are lossless.
+    pub(crate) const fn is_lossless(&self, level: usize) -> bool {
+        self.lossless >> level & 1 == 1
     }
 
     /// How tokens are divided.

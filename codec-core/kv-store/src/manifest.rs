@@ -6,7 +6,7 @@
 //! | 4 | `KVSM` |
 //! | 1 | version, 2 |
 //! | 1 | levels, at least 1 and at most 16 |
-//! | 2 | 0 |
+//! | 2 | a bit for each level, the first lowest: whether its frame is lossless |
 //! | 4 | tokens |
 //! | 8 | position of the first token |
 //! | 32 | name of the space, which stands for the model, the profile and the grid |
@@ -59,6 +59,7 @@ pub struct Manifest {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Level {
     pub bytes: Range<u64>,
+    pub lossless: bool,
     pub pieces: Vec<Digest>,
 }
 
@@ -98,15 +99,16 @@ impl Manifest {
             if entry.first_token != key.tokens.start as u64 || entry.tokens != key.tokens.len() {
                 return wrong("a frame holds other tokens than its chunk");
             }
-            if entry.lossless {
-                return wrong("the frames of a chunk must be those of a profile, which have loss");
-            }
             if usize::from(entry.level) != level {
                 return wrong("the frames of a chunk must be in the order of their levels");
             }
+            if entry.lossless != space.is_lossless(level) {
+                return wrong("a frame is lossless at a level with loss, or the reverse");
+            }
             let bytes = start - frame.len() as u64..start;
             start = bytes.start;
-            levels.push(Level { bytes, pieces: frame.chunks(PIECE as usize).map(digest).collect() });
+            let pieces = frame.chunks(PIECE as usize).map(digest).collect();
+            levels.push(Level { bytes, lossless: entry.lossless, pieces });
         }
         levels.reverse();
         let (space, tokens) = (space.name(), key.tokens.clone());
@@ -117,11 +119,11 @@ impl Manifest {
     /// The bytes of the object before its frames, and their range; none for a manifest of frames that no
     /// chunk holds in this way.
     pub(crate) fn head(&self) -> Option<(Range<u64>, Vec<u8>)> {
-        let entry = |(level, Level { bytes, .. }): (usize, &Level)| ChunkEntry {
+        let entry = |(level, &Level { ref bytes, lossless, .. }): (usize, &Level)| ChunkEntry {
             first_token: self.tokens.start as u64,
             tokens: self.tokens.len(),
             level: level as u8, // at most 16
-            lossless: false,
+            lossless,
             len: (bytes.end - bytes.start) as usize,
         };
         let entries: Vec<_> = self.levels.iter().enumerate().map(entry).collect();
@@ -134,7 +136,10 @@ impl Manifest {
     #[must_use]
     pub fn to_bytes(&self) -> Vec<u8> {
         let mut out = MAGIC.to_vec();
-        out.extend([VERSION, self.levels.len() as u8, 0, 0]);
+        out.extend([VERSION, self.levels.len() as u8]);
+        let lossless =
+            self.levels.iter().rev().fold(0_u16, |bits, level| bits << 1 | u16::from(level.lossless));
+        out.extend(lossless.to_le_bytes());
         out.extend((self.tokens.len() as u32).to_le_bytes());
         out.extend((self.tokens.start as u64).to_le_bytes());
         [self.space, self.id, self.parent].iter().for_each(|name| out.extend(name.0));
@@ -170,7 +175,8 @@ impl Manifest {
             return Err("is a manifest of another version of the format, which is not read");
         }
         let n_levels = usize::from(fixed[5]);
-        if !(1..=codec_core::MAX_LEVELS).contains(&n_levels) || fixed[6..8] != [0; 2] {
+        let lossless = u32::from(u16::from_le_bytes([fixed[6], fixed[7]]));
+        if !(1..=codec_core::MAX_LEVELS).contains(&n_levels) || lossless >> n_levels != 0 {
             return Err("is a manifest with unknown fields");
         }
         let eight = |bytes: &[u8], at: usize| {
@@ -207,7 +213,8 @@ impl Manifest {
                 .and_then(|len| digests.split_at_checked(len))
                 .ok_or("is a manifest that is truncated")?;
             digests = rest;
-            levels.push(Level { bytes: start..end, pieces: pieces.as_chunks::<DIGEST>().0.to_vec() });
+            let pieces = pieces.as_chunks::<DIGEST>().0.to_vec();
+            levels.push(Level { bytes: start..end, lossless: lossless >> levels.len() & 1 == 1, pieces });
         }
         if !digests.is_empty() {
             return Err("is a manifest with bytes after its end");
@@ -236,8 +243,9 @@ impl Manifest {
         if (self.parent, &self.tokens) != (key.parent, &key.tokens) {
             return Err("is the manifest of another chunk");
         }
-        if self.levels.len() != space.levels() {
-            return Err("is a manifest with another number of levels");
+        let is_lossless = self.levels.iter().map(|level| level.lossless);
+        if !is_lossless.eq((0..space.levels()).map(|level| space.is_lossless(level))) {
+            return Err("is a manifest of other levels");
         }
         let limit = space.max_frame_len(key.tokens.len()) as u64;
         match self.levels.iter().all(|level| level.bytes.end - level.bytes.start <= limit) {
@@ -249,7 +257,7 @@ impl Manifest {
 
 #[cfg(test)]
 mod tests {
-    use codec_core::{LayerRows, Place, Profile, write_chunk};
+    use codec_core::{ElementType, LayerRows, Place, Profile, write_chunk};
     use kv_stream::encode_frames;
 
     use super::*;
@@ -260,9 +268,18 @@ mod tests {
         Space::new("model", profile, Grid { chunk: 10, tail: 5 }).unwrap()
     }
 
+    /// Three levels, the first one lossless.
+    fn levels() -> Profile {
+        let (lossy, rows) = (profile(2), [0.5_f32; 80]);
+        let layer = [LayerRows { keys: &rows, values: &rows }];
+        let lossless =
+            Profile::fit_lossless(*lossy.info(), ElementType::Bf16, 10, &layer, &Place::nhd(2, 4)).unwrap();
+        Profile::join([lossless, lossy]).unwrap()
+    }
+
     /// A chunk of ten tokens, and its manifest.
     fn described() -> (Space, ChunkKey, Vec<u8>, Manifest) {
-        let profile = profile(3);
+        let profile = levels();
         let space = space(&profile);
         let key = space.chunks(&(0..20).collect::<Vec<u32>>())[1].clone();
         let rows: Vec<f32> = (0..80).map(|i| (i as f32 * 0.3).cos()).collect();
@@ -301,6 +318,11 @@ mod tests {
         assert!(Manifest::describe(&key, &space, [0; 16], &object[..40]).is_err());
         let two = Space::new("model", &profile(2), Grid { chunk: 10, tail: 5 }).unwrap();
         assert!(Manifest::describe(&key, &two, [0; 16], &object).is_err());
+        // As many levels, but with loss.
+        let lossy = Space::new("model", &profile(3), Grid { chunk: 10, tail: 5 }).unwrap();
+        assert!(Manifest::describe(&key, &lossy, [0; 16], &object).is_err());
+        let named = Manifest { space: lossy.name(), ..described().3 };
+        assert_eq!(named.check(&key, &lossy), Err("is a manifest of other levels"));
     }
 
     /// Any value of a field, under a correct digest, gives an error, or a manifest whose frames are inside

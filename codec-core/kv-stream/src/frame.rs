@@ -61,7 +61,8 @@ impl<'a> ChunkFrame<'a> {
     ///
     /// # Errors
     /// [`Error::Codec`] for bytes that are not a frame, a frame that is too large, of another model, with
-    /// keys from the other side of RoPE or under other planes, and a lossless one; [`Error::OtherFrame`].
+    /// keys from the other side of RoPE or under other planes, and one that is lossless where the level is
+    /// not, or the reverse; [`Error::OtherFrame`].
     pub fn parse(profile: &'a Profile, bytes: &'a [u8], tokens: &Range<usize>, level: usize) -> Result<Self> {
         Self::of(profile, Frame::parse(bytes, limit(profile, tokens))?, tokens, level)
     }
@@ -86,11 +87,12 @@ impl<'a> ChunkFrame<'a> {
         if (ModelInfo { model_id, layers, heads, head_dim, keys_rotated }) != *info {
             return Err(codec_core::Error::WrongModel.into());
         }
-        if frame.info().lossless {
-            return Err(codec_core::Error::WrongCoding { lossless: true }.into());
+        let FrameInfo { lossless, level: byte, .. } = *frame.info();
+        if lossless != profile.frame_info(byte, 0).lossless {
+            return Err(codec_core::Error::WrongCoding { lossless }.into());
         }
         for (layer, side) in (0..layers).flat_map(|layer| [(layer, Side::Keys), (layer, Side::Values)]) {
-            if profile.plane(level, layer, side)?.view().id() != frame.plane_id(layer, side)? {
+            if profile.plane_id(level, layer, side)? != frame.plane_id(layer, side)? {
                 return Err(codec_core::Error::WrongPlane.into());
             }
         }

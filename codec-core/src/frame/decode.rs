@@ -3,6 +3,8 @@
 #[cfg(feature = "alloc")]
 use alloc::vec;
 #[cfg(feature = "alloc")]
+use alloc::vec::Vec;
+#[cfg(feature = "alloc")]
 use core::ops::Range;
 
 #[cfg(feature = "rayon")]
@@ -10,6 +12,8 @@ use rayon::prelude::*;
 
 use super::check_payload;
 use crate::block::{self, BlockBytes};
+#[cfg(feature = "alloc")]
+use crate::element::Sealed;
 use crate::error::check_len;
 use crate::place::Scatter;
 use crate::{
@@ -356,12 +360,61 @@ impl Frame<'_> {
         self.check_plane(plane.into(), layer, side)?;
         place.check("out", out.len(), info, 0..info.tokens)?;
         self.by_groups(|blocks, tokens, rows: &mut [u16]| {
-            self.each_block(blocks.start, rows, |block, rows| {
-                let index = BlockIndex { layer, side, block };
-                self.decode_lossless_block_into_with(backend, plane, index, rows)
-            })?;
+            self.decode_lossless_blocks(backend, plane, (layer, side), blocks.start, rows)?;
             backend.run(Scatter { place, info, tokens, rows, convert: |bits| bits, out: &mut *out });
             Ok(())
+        })
+    }
+
+    /// Decodes a plane of a lossless frame to its place in a cache of the frame's element type or of `f32`;
+    /// `rope` rotates keys that were stored before RoPE, in `f32`.
+    #[cfg(feature = "alloc")]
+    pub(crate) fn decode_elements_to<E: Element>(
+        &self,
+        plane: &LosslessPlane<'_>,
+        layer: usize,
+        side: Side,
+        rope: Option<&RopeTable<'_>>,
+        place: &Place<'_>,
+        out: &mut [E],
+    ) -> Result<(), Error> {
+        let (info, backend) = (&self.info, Backend::detect());
+        let element = info.element;
+        super::check_element::<E>(element)?;
+        self.check_plane(plane.into(), layer, side)?;
+        self.check_rope(rope, side, info.tokens)?;
+        place.check("out", out.len(), info, 0..info.tokens)?;
+        self.by_groups(|blocks, tokens, rows: &mut [u16]| {
+            self.decode_lossless_blocks(backend, plane, (layer, side), blocks.start, rows)?;
+            let Some(rope) = rope else {
+                let convert = |bits| E::from_u16(bits, element);
+                backend.run(Scatter { place, info, tokens, rows, convert, out: &mut *out });
+                return Ok(());
+            };
+            let mut wide: Vec<f32> = rows.iter().map(|&bits| f32::from_u16(bits, element)).collect();
+            for (token, row) in tokens.clone().zip(wide.chunks_exact_mut(info.channels())) {
+                rope.rotate(token, row);
+            }
+            if wide.iter().any(|x| !x.is_finite()) {
+                return Err(Error::NotFinite { what: "decoded values" });
+            }
+            backend.run(Scatter { place, info, tokens, rows: &wide, convert: E::narrow, out: &mut *out });
+            Ok(())
+        })
+    }
+
+    /// Decodes the blocks of a lossless frame from `first` on that `out` has room for.
+    #[cfg(feature = "alloc")]
+    fn decode_lossless_blocks(
+        &self,
+        backend: Backend,
+        plane: &LosslessPlane<'_>,
+        (layer, side): (usize, Side),
+        first: usize,
+        out: &mut [u16],
+    ) -> Result<(), Error> {
+        self.each_block(first, out, |block, out| {
+            self.decode_lossless_block_into_with(backend, plane, BlockIndex { layer, side, block }, out)
         })
     }
 

@@ -7,7 +7,7 @@ use core::ops::Range;
 #[cfg(feature = "rayon")]
 use rayon::prelude::*;
 
-use super::FrameInfo;
+use super::{FrameInfo, check_element};
 use crate::error::check_len;
 use crate::place::Gather;
 use crate::{Backend, Element, Error, LosslessPlane, Place, Plane, block, lossless};
@@ -243,7 +243,7 @@ pub fn encode_lossless_frame_with(
 ) -> Result<(), Error> {
     check_whole(info, rows)?;
     let place = Place::nhd(info.heads, info.head_dim);
-    CodedFrame::lossless(backend, info, planes, rows, &place)?.append_to(out);
+    CodedFrame::lossless(backend, info, planes, rows, &place, |bits| bits)?.append_to(out);
     Ok(())
 }
 
@@ -296,7 +296,21 @@ pub fn encode_lossless_frame_into_with(
     place: &Place<'_>,
     out: &mut [u8],
 ) -> Result<usize, Error> {
-    CodedFrame::lossless(backend, info, planes, rows, place)?.write_to(out)
+    CodedFrame::lossless(backend, info, planes, rows, place, |bits| bits)?.write_to(out)
+}
+
+/// [`encode_lossless_frame_into`] from elements instead of their bits; `f32` is rounded to `info.element`.
+pub(crate) fn encode_elements_into<E: Element>(
+    info: &FrameInfo,
+    planes: &[LosslessPlane<'_>],
+    rows: &[&[E]],
+    place: &Place<'_>,
+    out: &mut [u8],
+) -> Result<usize, Error> {
+    let element = info.element;
+    check_element::<E>(element)?;
+    CodedFrame::lossless(Backend::detect(), info, planes, rows, place, |x: E| x.to_u16(element))?
+        .write_to(out)
 }
 
 /// Checks that rows have the frame's tokens and no more.
@@ -335,12 +349,14 @@ impl<'a> CodedFrame<'a> {
         Ok(Self { info, ids: planes.iter().map(Plane::id).collect(), blocks })
     }
 
-    fn lossless(
+    /// `bits_of` gives the bits of an element of 16 bits.
+    fn lossless<T: Copy + Sync>(
         backend: Backend,
         info: &'a FrameInfo,
         planes: &[LosslessPlane<'_>],
-        rows: &[&[u16]],
+        rows: &[&[T]],
         place: &Place<'_>,
+        bits_of: impl Fn(T) -> u16 + Sync + Copy,
     ) -> Result<Self, Error> {
         if !info.lossless {
             return Err(Error::WrongCoding { lossless: false });
@@ -352,7 +368,7 @@ impl<'a> CodedFrame<'a> {
         let blocks = code_blocks(info, |plane, tokens| {
             let mut bits = vec![];
             let (rows, out) = (rows[plane], &mut bits);
-            backend.run(Gather { place, info, tokens, rows, convert: |bits| bits, out });
+            backend.run(Gather { place, info, tokens, rows, convert: bits_of, out });
             let mut coded = CodedBlock::default();
             lossless::encode(&planes[plane], backend, &bits, &mut coded.bytes, &mut coded.lengths)?;
             Ok(coded)

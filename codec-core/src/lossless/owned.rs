@@ -2,7 +2,7 @@
 
 use alloc::vec::Vec;
 
-use super::{LosslessPlane, mantissa_bits};
+use super::{LosslessPlane, element_of, mantissa_bits};
 use crate::error::check_len;
 use crate::model::slots::{Distribution, MAX_SYMBOLS};
 use crate::model::tables::ESCAPE;
@@ -30,7 +30,7 @@ impl LosslessPlaneBuf {
         Ok(Self { mantissa, tops, tables, id })
     }
 
-    /// Fits a table of exponents per channel to the bits of sample rows.
+    /// Fits a table of exponents and signs per channel to the bits of sample rows.
     ///
     /// # Shapes
     /// `rows` (tokens, channels): the bits of f16 or bf16 elements.
@@ -60,20 +60,42 @@ impl LosslessPlaneBuf {
         }
         check_len("rows", rows.len(), rows.len() / channels * channels)?;
         let exponents = ESCAPE >> (mantissa + 1);
-        let most = (MAX_SYMBOLS - 1).min(usize::from(exponents)); // symbols before the escape
+        let most = MAX_SYMBOLS - 1; // symbols before the escape
         let (mut tops, mut tables) = (Vec::with_capacity(channels), Vec::with_capacity(channels * TABLE_LEN));
         for c in 0..channels {
-            let column = || rows.iter().skip(c).step_by(channels).map(|bits| bits >> mantissa & exponents);
-            let top = column().max().unwrap_or(0);
+            let column = || {
+                rows.iter().skip(c).step_by(channels).map(|bits| (bits >> mantissa & exponents, bits >> 15))
+            };
+            let top = column().map(|(exponent, _)| exponent).max().unwrap_or(0);
             let mut counts = [0_u64; MAX_SYMBOLS];
-            column().for_each(|exponent| counts[usize::from(top - exponent).min(most)] += 16);
+            column().for_each(|(exponent, sign)| {
+                counts[usize::from(2 * (top - exponent) + sign).min(most)] += 16;
+            });
             let used = (0..most).rev().find(|&s| counts[s] > 0).map_or(1, |s| s + 1);
             counts[used] += counts[most] * u64::from(used < most) + 1;
             tops.push(top as u8);
-            tables.push(mantissa as u16 + 1);
+            tables.push(mantissa as u16);
             tables.extend(Distribution::from_counts(&counts, used + 1).0);
         }
         Self::new(element, tops, tables)
+    }
+
+    /// Elements per token.
+    #[must_use]
+    pub const fn channels(&self) -> usize {
+        self.tops.len()
+    }
+
+    /// The element type.
+    #[must_use]
+    pub const fn element(&self) -> ElementType {
+        element_of(self.mantissa)
+    }
+
+    /// [`LosslessPlane::id`].
+    #[must_use]
+    pub const fn id(&self) -> u32 {
+        self.id
     }
 
     /// The borrowed form that encoding and decoding take. Constructors have checked the plane, so this costs

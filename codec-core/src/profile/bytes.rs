@@ -1,15 +1,23 @@
 //! The serialized form of profiles. FORMAT.md, "Profile", specifies the bytes.
 
 use alloc::sync::Arc;
+use alloc::vec;
 use alloc::vec::Vec;
 
-use super::{MAX_LEVELS, ModelInfo, Profile};
+use super::{Level, MAX_LEVELS, ModelInfo, Profile};
 use crate::plane::owned::PlaneBufParts;
 use crate::reader::{Reader, seal};
-use crate::{Error, PlaneBuf};
+use crate::{Error, LosslessPlaneBuf, PlaneBuf};
 
 const MAGIC: [u8; 4] = *b"KVCM";
 const VERSION: u8 = 1;
+
+/// A plane as it is.
+const WHOLE: u8 = 0;
+/// A plane without its transform, which is that of the first lossy level.
+const SHARED: u8 = 1;
+/// A plane without loss.
+const LOSSLESS: u8 = 2;
 
 impl Profile {
     /// Serializes the profile. FORMAT.md, "Profile", specifies the bytes.
@@ -23,15 +31,27 @@ impl Profile {
             out.extend_from_slice(&(size as u32).to_le_bytes());
         }
         out.extend_from_slice(&model_id.to_le_bytes());
-        for (i, plane) in self.planes.iter().enumerate() {
-            let parts = plane.parts();
-            let shared = i >= 2 * layers && parts.transform.is_some() && {
-                parts.transform == self.planes[i % (2 * layers)].parts().transform
-            };
-            let bytes = parts.to_bytes(!shared);
-            out.push(shared.into());
+        let mut append = |kind: u8, bytes: &[u8]| {
+            out.push(kind);
             out.extend_from_slice(&(bytes.len() as u32).to_le_bytes());
-            out.extend_from_slice(&bytes);
+            out.extend_from_slice(bytes);
+        };
+        let mut first: Option<&[PlaneBuf]> = None; // the first lossy level
+        for level in &self.levels {
+            match level {
+                Level::Lossless(planes) => {
+                    planes.iter().for_each(|plane| append(LOSSLESS, &plane.to_bytes()));
+                }
+                Level::Lossy(planes) => {
+                    for (i, plane) in planes.iter().enumerate() {
+                        let parts = plane.parts();
+                        let shared = parts.transform.is_some()
+                            && first.is_some_and(|first| first[i].parts().transform == parts.transform);
+                        append(if shared { SHARED } else { WHOLE }, &parts.to_bytes(!shared));
+                    }
+                    first = first.or(Some(planes));
+                }
+            }
         }
         seal(out)
     }
@@ -57,23 +77,46 @@ impl Profile {
         if !(1..=MAX_LEVELS).contains(&levels) {
             return Err(Error::BadField { what: "number of levels" });
         }
-        // No `with_capacity`: the number of planes is untrusted.
-        let mut planes: Vec<PlaneBuf> = Vec::new();
-        for i in 0..levels.saturating_mul(2 * layers) {
-            let [shared] = reader.array()?;
-            let len = reader.size()?;
-            let mut parts = PlaneBufParts::from_bytes(reader.take(len)?)?;
-            let first = planes.get(i % (2 * layers)).map(|plane| &plane.parts().transform);
-            match (shared, &parts.transform, first) {
-                (0, _, _) => {}
-                (1, None, Some(Some(transform))) if i >= 2 * layers => {
-                    parts.transform = Some(Arc::clone(transform));
-                }
-                _ => return Err(Error::BadField { what: "shared transform" }),
+        // No `with_capacity`: the numbers of levels and of planes are untrusted.
+        let (mut all, mut first) = (vec![], None);
+        for _ in 0..levels {
+            let level = read_level(&mut reader, layers, first.and_then(|i| all.get(i)))?;
+            if first.is_none() && matches!(level, Level::Lossy(_)) {
+                first = Some(all.len());
             }
-            planes.push(PlaneBuf::new(parts)?);
+            all.push(level);
         }
         reader.finish()?;
-        Self::new(info, planes)
+        Self::of_levels(info, all)
     }
+}
+
+/// Reads the planes of a level; `first` is the first lossy level, whose transforms others may share.
+fn read_level(reader: &mut Reader<'_>, layers: usize, first: Option<&Level>) -> Result<Level, Error> {
+    let (mut lossy, mut lossless) = (Vec::new(), Vec::new());
+    for i in 0..layers.saturating_mul(2) {
+        let [kind] = reader.array()?;
+        let len = reader.size()?;
+        let bytes = reader.take(len)?;
+        if kind == LOSSLESS && lossy.is_empty() {
+            lossless.push(LosslessPlaneBuf::from_bytes(bytes)?);
+            continue;
+        }
+        if !lossless.is_empty() {
+            return Err(Error::BadField { what: "kind of a plane" });
+        }
+        let mut parts = PlaneBufParts::from_bytes(bytes)?;
+        let shared = match first {
+            Some(Level::Lossy(first)) => first.get(i).and_then(|plane| plane.parts().transform.as_ref()),
+            _ => None,
+        };
+        match (kind, &parts.transform, shared) {
+            (WHOLE, _, _) => {}
+            (SHARED, None, Some(transform)) => parts.transform = Some(Arc::clone(transform)),
+            (SHARED, _, _) => return Err(Error::BadField { what: "shared transform" }),
+            _ => return Err(Error::BadField { what: "kind of a plane" }),
+        }
+        lossy.push(PlaneBuf::new(parts)?);
+    }
+    Ok(if lossless.is_empty() { Level::Lossy(lossy) } else { Level::Lossless(lossless) })
 }

@@ -53,21 +53,74 @@ fn mutated_streams_decode_alike_or_not_at_all() {
     let streams = std::env::var("MUTATIONS").map_or(20_000, |n| n.parse::<usize>().unwrap());
     std::thread::scope(|scope| {
         for seed in [1, 2] {
-            scope.spawn(move || (0..24).for_each(|kinds| mutate(kinds, seed, streams / 48)));
+            scope.spawn(move || {
+                (0..24).for_each(|kinds| mutate_lossy(kinds, seed, streams / 48));
+                [ElementType::F16, ElementType::Bf16]
+                    .into_iter()
+                    .for_each(|element| mutate_lossless(element, seed, streams / 48));
+            });
         }
     });
 }
 
-fn mutate(kinds: usize, seed: u64, streams: usize) {
-    let mut random = Random(seed << 32 | (kinds as u64 + 1));
+const INDEX: BlockIndex = BlockIndex { layer: 0, side: Side::Keys, block: 0 };
+
+fn mutate_lossy(kinds: usize, seed: u64, streams: usize) {
     let plane = fitted(kinds);
     let plane = plane.view();
     let info = FrameInfo { block_tokens: TOKENS, ..FrameInfo::new(1, 1, CHANNELS, TOKENS) };
     let mut frame = vec![];
     encode_frame(&info, &[plane; 2], &[&rows()[..]; 2], &mut frame).unwrap();
+    let random = Random(seed << 32 | (kinds as u64 + 1));
+    mutate(&format!("kinds {kinds}, seed {seed}"), frame, random, streams, |frame, backend, sum| {
+        let mut out = vec![0.0_f32; CHANNELS * TOKENS];
+        frame.decode_block_into_with(backend, &plane, INDEX, None, &mut out)?;
+        assert!(out.iter().all(|x| x.is_finite()));
+        out.iter().for_each(|x| sum(x.to_bits()));
+        Ok(())
+    });
+}
+
+fn mutate_lossless(element: ElementType, seed: u64, streams: usize) {
+    // Every 50th element is of an exponent that the sample does not have.
+    let bits = |x: &f32| {
+        if element == ElementType::Bf16 {
+            (x.to_bits() >> 16) as u16
+        } else {
+            half::f16::from_f32(*x).to_bits()
+        }
+    };
+    let sample: Vec<u16> = rows().iter().map(bits).collect();
+    let plane = LosslessPlaneBuf::fit(element, &sample, CHANNELS).unwrap();
+    let wild: Vec<u16> = sample
+        .iter()
+        .enumerate()
+        .map(|(i, &bits)| if i % 50 == 7 { !bits ^ i as u16 } else { bits })
+        .collect();
+    let info =
+        FrameInfo { lossless: true, element, block_tokens: TOKENS, ..FrameInfo::new(1, 1, CHANNELS, TOKENS) };
+    let plane = plane.view();
+    let mut frame = vec![];
+    encode_lossless_frame(&info, &[plane; 2], &[&wild[..]; 2], &mut frame).unwrap();
+    let random = Random(seed << 32 | 99);
+    mutate(&format!("{element:?}, seed {seed}"), frame, random, streams, |frame, backend, sum| {
+        let mut out = vec![0_u16; CHANNELS * TOKENS];
+        frame.decode_lossless_block_into_with(backend, &plane, INDEX, &mut out)?;
+        out.iter().for_each(|&bits| sum(bits.into()));
+        Ok(())
+    });
+}
+
+/// Changes bytes of a frame of one block a plane; `decode` passes what it decodes to its last argument.
+fn mutate(
+    name: &str,
+    mut frame: Vec<u8>,
+    mut random: Random,
+    streams: usize,
+    decode: impl Fn(&Frame<'_>, Backend, &mut dyn FnMut(u32)) -> Result<(), Error>,
+) {
     let (whole, payload) = (frame.clone(), INDEX_END + 4);
     let backends: Vec<Backend> = Backend::ALL.into_iter().filter(|backend| backend.is_available()).collect();
-    let mut out = vec![vec![0.0_f32; CHANNELS * TOKENS]; backends.len()];
     for i in 0..streams {
         if i % 8 == 0 {
             frame.copy_from_slice(&whole);
@@ -87,22 +140,13 @@ fn mutate(kinds: usize, seed: u64, streams: usize) {
         frame[80..84].copy_from_slice(&checksum.to_le_bytes());
         let index = crc32fast::hash(&frame[64..INDEX_END]);
         frame[INDEX_END..payload].copy_from_slice(&index.to_le_bytes());
-        let parsed = Frame::parse(&frame, info.elements()).unwrap();
-        let mut results = backends.iter().zip(&mut out).map(|(&backend, out)| {
-            let result = parsed.decode_block_into_with(
-                backend,
-                &plane,
-                BlockIndex { layer: 0, side: Side::Keys, block: 0 },
-                None,
-                out,
-            );
-            assert!(result.is_err() || out.iter().all(|x| x.is_finite()), "kinds {kinds}, stream {i}");
-            (
-                result,
-                result.is_ok().then(|| out.iter().fold(0, |sum: u32, x| sum.rotate_left(1) ^ x.to_bits())),
-            )
+        let parsed = Frame::parse(&frame, 2 * CHANNELS * TOKENS).unwrap();
+        let mut results = backends.iter().map(|&backend| {
+            let mut sum = 0_u32;
+            let result = decode(&parsed, backend, &mut |x| sum = sum.rotate_left(1) ^ x);
+            (result, sum)
         });
         let first = results.next().unwrap();
-        assert!(results.all(|other| other == first), "kinds {kinds}, seed {seed}, stream {i}");
+        assert!(results.all(|other| other == first), "{name}, stream {i}");
     }
 }

@@ -145,7 +145,8 @@ fn forged_headers_are_refused_or_have_other_models() {
     assert!(forge(11, 255).is_err()); // 4 G layers: the second level's transforms are at the first
     assert_eq!(forge(12, 3), Err(Error::Length { what: "channels of a plane", expected: 18, actual: 12 }));
     assert_eq!(forge(28, 1), Err(Error::BadField { what: "shared transform" }));
-    assert_eq!(forge(28, 2), Err(Error::BadField { what: "shared transform" }));
+    assert_eq!(forge(28, 2), Err(Error::BadMagic)); // no plane without loss
+    assert_eq!(forge(28, 3), Err(Error::BadField { what: "kind of a plane" }));
     assert_eq!(forge(32, 255), Err(Error::Truncated));
     assert_ne!(forge(20, 1).unwrap().info().model_id, MODEL.model_id);
     assert_eq!(Profile::new(MODEL, vec![]), Err(Error::Zero { what: "levels" }));
@@ -171,7 +172,7 @@ fn mend(bytes: &mut [u8]) {
 #[test]
 fn forged_profiles_are_refused_or_work() {
     let tensors = tensors();
-    let (rows, bytes) = (rows(&tensors), profile(&tensors).to_bytes());
+    let (rows, bytes) = (rows(&tensors), with_lossless(&tensors).to_bytes());
     let mut state = 11_u32;
     let mut random = |n: usize| {
         state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
@@ -192,15 +193,17 @@ fn forged_profiles_are_refused_or_work() {
         };
         taken += 1;
         assert_eq!(Profile::from_bytes(&profile.to_bytes()).as_ref(), Ok(&profile));
-        let info = profile.frame_info(1, TOKENS);
-        let mut frame = vec![0; info.max_frame_len()];
-        // A map of 1e38 takes values out of range.
-        let Ok(len) = profile.encode_into(&info, &rows, &PLACE, &mut frame) else { continue };
-        let frame = Frame::parse(&frame[..len], info.elements()).unwrap();
-        let (mut keys, mut values) = (vec![0.0_f32; 840], vec![0.0_f32; 840]);
-        match profile.decode_layer_to(&frame, 0, None, &PLACE, &mut keys, &mut values) {
-            Ok(()) => assert!(keys.iter().chain(&values).all(|x| x.is_finite())),
-            Err(error) => assert_eq!(error, Error::NotFinite { what: "decoded values" }),
+        for level in 0..2 {
+            let info = profile.frame_info(level, TOKENS);
+            let mut frame = vec![0; info.max_frame_len()];
+            // A map of 1e38 takes values out of range.
+            let Ok(len) = profile.encode_into(&info, &rows, &PLACE, &mut frame) else { continue };
+            let frame = Frame::parse(&frame[..len], info.elements()).unwrap();
+            let (mut keys, mut values) = (vec![0.0_f32; 840], vec![0.0_f32; 840]);
+            match profile.decode_layer_to(&frame, 0, None, &PLACE, &mut keys, &mut values) {
+                Ok(()) => assert!(keys.iter().chain(&values).all(|x| x.is_finite())),
+                Err(error) => assert_eq!(error, Error::NotFinite { what: "decoded values" }),
+            }
         }
     }
     assert!(taken > 200 && refused > 200, "{taken} {refused}");
@@ -253,6 +256,104 @@ fn frames_of_other_models_levels_and_planes_are_refused() {
     let short = profile.encode_into(&info, &rows(&tensors)[..2], &PLACE, &mut out);
     assert_eq!(short, Err(Error::Length { what: "rows", expected: 3, actual: 2 }));
     assert!(profile.plane(0, 3, k).is_err() && profile.plane(2, 0, k).is_err());
+}
+
+/// A level without loss, before the lossy ones.
+fn with_lossless(tensors: &[Vec<f16>]) -> Profile {
+    let lossless = Profile::fit_lossless(MODEL, ElementType::F16, TOKENS, &rows(tensors), &PLACE).unwrap();
+    Profile::join([lossless, profile(tensors)]).unwrap()
+}
+
+#[test]
+fn a_level_without_loss_keeps_every_bit() {
+    let sample = tensors();
+    let profile = with_lossless(&sample);
+    assert_eq!(Profile::from_bytes(&profile.to_bytes()).as_ref(), Ok(&profile));
+    // NaN with every payload, infinities, zeros of both signs, subnormals, among ordinary values.
+    let tensors: Vec<Vec<f16>> = sample
+        .iter()
+        .map(|rows| rows.iter().enumerate())
+        .map(|rows| {
+            rows.map(|(i, &x)| if i % 9 == 0 { f16::from_bits((i * 2731) as u16) } else { x }).collect()
+        })
+        .collect();
+    let info = FrameInfo { block_tokens: 32, ..profile.frame_info(0, TOKENS) };
+    assert!(info.lossless && info.element == ElementType::F16);
+    let bytes = encoded(&profile, &info, &tensors);
+    let frame = Frame::parse(&bytes, info.elements()).unwrap();
+    let bits = |rows: &[f16]| rows.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+    for (layer, tensors) in tensors.chunks_exact(2).enumerate() {
+        let (mut keys, mut values) = (vec![f16::ZERO; 840], vec![f16::ZERO; 840]);
+        profile.decode_layer_to(&frame, layer, None, &PLACE, &mut keys, &mut values).unwrap();
+        assert_eq!((bits(&keys), bits(&values)), (bits(&tensors[0]), bits(&tensors[1])));
+        let one = profile.layer(layer).unwrap();
+        for (side, id) in [Side::Keys, Side::Values].map(|side| (side, frame.plane_id(layer, side))) {
+            assert_eq!((profile.plane_id(0, layer, side), one.plane_id(0, 0, side)), (id, id));
+            assert_eq!(profile.lossless_plane(0, layer, side).map(LosslessPlaneBuf::id), id);
+        }
+        let mut wide = vec![0.0_f32; 840];
+        profile.decode_layer_to(&frame, layer, None, &PLACE, &mut wide, &mut vec![0.0; 840]).unwrap();
+        let exact = |(x, y): (&f32, &f16)| x.to_bits() == y.to_f32().to_bits() || x.is_nan() && y.is_nan();
+        assert!(wide.iter().zip(&tensors[0]).all(exact));
+    }
+}
+
+#[test]
+fn rows_of_f32_are_rounded_and_keys_rotated_without_loss() {
+    let sample = tensors();
+    let profile = with_lossless(&sample);
+    let wide: Vec<Vec<f32>> =
+        sample.iter().map(|rows| rows.iter().map(|x| x.to_f32() * (1.0 + 1e-5)).collect()).collect();
+    let rows: Vec<_> = wide.chunks_exact(2).map(|l| LayerRows { keys: &l[0][..], values: &l[1] }).collect();
+    let info = profile.frame_info(0, TOKENS);
+    let mut bytes = vec![0; info.max_frame_len()];
+    let len = profile.encode_into(&info, &rows, &PLACE, &mut bytes).unwrap();
+    let frame = Frame::parse(&bytes[..len], info.elements()).unwrap();
+    let angles: Vec<f32> = (0..TOKENS * 3).map(|i| i as f32 * 0.1).collect();
+    let (cos, sin): (Vec<f32>, Vec<f32>) = angles.iter().map(|x| (x.cos(), x.sin())).unzip();
+    let rope = RopeTable::halves(6, &cos, &sin).unwrap();
+    let decode = |rope: Option<&RopeTable<'_>>| {
+        let (mut keys, mut values) = (vec![0.0_f32; 840], vec![0.0_f32; 840]);
+        profile.decode_layer_to(&frame, 2, rope, &PLACE, &mut keys, &mut values).map(|()| (keys, values))
+    };
+    let (keys, values) = decode(None).unwrap();
+    let rounded = |x: &f32| f16::from_f32(*x).to_f32();
+    assert!(keys.iter().zip(&wide[4]).chain(values.iter().zip(&wide[5])).all(|(x, y)| *x == rounded(y)));
+    let rotated = decode(Some(&rope)).unwrap().0;
+    for (t, (plain, rotated)) in keys.chunks_exact(12).zip(rotated.chunks_exact(12)).enumerate() {
+        let (a, b, i) = (plain[1], plain[4], 3 * t + 1);
+        assert_eq!((rotated[1], rotated[4]), (a * cos[i] - b * sin[i], b * cos[i] + a * sin[i]));
+    }
+}
+
+#[test]
+fn levels_without_loss_refuse_other_types_codings_and_models() {
+    let tensors = tensors();
+    let (lossy, profile) = (profile(&tensors), with_lossless(&tensors));
+    assert_eq!((profile.levels(), profile.frame_info(1, TOKENS).lossless), (3, false));
+    let (k, coding) = (Side::Keys, |lossless| Error::WrongCoding { lossless });
+    assert_eq!(profile.plane(0, 0, k).err(), Some(coding(true)));
+    assert_eq!(profile.lossless_plane(1, 0, k).err(), Some(coding(false)));
+    assert_eq!(profile.plane(1, 2, k), lossy.plane(0, 2, k));
+    let info = profile.frame_info(0, TOKENS);
+    let mut out = vec![0; info.max_frame_len()];
+    let not = FrameInfo { lossless: false, ..info };
+    assert_eq!(profile.encode_into(&not, &rows(&tensors), &PLACE, &mut out), Err(coding(false)));
+    let brain = vec![half::bf16::ONE; 840];
+    let other = [LayerRows { keys: &brain[..], values: &brain }; 3];
+    assert_eq!(profile.encode_into(&info, &other, &PLACE, &mut out), Err(Error::WrongPlane));
+    let bytes = encoded(&profile, &info, &tensors);
+    let frame = Frame::parse(&bytes, info.elements()).unwrap();
+    let (mut keys, mut values) = (brain.clone(), brain);
+    let decoded = profile.decode_layer_to(&frame, 0, None, &PLACE, &mut keys, &mut values);
+    assert_eq!(decoded, Err(Error::WrongPlane));
+    let planes = |element| vec![LosslessPlaneBuf::fit(element, &[0; 24], 12).unwrap(); 3];
+    let mixed = [planes(ElementType::F16), planes(ElementType::Bf16)].concat();
+    assert!(matches!(Profile::lossless(MODEL, mixed), Err(Error::BadPlane { .. })));
+    assert_eq!(Profile::join([lossy.clone(), lossy.layer(0).unwrap()]), Err(Error::WrongModel));
+    assert_eq!(Profile::join([]), Err(Error::Zero { what: "levels" }));
+    let fitted = Profile::fit_lossless(MODEL, ElementType::F32, TOKENS, &rows(&tensors), &PLACE);
+    assert!(fitted.is_err() && lossy.layer(3).is_err());
 }
 
 #[cfg(feature = "rayon")]

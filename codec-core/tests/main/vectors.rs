@@ -237,6 +237,38 @@ fn a_profile() {
     check("model.f32", &decoded.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<_>>());
 }
 
+/// A model of one layer with a level without loss, before a lossy one; the frame has rows that no sample has.
+#[test]
+fn a_profile_with_a_level_without_loss() {
+    let model = ModelInfo { model_id: 5, layers: 1, heads: HEADS, head_dim: HEAD_DIM, keys_rotated: false };
+    let place = Place::nhd(HEADS, HEAD_DIM);
+    let sample: Vec<f16> = rows(3, 2.0).into_iter().map(f16::from_f32).collect();
+    let layer = [LayerRows { keys: &sample[..], values: &sample }];
+    let lossless = Profile::fit_lossless(model, ElementType::F16, TOKENS, &layer, &place).unwrap();
+    let lossy = Profile::fit(model, 1, TOKENS, &layer, &place, |_, _, _, sample| {
+        PlaneBuf::fit(sample, CHANNELS, None, &FitOptions::default())
+    });
+    let profile = Profile::join([lossless, lossy.unwrap()]).unwrap();
+    check("first-level.kvcm", &profile.to_bytes());
+    let bits: Vec<u16> = (0..TOKENS * CHANNELS).map(|i| (i * i * 31 + 7 * i) as u16).collect();
+    let wild: Vec<f16> = sample
+        .iter()
+        .zip(&bits)
+        .map(|(&x, &bits)| if bits % 7 == 0 { f16::from_bits(bits) } else { x })
+        .collect();
+    let info = FrameInfo { block_tokens: 30, ..profile.frame_info(0, TOKENS) };
+    let mut frame = vec![0; info.max_frame_len()];
+    let layer = [LayerRows { keys: &wild[..], values: &sample }];
+    let len = profile.encode_into(&info, &layer, &place, &mut frame).unwrap();
+    check("first-level.kvcc", &frame[..len]);
+    let frame = Frame::parse(&frame[..len], info.elements()).unwrap();
+    let (mut keys, mut values) = (sample.clone(), wild.clone());
+    profile.decode_layer_to(&frame, 0, None, &place, &mut keys, &mut values).unwrap();
+    let bytes = |rows: &[f16]| rows.iter().flat_map(|x| x.to_bits().to_le_bytes()).collect::<Vec<_>>();
+    assert_eq!((bytes(&keys), bytes(&values)), (bytes(&wild), bytes(&sample)));
+    check("first-level.u16", &[bytes(&keys), bytes(&values)].concat());
+}
+
 /// `format.py` reads every vector from the command line, to the same bits, and rejects mismatched files in
 /// one line. `PYTHON` names an interpreter that has numpy.
 #[test]
@@ -265,6 +297,7 @@ fn the_second_reader_agrees() {
         read(&[&format!("{name}.kvcp")], &format!("{name}.kvcc"), &format!("{name}.f32"));
     }
     read(&["lossless.kvcl"], "lossless.kvcc", "lossless.u16");
+    read(&["first-level.kvcm"], "first-level.kvcc", "first-level.u16");
     let text = read(&["model.kvcm"], "model.kvcc", "model.f32");
     let lines: Vec<&str> = text.lines().collect();
     let head = "level 1, keys after RoPE, tokens 4 to 57, 2 heads of 20";
