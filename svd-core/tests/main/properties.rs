@@ -52,6 +52,57 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(32))]
 
     #[test]
+    fn a_joint_query_metric_is_that_of_each_head_and_decorrelates_all(
+        seed in any::<u64>(),
+        (scale, weight) in (0.1_f32..10.0, 0.1_f64..10.0),
+    ) {
+        const ALL: usize = 2 * DIM;
+        let queries = [rows(60, seed, scale), rows(50, seed ^ 2, 1.0)];
+        // The second head repeats the first one, with noise.
+        let (first, noise) = (rows(200, seed ^ 1, 1.0), rows(200, seed ^ 3, 0.3));
+        let both: Vec<f32> = first
+            .chunks_exact(DIM)
+            .zip(noise.chunks_exact(DIM))
+            .flat_map(|(x, n)| x.iter().copied().chain(x.iter().zip(n).map(|(x, n)| x + n)))
+            .collect();
+        let mut keys = Gram::<PostRope>::new(ALL).unwrap();
+        keys.add_rows(Rows::contiguous(&both, ALL).unwrap()).unwrap();
+        let (keys, metrics) = (keys.centred(), [gram(&queries[0]), gram(&queries[1])]);
+        let weights = [1.0, weight];
+        let rotation = Rotation::joint_query_metric(&keys, &[(&metrics[0], 1.0), (&metrics[1], weight)]).unwrap();
+        let (a, b, c) = (rotation.basis(), rotation.dual(), keys.matrix());
+        let metric: Vec<f64> = (0..ALL * ALL).map(|i| (i / ALL, i % ALL)).map(|(r, s)| {
+            let head = r / DIM;
+            let gram = metrics[head].matrix()[r % DIM * DIM + s % DIM];
+            if s / DIM == head { gram * weights[head] / (metrics[head].rows() as f64 * DIM as f64) } else { 0.0 }
+        }).collect();
+        let dot = |f: &dyn Fn(usize) -> f64| (0..ALL).map(f).sum::<f64>();
+        let largest = metric.iter().copied().fold(0.0, f64::max);
+        for r in 0..ALL {
+            for s in 0..ALL {
+                // B A^T = I; A A^T is the metric; A^T C A is diagonal.
+                let unit = f64::from(u8::from(r == s));
+                prop_assert!((dot(&|i| b[r * ALL + i] * a[s * ALL + i]) - unit).abs() < 1e-6);
+                let weight = dot(&|i| a[r * ALL + i] * a[s * ALL + i]);
+                prop_assert!((weight - metric[r * ALL + s]).abs() < 1e-5 * largest);
+                let times_c = |j: usize| dot(&|i| a[i * ALL + r] * c[i * ALL + j]);
+                let covariance = dot(&|j| times_c(j) * a[j * ALL + s]) / 200.0;
+                let expected = unit * rotation.sigma()[r].powi(2);
+                prop_assert!((covariance - expected).abs() < 1e-9 * rotation.sigma()[0].powi(2));
+            }
+        }
+        // What both heads have is in the first components: the error of half of them is below that of halves of
+        // the heads' own.
+        let lost = |sigma: &[f64]| sigma[sigma.len() / 2..].iter().map(|x| x * x).sum::<f64>();
+        let own: f64 = (0..2).map(|head| {
+            let rows: Vec<f32> = both.chunks_exact(ALL).flat_map(|row| row[head * DIM..][..DIM].to_vec()).collect();
+            let one = Rotation::query_metric(&gram(&rows).centred(), &metrics[head]).unwrap();
+            lost(one.sigma()) * weights[head]
+        }).sum();
+        prop_assert!(lost(rotation.sigma()) < own * (1.0 + 1e-6), "{} {own}", lost(rotation.sigma()));
+    }
+
+    #[test]
     fn the_query_metric_makes_equal_errors_cost_equally(seed in any::<u64>(), scale in 0.1_f32..10.0) {
         let (queries, keys) = (rows(60, seed, scale), rows(80, seed ^ 1, 1.0));
         let rotation = Rotation::query_metric(&gram(&keys).centred(), &gram(&queries)).unwrap();
