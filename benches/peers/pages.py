@@ -566,6 +566,41 @@ def sq(data):
     return lines
 
 
+def storage(data):
+    lines = [
+        "# Stored caches",
+        "",
+        f"{data['cpu']}; {data['date']}, commit {data['commit']}. `kv compare`: a prompt through the store, then",
+        "tokens decoded over it.",
+        "",
+    ]
+    for part in data["quality"]:
+        rows = [
+            [
+                row["name"],
+                row["setting"].replace(":window=0", "").replace(":", " "),
+                f"{row['bits_per_value']:.3f}",
+                f"{16 / row['bits_per_value']:.1f}",
+                f"{row['kl']:.5f}",
+                f"{100 * row['top1']:.1f} %",
+                f"{row['perplexity']:.3f}",
+                f"{row['shared_bytes'] / 2**20:.1f}" if row["shared_bytes"] else "",
+            ]
+            for row in part["rows"]
+        ]
+        lines += [f"## {part['model']}, {part['text']}: {part['context']} tokens, {part['decode']} decoded", ""]
+        columns = ["method", "setting", "bits", "times smaller", "KL", "top-1", "perplexity", "profile, MiB"]
+        lines += table(columns, rows)
+    if data["speed"]:
+        rows = [
+            [row["element"], row["coder"], f"{row['bits']:.2f}", f"{row['encode']:.0f}", f"{row['decode']:.0f}"]
+            for row in data["speed"]
+        ]
+        lines += ["## Without loss: one thread, million elements a second", ""]
+        lines += table(["elements", "coder", "bits", "encode", "decode"], rows)
+    return lines
+
+
 PAGES = {
     "gpu": gpu,
     "decode": decode,
@@ -575,4 +610,5 @@ PAGES = {
     "any-text": any_text,
     "streaming": streaming,
     "sq": sq,
+    "storage": storage,
 }

@@ -129,7 +129,7 @@ fn widths(counts: &[f64]) -> Vec<u16> {
 }
 
 /// Normal numbers (Box and Muller over a xorshift generator).
-struct Normal(u64);
+pub struct Normal(pub u64);
 
 impl Normal {
     fn uniform(&mut self) -> f64 {
@@ -139,7 +139,8 @@ impl Normal {
         ((self.0 >> 11) as f64 + 0.5) / (1_u64 << 53) as f64
     }
 
-    fn next(&mut self) -> f64 {
+    /// The next number.
+    pub fn next(&mut self) -> f64 {
         (-2.0 * self.uniform().ln()).sqrt() * (std::f64::consts::TAU * self.uniform()).cos()
     }
 }

@@ -5,10 +5,13 @@
 //! group of ten, rounded to 0.5, 1 and 1.5 deviations by layer third (CacheGen's values). The 12-bit tables
 //! are counted on 2,000 other tokens and not transmitted. Every coder is checked by a round trip before it is
 //! timed. Prints a JSON line per measurement.
+//!
+//! `codec_speed REPEATS lossless` times lossless frames of 16-bit rows and zstd on the same elements.
 
 #![allow(clippy::unwrap_used)] // a measurement that cannot run should say so by panicking
 
 mod data;
+mod lossless;
 mod peers;
 
 use codec_core::{Backend, LANES, Models, Row, decode_symbols_into_with, encode_symbols_with};
@@ -17,6 +20,9 @@ use kv_benches::median;
 
 fn main() {
     let repeats: usize = std::env::args().nth(1).map_or(5, |x| x.parse().unwrap());
+    if std::env::args().nth(2).is_some_and(|what| what == "lossless") {
+        return lossless::measure(repeats);
+    }
     let units = data::units();
     let n: f64 = units.iter().map(|unit| (unit.tokens * CHANNELS) as f64).sum();
     let entropy: f64 = units.iter().map(Unit::entropy).sum::<f64>() / n;
