@@ -22,7 +22,7 @@ pub(crate) use coding_error::{CodingError, unseen_error};
 pub(crate) use exact::{DenseStore, ElementType, Elements, ExactRows, attend_rows, saturating_f16};
 pub(crate) use fetch_counter::FetchCounter;
 pub(crate) use offloaded::{BlockRule, Offload, OffloadedRows, RowFormat};
-pub(crate) use store::{Geometry, RotatedStore, Store, merge_part};
+pub(crate) use store::{Geometry, Grouped, RotatedStore, Store, merge_part};
 
 use crate::Result;
 
@@ -140,7 +140,8 @@ impl KvCache for WindowedCache {
         if k.iter().chain(v).any(|x| !x.is_finite()) {
             return Err(self.error("keys or values hold a NaN or an infinity"));
         }
-        let layer = &mut self.layers[layer];
+        let (before, layer) = self.layers.split_at_mut(layer);
+        let layer = &mut layer[0];
         let sinks = self.window.to_sinks(held, n) * kv_dim;
         layer.sinks.push(&k[..sinks], &v[..sinks]);
         layer.recent.push(&k[sinks..], &v[sinks..]);
@@ -151,6 +152,8 @@ impl KvCache for WindowedCache {
             let (k, v) = layer.recent.front(evicted);
             layer.store.push(layer.sinks.len() + layer.store.len(), &k, &v)?;
             layer.recent.drop_front(evicted);
+            let before = before.iter_mut().map(|layer| &mut *layer.store as &mut dyn Store);
+            layer.store.code_group(&mut before.collect::<Vec<_>>())?;
         }
         // The queries are of these tokens: a prompt that the window holds is not chosen from when others
         // leave it.

@@ -38,7 +38,7 @@ use pq_core::Window;
 use crate::cache::{ElementType, Geometry, WindowedCache};
 use crate::calibrate::Calibration;
 use crate::{Error, Profile, Result};
-use kind::{Kind, Site};
+use kind::{Kind, LOSSLESS, Site};
 #[cfg(feature = "cuda")]
 pub use registry::device_help;
 pub use registry::{DEFAULT_METHODS, method_examples, methods_help};
@@ -193,7 +193,10 @@ impl Method {
         else {
             return false;
         };
-        name == other_name && own != other && own.keys >= other.keys && own.values >= other.values
+        if name != other_name {
+            return other_name == LOSSLESS;
+        }
+        own != other && own.keys >= other.keys && own.values >= other.values
     }
 
     /// Rejects settings without effect on the CPU.

@@ -115,7 +115,8 @@ fn check_levels(methods: &[Method]) -> Result<()> {
     }
     for (i, method) in methods.iter().enumerate() {
         if !method.has_bitstream() {
-            return Err(Error::Argument(format!("method {} has no bitstream", method.name)));
+            let spec = method.spec();
+            return Err(Error::Argument(format!("method {spec} has no bitstream of single layers")));
         }
         if methods[..i].contains(method) {
             return refused(format!("{} is given twice", method.spec()));

@@ -26,17 +26,10 @@ pub fn levels(methods: &[Method], model: &Model, profile: &Profile) -> Result<co
         let what = format!("{} levels, not 1 to {}", methods.len(), codec_core::MAX_LEVELS);
         return Err(Error::Argument(what));
     }
-    let (mut planes, mut info) = (vec![], None);
-    for level in Method::planes_of(methods, &model.config, profile)? {
-        for layer in 0..model.config.n_layers {
-            for side in [codec_core::Side::Keys, codec_core::Side::Values] {
-                planes.push(level.plane(0, layer, side)?.clone());
-            }
-        }
-        info = Some(*level.info());
+    if methods.is_empty() {
+        return Err(Error::argument("no levels"));
     }
-    let info = info.ok_or_else(|| Error::argument("no levels"))?;
-    Ok(codec_core::Profile::new(info, planes)?)
+    Ok(codec_core::Profile::join(Method::planes_of(methods, &model.config, profile)?)?)
 }
 
 /// A context in chunks, each at all levels of a profile, with the speeds of loading it.

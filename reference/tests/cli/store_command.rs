@@ -16,7 +16,7 @@ fn the_command_line_stores_and_loads() {
     let prompt: String =
         std::fs::read_to_string(assets.join("sotu-heldout.txt")).unwrap()[30_000..31_500].into();
     std::fs::write(&text, &prompt).unwrap();
-    let common = ["--kv-grid", "100/20", "--kv-levels", "cachegen:bits=8,cachegen:bits=2"];
+    let common = ["--kv-grid", "100/20", "--kv-levels", "cachegen:mode=lossless:rows=f16,cachegen:bits=2"];
     let output = |args: &[&str]| {
         let output = run("kv", kv(&[args, &common].concat()));
         let (out, err) =
@@ -117,6 +117,13 @@ fn wrong_stores_are_refused_in_one_line() {
         &turned,
         "bits=2 is lossier than cachegen:mode=transform:bits=3, which follows",
     );
+    let lossless = "cachegen:bits=4,cachegen:mode=lossless";
+    refused(
+        "loss before none",
+        &["store", "put", url, "--kv-levels", lossless],
+        "bits=4 is lossier than cachegen:mode=lossless",
+    );
+    refused("layers together", &["store", "put", url, "--kv-levels", "cachegen:over=3"], "no bitstream");
     refused("a level twice", &twice, "cachegen:mode=transform:bits=2 is given twice");
     refused("tokens", &["store", "get", url, "--tokens", "999999"], "--tokens 999999: the text has ");
     let levels = ["cachegen:bits=3"; 17].join(",");

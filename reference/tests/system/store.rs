@@ -27,14 +27,14 @@ struct Setup {
     space: Space,
 }
 
-/// The shipped model; a nearly lossless level, and a lossier one.
+/// The shipped model; a level that keeps every bit of rows of 16 bits, and a lossy one.
 static SETUP: LazyLock<Setup> = LazyLock::new(|| {
     let assets = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets");
     let model = Arc::new(Model::load(&assets.join("tiny-llama-12m")).unwrap());
     let text = std::fs::read_to_string(assets.join("sotu-heldout.txt")).unwrap();
     let tokens = model.tokenizer().unwrap().encode(&text[..20_000]).unwrap();
     let rope = Arc::new(Rope::new(&model.config, 2048));
-    let methods = Method::parse_list("cachegen:bits=9,cachegen:bits=3").unwrap();
+    let methods = Method::parse_list("cachegen:mode=lossless:rows=f16,cachegen:bits=3").unwrap();
     let calibrated = calibrated(&model, &rope, &tokens[..1024], &methods).unwrap();
     let profile = levels(&methods, &model, &calibrated).unwrap();
     let space = Space::new(&model.hash, &profile, GRID).unwrap();

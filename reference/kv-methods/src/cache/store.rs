@@ -1,11 +1,13 @@
 //! The interface of a method: a store of the tokens between sinks and window; and helpers shared by all
 //! stores.
 
+use kv_attend::owner::Pair;
 use kv_llama::{Fetched, Fit, Footprint, PromptRows};
 use kv_model::Config;
 use svd_core::SoftmaxStats;
 
 use crate::Result;
+use crate::cache::DenseStore;
 
 /// The tokens between the sinks and the window of one layer.
 pub(crate) trait Store: Send + Sync {
@@ -18,6 +20,15 @@ pub(crate) trait Store: Send + Sync {
     /// Appends `n` tokens: keys before RoPE and values, (n, n_kv_heads * head_dim) each; the first at `pos`.
     /// After a system error, such as a full disk, the contents are unchanged.
     fn push(&mut self, pos: usize, k: &[f32], v: &[f32]) -> Result<()>;
+    /// Codes what this store and those of the layers before it have pushed, if it is the last of a group of
+    /// layers that are coded together. `before`: the stores of all layers before, in order.
+    fn code_group(&mut self, _before: &mut [&mut dyn Store]) -> Result<()> {
+        Ok(())
+    }
+    /// Its rows, for the last store of its group.
+    fn grouped(&mut self) -> Option<&mut Grouped> {
+        None
+    }
     /// Number of tokens.
     fn len(&self) -> usize;
     /// Whether [`Self::truncate`] to `len` tokens leaves what a cache of that length holds: its window begins at
@@ -52,6 +63,18 @@ pub(crate) trait Store: Send + Sync {
     }
     /// An independent copy.
     fn clone_box(&self) -> Box<dyn Store>;
+}
+
+/// Rows of a layer that is coded together with others: the last tokens are exact until the group's last layer
+/// has them, too.
+#[derive(Clone)]
+pub(crate) struct Grouped {
+    /// Position of the first exact row.
+    pub pos: usize,
+    /// Coded rows, then the exact ones.
+    pub rows: DenseStore,
+    /// The exact rows: keys before RoPE, and values, (n, n_kv_heads * head_dim) each.
+    pub exact: Pair<Vec<f32>>,
 }
 
 /// A store that can take keys already rotated, to any positions.

@@ -4,6 +4,8 @@
 mod store;
 mod transform;
 
+use std::fmt::Display;
+use std::str::FromStr;
 use std::sync::Arc;
 
 use codec_core::{Coder, FitOptions, LayerRows, ModelInfo, ModelKind, Place, PlaneBuf, PredictorKind, Steps};
@@ -12,12 +14,12 @@ use kv_attend::owner::{Pair, Side};
 use kv_device::plan::{Bitstream, Plan};
 use kv_model::{Config, Model, Rope};
 
-use super::kind::{Entry, Kind, Site};
+use super::kind::{Entry, Kind, LOSSLESS, Site};
 #[cfg(feature = "cuda")]
 use super::on_device::{DeviceKind, Limit};
 use super::settings::{Bits, Settings, words};
 use crate::cache::Store;
-use crate::calibrate::{Calibration, mean_row};
+use crate::calibrate::{Calibration, LayerSamples, mean_row};
 use crate::{Error, Profile, Result};
 use store::CacheGenStore;
 use transform::PlaneTransform;
@@ -26,6 +28,8 @@ pub(super) const CACHE_GEN: Entry = Entry {
     names: &["cachegen"],
     help: "\
   cachegen          bitstream and back: mode=transform (query-metric KLT) bits=3 offset=1.2 (values above keys)
+                      over=head|layer|model|N layers (one KLT for them)   over=head
+                      mode=lossless, every bit of rows of 16 bits         rows=bf16|f16
                       mode=channels, bins in standard deviations          k=0.5 v=0.5
                       mode=common, bins in mean deviations                k=0.5 v=0.5
                       mode=paper, anchors, bins grow by layer third       k=0.5 v=0.5
@@ -36,6 +40,8 @@ pub(super) const CACHE_GEN: Entry = Entry {
 ",
     examples: &[
         "cachegen:bits=8:exact=f32:window=4:batch=10",
+        "cachegen:over=model:bits=8:exact=f32:window=4:batch=10",
+        "cachegen:mode=lossless:rows=f16:exact=f32:window=4:batch=10",
         "cachegen:mode=channels:k=0.01:v=0.01:predictor=previous:models=context:coder=range:exact=f32:window=4:batch=10",
         "cachegen:mode=common:k=0.01:v=0.01:exact=f32:window=4:batch=10",
         "cachegen:mode=paper:k=0.01:v=0.01:exact=f32:window=4:batch=10",
@@ -45,6 +51,7 @@ pub(super) const CACHE_GEN: Entry = Entry {
 };
 
 /// The codec's sides.
+#[cfg(feature = "cuda")]
 const CODEC_SIDES: Pair<codec_core::Side> = Pair::new(codec_core::Side::Keys, codec_core::Side::Values);
 
 #[derive(Debug)]
@@ -60,7 +67,9 @@ struct CacheGen {
 enum Mode {
     /// Coefficients of the query-metric KLT (for values, in the metric of `W_O`), with steps such that both
     /// sides take `bits` per element on average, values `offset` more than keys, within a factor of two.
-    Transform { bits: f32, offset: f32 },
+    Transform { bits: f32, offset: f32, over: Over },
+    /// The bits of 16-bit elements.
+    Lossless { rows: HalfType },
     /// Channels, with bins in standard deviations.
     Channels { k: f32, v: f32 },
     /// Channels, with one step per layer: this fraction of the root of their mean variance.
@@ -69,6 +78,58 @@ enum Mode {
     Paper { k: f32, v: f32 },
     /// As in LMCache: bins relative to each token's largest magnitude, more of them in the first layers.
     LmCache { bins: u8 },
+}
+
+/// The heads that one transform mixes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Over {
+    Head,
+    /// The heads of this many layers, which divides the model's.
+    Layers(usize),
+    /// The heads of all layers.
+    Model,
+}
+
+impl FromStr for Over {
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        let layers = || text.parse().ok().filter(|&n| n > 0).map(Self::Layers);
+        match text {
+            "head" => Ok(Self::Head),
+            "layer" => Ok(Self::Layers(1)),
+            "model" => Ok(Self::Model),
+            _ => layers().ok_or_else(|| "must be head, layer, model or a number of layers".into()),
+        }
+    }
+}
+
+impl Display for Over {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Head => f.write_str("head"),
+            Self::Layers(1) => f.write_str("layer"),
+            Self::Layers(n) => n.fmt(f),
+            Self::Model => f.write_str("model"),
+        }
+    }
+}
+
+/// Element types of 16 bits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum HalfType {
+    Bf16,
+    F16,
+}
+words!(HalfType, "bf16" => HalfType::Bf16, "f16" => HalfType::F16);
+
+impl From<HalfType> for codec_core::ElementType {
+    fn from(rows: HalfType) -> Self {
+        match rows {
+            HalfType::Bf16 => Self::Bf16,
+            HalfType::F16 => Self::F16,
+        }
+    }
 }
 
 /// How keys and values are predicted.
@@ -89,12 +150,13 @@ words!(Prediction, "best" => Prediction::Best, "none" => Prediction::None, "mean
 #[derive(Clone, Copy, PartialEq)]
 enum ModeName {
     Transform,
+    Lossless,
     Channels,
     Common,
     Paper,
     LmCache,
 }
-words!(ModeName, "transform" => ModeName::Transform, "channels" => ModeName::Channels, "common" => ModeName::Common,
+words!(ModeName, "transform" => ModeName::Transform, "lossless" => ModeName::Lossless, "channels" => ModeName::Channels, "common" => ModeName::Common,
     "paper" => ModeName::Paper, "lmcache" => ModeName::LmCache);
 
 /// [`ModelKind`] on the command line.
@@ -123,7 +185,13 @@ fn parse(s: &mut Settings<'_>) -> Result<CacheGen> {
     let (mode, predictor, models) = match s.own("mode", ModeName::Transform)? {
         ModeName::Transform => {
             let (bits, offset) = (s.bin("bits", 3.0)?, s.common("offset", Bits(1.2))?.0);
-            (Mode::Transform { bits, offset }, Prediction::Best, ModelKind::Tables)
+            let over = s.common("over", Over::Head)?;
+            (Mode::Transform { bits, offset, over }, Prediction::Best, ModelKind::Tables)
+        }
+        ModeName::Lossless => {
+            let rows = s.own("rows", HalfType::Bf16)?;
+            let (predictor, models, coder) = (Prediction::None, ModelKind::Tables, Coder::InterleavedRans);
+            return Ok(CacheGen { mode: Mode::Lossless { rows }, predictor, models, coder });
         }
         ModeName::Channels => {
             let (k, v) = (s.bin("k", 0.5)?, s.bin("v", 0.5)?);
@@ -178,7 +246,7 @@ impl CacheGen {
 
     fn steps<'a>(&self, side: Side, l: usize, config: &Config, given: &'a [f32]) -> Steps<'a> {
         match self.mode {
-            Mode::Transform { .. } | Mode::Common { .. } => Steps::Given(given),
+            Mode::Transform { .. } | Mode::Common { .. } | Mode::Lossless { .. } => Steps::Given(given),
             Mode::Channels { k, v } => Steps::Deviations(Pair::new(k, v)[side]),
             Mode::Paper { k, v } => {
                 let third = 1 + 3 * l / config.n_layers;
@@ -197,10 +265,34 @@ impl CacheGen {
         let key = self.key();
         let planes = codec_core::Profile::from_bytes(profile.bytes(&key)?)
             .map_err(|e| Error::Profile(format!("`{key}`: {e}")))?;
-        if *planes.info() != model_info(config) {
+        if *planes.info() != self.model_info(config) {
             return Err(Error::Profile(format!("`{key}` is of a model of another shape")));
         }
         Ok(planes)
+    }
+
+    /// Layers that are coded together.
+    const fn group(&self, config: &Config) -> usize {
+        match self.mode {
+            Mode::Transform { over: Over::Layers(n), .. } => n,
+            Mode::Transform { over: Over::Model, .. } => config.n_layers,
+            _ => 1,
+        }
+    }
+
+    /// Whether a store or a device has its frames: those of single layers.
+    const fn codes_layers(&self) -> bool {
+        matches!(self.mode, Mode::Transform { over: Over::Head | Over::Layers(1), .. })
+            || !matches!(self.mode, Mode::Transform { .. })
+    }
+
+    /// The model that the planes belong to, identified by its hash in the file. Layers that are coded together
+    /// are one layer, which has the heads of all of them.
+    const fn model_info(&self, config: &Config) -> ModelInfo {
+        let &Config { n_layers, n_kv_heads, head_dim, .. } = config;
+        let group = self.group(config);
+        let (layers, heads) = (n_layers / group, group * n_kv_heads);
+        ModelInfo { model_id: 0, layers, heads, head_dim, keys_rotated: false }
     }
 }
 
@@ -213,18 +305,46 @@ impl Kind for CacheGen {
         true
     }
 
-    /// Fits a plane to the keys and one to the values of every layer.
+    fn check(&self, config: &Config) -> Result<()> {
+        let group = self.group(config);
+        if !config.n_layers.is_multiple_of(group) {
+            let layers = config.n_layers;
+            return Err(Error::Argument(format!(
+                "over={group} does not divide the {layers} layers of the model"
+            )));
+        }
+        let dim = group * config.kv_dim();
+        let most = codec_core::MAX_HEAD_DIM;
+        if matches!(self.mode, Mode::Transform { over: Over::Layers(_) | Over::Model, .. }) && dim > most {
+            return Err(Error::Argument(format!(
+                "over={group}: a transform of {dim} channels, not at most {most}"
+            )));
+        }
+        Ok(())
+    }
+
+    /// Fits a plane to the keys and one to the values of every layer, or group of layers.
     fn calibrate(&self, model: &Model, _: &Rope, samples: &Calibration, profile: &mut Profile) -> Result<()> {
         let config = &model.config;
+        let info = self.model_info(config);
         let transforms = match self.mode {
-            Mode::Transform { bits, offset } => PlaneTransform::all(model, samples, bits, offset)?,
+            Mode::Transform { bits, offset, over } => {
+                let heads = if over == Over::Head { 1 } else { info.heads };
+                PlaneTransform::all(model, samples, heads, bits, offset)?
+            }
             _ => vec![],
         };
-        let layers = samples.layers.iter();
+        let groups: Vec<_> =
+            samples.layers.chunks(self.group(config)).map(|layers| grouped(layers, config)).collect();
         let rows: Vec<_> =
-            layers.map(|layer| LayerRows { keys: &layer.keys[..], values: &layer.values }).collect();
-        let tokens = rows.first().map_or(0, |layer| layer.keys.len() / config.kv_dim());
-        let place = Place::nhd(config.n_kv_heads, config.head_dim);
+            groups.iter().map(|[keys, values]| LayerRows { keys: &keys[..], values }).collect();
+        let tokens = rows.first().map_or(0, |rows| rows.keys.len() / info.channels());
+        let place = Place::nhd(info.heads, info.head_dim);
+        if let Mode::Lossless { rows: element } = self.mode {
+            let planes = codec_core::Profile::fit_lossless(info, element.into(), tokens, &rows, &place)?;
+            profile.put_bytes(self.key(), planes.to_bytes());
+            return Ok(());
+        }
         let fit = |_, l: usize, side: codec_core::Side, rows: &[f32]| {
             let side = match side {
                 codec_core::Side::Keys => Side::Keys,
@@ -234,7 +354,7 @@ impl Kind for CacheGen {
             let given = match (transform, self.mode) {
                 (Some(transform), _) => transform.steps.clone(),
                 (None, Mode::Common { k, v }) => {
-                    vec![Pair::new(k, v)[side] * deviation(rows, config.kv_dim()); config.kv_dim()]
+                    vec![Pair::new(k, v)[side] * deviation(rows, info.channels()); info.channels()]
                 }
                 (None, _) => vec![],
             };
@@ -245,16 +365,23 @@ impl Kind for CacheGen {
                 coder: self.coder,
             };
             let transform = transform.map(|transform| transform.transform.clone());
-            PlaneBuf::fit_best(rows, config.kv_dim(), transform, &options, self.predictor.candidates())
+            PlaneBuf::fit_best(rows, info.channels(), transform, &options, self.predictor.candidates())
         };
-        let planes = codec_core::Profile::fit(model_info(config), 1, tokens, &rows, &place, fit)?;
+        let planes = codec_core::Profile::fit(info, 1, tokens, &rows, &place, fit)?;
         profile.put_bytes(self.key(), planes.to_bytes());
         Ok(())
     }
 
     fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {
-        let planes = Arc::new(self.planes_of(site.profile, site.config)?);
-        site.layers(|l| CacheGenStore::new(site.geometry, planes.clone(), l, site.dense(l)))
+        let (planes, group) = (self.planes_of(site.profile, site.config)?, self.group(site.config));
+        if group > 1 && !site.exact_layers.is_empty() {
+            return Err(Error::argument("exact-layers: layers that are coded together must all be coded"));
+        }
+        site.layers(|l| {
+            let is_last = l % group == group - 1;
+            let planes = is_last.then(|| planes.layer(l / group)).transpose()?;
+            Ok(CacheGenStore::new(site.geometry, group, planes, site.dense(l)))
+        })
     }
 
     #[cfg(feature = "cuda")]
@@ -263,8 +390,9 @@ impl Kind for CacheGen {
     }
 
     fn coarseness(&self) -> Option<(&'static str, Pair<f32>)> {
-        Some(match self.mode {
+        self.codes_layers().then_some(match self.mode {
             Mode::Transform { bits, .. } => ("bits", Pair::of(|_| -bits)),
+            Mode::Lossless { .. } => (LOSSLESS, Pair::of(|_| 0.0)),
             Mode::Channels { k, v } => ("deviations", Pair::new(k, v)),
             Mode::Common { k, v } => ("mean deviations", Pair::new(k, v)),
             Mode::Paper { k, v } => ("deviations by layer third", Pair::new(k, v)),
@@ -273,7 +401,7 @@ impl Kind for CacheGen {
     }
 
     fn planes(&self, config: &Config, profile: &Profile) -> Option<Result<codec_core::Profile>> {
-        Some(self.planes_of(profile, config))
+        self.codes_layers().then(|| self.planes_of(profile, config))
     }
 }
 
@@ -281,6 +409,18 @@ impl Kind for CacheGen {
 impl DeviceKind for CacheGen {
     fn limits(&self, window: pq_core::Window) -> Vec<Limit> {
         vec![
+            Limit::new(
+                matches!(self.mode, Mode::Lossless { .. }),
+                "mode=lossless",
+                "a device does not encode without loss",
+                "mode=transform, channels or common",
+            ),
+            Limit::new(
+                matches!(self.mode, Mode::Transform { over: Over::Layers(_) | Over::Model, .. }),
+                "over",
+                "a device has a transform of each head",
+                "over=head",
+            ),
             Limit::new(
                 matches!(self.mode, Mode::LmCache { .. }),
                 "mode=lmcache",
@@ -315,10 +455,14 @@ impl DeviceKind for CacheGen {
     }
 }
 
-/// The model that the planes belong to, identified by its hash in the file.
-const fn model_info(config: &Config) -> ModelInfo {
-    let &Config { n_layers: layers, n_kv_heads: heads, head_dim, .. } = config;
-    ModelInfo { model_id: 0, layers, heads, head_dim, keys_rotated: false }
+/// The rows of layers that are coded together: keys, then values, (n, layers * n_kv_heads * head_dim) each.
+fn grouped(layers: &[LayerSamples], config: &Config) -> [Vec<f32>; 2] {
+    let (kv_dim, tokens) = (config.kv_dim(), layers[0].keys.len() / config.kv_dim());
+    let join = |rows: fn(&LayerSamples) -> &[f32]| {
+        let token = |t: usize| layers.iter().flat_map(move |layer| &rows(layer)[t * kv_dim..][..kv_dim]);
+        (0..tokens).flat_map(token).copied().collect()
+    };
+    [join(|layer| &layer.keys), join(|layer| &layer.values)]
 }
 
 /// The root of the mean variance of the channels. It is positive even for constant rows, such as a pruned
@@ -354,6 +498,8 @@ mod tests {
             ("cachegen:mode=paper:predictor=mean", "coder: "),
             ("cachegen:mode=channels:coder=range", "coder: "),
             ("cachegen:mode=lmcache", "mode: "),
+            ("cachegen:mode=lossless", "mode: "),
+            ("cachegen:over=layer", "over: "),
             ("cachegen:exact-layers=0", "exact-layers: "),
         ] {
             let error = on_device(spec).unwrap_err().to_string();

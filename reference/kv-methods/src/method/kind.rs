@@ -16,6 +16,9 @@ use crate::{Profile, Result};
 /// Seed of all random choices in the methods.
 pub(super) const SEED: u64 = 0x6b76;
 
+/// The name of the steps of bitstreams without loss; see [`Kind::coarseness`].
+pub(super) const LOSSLESS: &str = "lossless";
+
 /// An entry of the registry.
 pub(super) struct Entry {
     /// Its names.
@@ -91,7 +94,7 @@ pub(super) trait Kind: Debug + Send + Sync {
     }
 
     /// The relative step sizes of keys and values, for a method whose store is a bitstream, comparable
-    /// between methods with the same name of steps.
+    /// between methods with the same name of steps; every other name is lossier than [`LOSSLESS`].
     fn coarseness(&self) -> Option<(&'static str, Pair<f32>)> {
         None
     }

@@ -2,28 +2,36 @@
 
 use std::sync::Arc;
 
-use codec_core::{Frame, FrameInfo, PlaneBuf, Profile, encode_frame};
+use codec_core::{Frame, FrameInfo, LayerRows, Place, Profile};
 use kv_attend::owner::{Pair, Side};
 use kv_llama::Footprint;
 use svd_core::SoftmaxStats;
 
-use super::CODEC_SIDES;
-use crate::Result;
-use crate::cache::{DenseStore, Geometry, Store};
+use crate::cache::{DenseStore, Geometry, Grouped, Store};
+use crate::{Error, Result};
 
 /// Encodes every batch of tokens to a bitstream (keys before RoPE, values); attention runs over the decoded
 /// rows.
 ///
 /// The paper stores and streams the bits and decodes them into a dense cache: the bits count as kept, the
 /// dense rows as working memory.
+///
+/// Layers may be coded together, in groups. Tokens that leave the window in a decode step are then coded when
+/// the group's last layer has them; in that step, the layers attend to them exactly.
 #[derive(Clone)]
 pub(crate) struct CacheGenStore {
     geometry: Geometry,
-    planes: Arc<Profile>,
-    layer: usize,
-    planes_len: usize, // bytes, of the layer
+    layers: usize, // of the group
+    grouped: Grouped,
+    last: Option<GroupBits>, // of the group's last layer
+}
+
+/// The bits of a group of layers.
+#[derive(Clone)]
+struct GroupBits {
+    planes: Arc<Profile>, // of the group, whose heads are those of one layer
+    planes_len: usize,    // bytes
     chunks: Vec<Chunk>,
-    decoded: DenseStore,
 }
 
 #[derive(Clone)]
@@ -33,49 +41,95 @@ struct Chunk {
 }
 
 impl CacheGenStore {
-    pub fn new(geometry: Geometry, planes: Arc<Profile>, layer: usize, decoded: DenseStore) -> Result<Self> {
-        let plane = |side: Side| planes.plane(0, layer, CODEC_SIDES[side]);
-        let planes_len = Pair::try_of(plane)?.iter().map(|plane| plane.to_bytes().len()).sum();
-        Ok(Self { geometry, planes, layer, planes_len, chunks: vec![], decoded })
+    /// The store of a layer; the last one of a group of `layers` has the `planes` of the group.
+    pub fn new(geometry: Geometry, layers: usize, planes: Option<Profile>, decoded: DenseStore) -> Self {
+        let last = planes.map(|planes| {
+            let planes_len = planes.to_bytes().len();
+            GroupBits { planes: Arc::new(planes), planes_len, chunks: vec![] }
+        });
+        let exact = Pair::of(|_| vec![]);
+        Self { geometry, layers, grouped: Grouped { pos: 0, rows: decoded, exact }, last }
+    }
+}
+
+impl GroupBits {
+    /// Encodes and decodes the rows of some tokens, (n, layers, heads * head_dim).
+    fn code(&mut self, pos: usize, rows: &Pair<Vec<f32>>) -> Result<Pair<Vec<f32>>> {
+        let info = *self.planes.info();
+        let (place, tokens) = (Place::nhd(info.heads, info.head_dim), rows.keys.len() / info.channels());
+        let info = FrameInfo { first_token: pos as u64, ..self.planes.frame_info(0, tokens) };
+        let mut frame = vec![0; info.max_frame_len()];
+        let rows = [LayerRows { keys: &rows.keys[..], values: &rows.values }];
+        let len = self.planes.encode_into(&info, &rows, &place, &mut frame)?;
+        frame.truncate(len);
+        let mut out = Pair::of(|_| vec![0.0; info.elements() / 2]);
+        let parsed = Frame::parse(&frame, info.elements())?;
+        self.planes.decode_layer_to(&parsed, 0, None, &place, &mut out.keys, &mut out.values)?;
+        self.chunks.push(Chunk { valid: tokens, frame });
+        Ok(out)
     }
 }
 
 impl Store for CacheGenStore {
     fn push(&mut self, pos: usize, k: &[f32], v: &[f32]) -> Result<()> {
-        let info = FrameInfo {
-            first_token: pos as u64,
-            ..FrameInfo::new(
-                1,
-                self.geometry.n_kv_heads,
-                self.geometry.head_dim,
-                k.len() / self.geometry.kv_dim(),
-            )
-        };
-        let planes =
-            Pair::try_of(|side| self.planes.plane(0, self.layer, CODEC_SIDES[side]).map(PlaneBuf::view))?;
-        let mut bytes = vec![];
-        encode_frame(&info, &[planes.keys, planes.values], &[k, v], &mut bytes)?;
-        let frame = Frame::parse(&bytes, info.elements())?;
-        let decoded = Pair::try_of(|side| {
-            let (mut rows, plane) = (vec![0.0; k.len()], &planes[side]);
-            frame.decode_plane_into(plane, 0, CODEC_SIDES[side], None, &mut rows).map(|_| rows)
-        })?;
-        self.chunks.push(Chunk { valid: info.tokens, frame: bytes });
-        self.decoded.push(pos, &decoded.keys, &decoded.values)
+        let Grouped { pos: first, rows, exact } = &mut self.grouped;
+        if exact.keys.is_empty() {
+            *first = pos;
+        }
+        exact.keys.extend_from_slice(k);
+        exact.values.extend_from_slice(v);
+        rows.push(pos, k, v)
+    }
+
+    fn code_group(&mut self, before: &mut [&mut dyn Store]) -> Result<()> {
+        let Some(bits) = &mut self.last else { return Ok(()) };
+        let kv_dim = self.geometry.kv_dim();
+        let first = (before.len() + 1).checked_sub(self.layers);
+        let others = first.and_then(|first| before.get_mut(first..)).unwrap_or_default();
+        let mut group: Vec<&mut Grouped> = others.iter_mut().filter_map(|store| store.grouped()).collect();
+        group.push(&mut self.grouped);
+        let tokens = group[0].exact.keys.len() / kv_dim;
+        if group.len() != self.layers || group.iter().any(|rows| rows.exact.keys.len() != tokens * kv_dim) {
+            return Err(Error::argument("layers that are coded together must all be coded"));
+        }
+        let pos = group[0].pos;
+        let rows = Pair::of(|side| {
+            let token =
+                |t: usize| group.iter().flat_map(move |layer| &layer.exact[side][t * kv_dim..][..kv_dim]);
+            (0..tokens).flat_map(token).copied().collect::<Vec<f32>>()
+        });
+        let decoded = bits.code(pos, &rows)?;
+        for (l, layer) in group.into_iter().enumerate() {
+            let own = |side| {
+                let tokens = decoded[side].chunks_exact(self.layers * kv_dim);
+                tokens.flat_map(|token| &token[l * kv_dim..][..kv_dim]).copied().collect::<Vec<f32>>()
+            };
+            let (keys, values) = (own(Side::Keys), own(Side::Values));
+            layer.rows.truncate(layer.rows.tokens() - tokens)?;
+            layer.rows.push(pos, &keys, &values)?;
+            layer.exact = Pair::of(|_| vec![]);
+        }
+        Ok(())
+    }
+
+    fn grouped(&mut self) -> Option<&mut Grouped> {
+        Some(&mut self.grouped)
     }
 
     fn len(&self) -> usize {
-        self.decoded.tokens()
+        self.grouped.rows.tokens()
     }
 
     fn truncate(&mut self, len: usize) -> Result<()> {
         let mut left = len;
-        for chunk in &mut self.chunks {
-            chunk.valid = chunk.valid.min(left);
-            left -= chunk.valid;
+        if let Some(bits) = &mut self.last {
+            for chunk in &mut bits.chunks {
+                chunk.valid = chunk.valid.min(left);
+                left -= chunk.valid;
+            }
+            bits.chunks.retain(|chunk| chunk.valid > 0);
         }
-        self.chunks.retain(|chunk| chunk.valid > 0);
-        self.decoded.truncate(len)
+        self.grouped.rows.truncate(len)
     }
 
     fn attend(
@@ -86,14 +140,15 @@ impl Store for CacheGenStore {
         out: &mut [f32],
         stats: &mut [SoftmaxStats],
     ) -> Result<()> {
-        self.decoded.attend(head, first, q, out, stats)
+        self.grouped.rows.attend(head, first, q, out, stats)
     }
 
     fn footprint(&self) -> Footprint {
+        let bits = self.last.as_ref();
         Footprint {
-            kept: self.chunks.iter().map(|chunk| chunk.frame.len()).sum(),
-            working: self.decoded.footprint().kept,
-            shared: self.planes_len,
+            kept: bits.map_or(0, |bits| bits.chunks.iter().map(|chunk| chunk.frame.len()).sum()),
+            working: self.grouped.rows.footprint().kept,
+            shared: bits.map_or(0, |bits| bits.planes_len),
             ..Footprint::default()
         }
     }

@@ -8,6 +8,7 @@ use kv_model::Model;
 use rayon::prelude::*;
 use svd_core::{Gram, Rotation, Rows};
 
+use super::grouped;
 use crate::Result;
 use crate::cache::Geometry;
 use crate::calibrate::{Calibration, LayerSamples, output_gram, single};
@@ -19,51 +20,116 @@ pub(crate) struct PlaneTransform {
 }
 
 impl PlaneTransform {
-    /// The transforms of all planes: keys, then values, of each layer.
+    /// The transforms of all planes: keys, then values, of each layer or group of layers. A transform mixes
+    /// `heads` heads: one, those of a layer, or those of a group of layers.
     ///
     /// Keys share one step, in units of the noise of attention logits. Values have a step per head, halfway
-    /// between a common step and a common rate, since the metric of `W_O` ignores the later layers.
+    /// between a common step and a common rate, since the metric of `W_O` ignores the later layers; where
+    /// heads are mixed, their metric has that weight instead.
     ///
     /// Values have `offset` bits more than keys, but neither side less than half of the other's bits: at low
     /// rates the offset alone would leave almost none to keys.
-    pub fn all(model: &Model, samples: &Calibration, bits: f32, offset: f32) -> Result<Vec<Self>> {
-        let config = &model.config;
-        let geometry = Geometry::of(config);
-        let heads =
-            samples.layers.par_iter().enumerate().map(|(l, layer)| head_rotations(model, geometry, l, layer));
-        let heads: Vec<Pair<Vec<Rotation>>> = heads.collect::<Result<_>>()?;
-        let sigmas = |side: Side| heads.iter().flat_map(move |layer| layer[side].iter().map(Rotation::sigma));
+    pub fn all(
+        model: &Model,
+        samples: &Calibration,
+        heads: usize,
+        bits: f32,
+        offset: f32,
+    ) -> Result<Vec<Self>> {
+        let geometry = Geometry::of(&model.config);
+        let of_heads = samples.layers.par_iter().enumerate();
+        let of_heads = of_heads.map(|(l, layer)| head_rotations(model, geometry, l, layer));
+        let of_heads: Vec<Pair<Vec<Rotation>>> = of_heads.collect::<Result<_>>()?;
+        let spreads: Vec<f64> =
+            of_heads.iter().flat_map(|layer| &layer.values).map(|head| spread(head.sigma())).collect();
+        let mean_spread = spreads.iter().sum::<f64>() / spreads.len() as f64;
+        let value_units: Vec<f64> =
+            spreads.iter().map(|spread| ((spread + mean_spread) / 2.0).exp()).collect();
         let half = offset.clamp(-bits / 1.5, bits / 1.5) / 2.0;
-        let key_step = step_for_rate(sigmas(Side::Keys).map(|sigma| (sigma, 1.0)), bits - half);
-        let spread = |sigma: &[f64]| sigma.iter().map(|x| x.max(1e-9).ln()).sum::<f64>() / sigma.len() as f64;
-        let mean_spread = sigmas(Side::Values).map(spread).sum::<f64>() / sigmas(Side::Values).count() as f64;
-        let halfway = |sigma: &[f64]| ((spread(sigma) + mean_spread) / 2.0).exp();
-        let relative = sigmas(Side::Values).map(|sigma| (sigma, halfway(sigma)));
-        let value_step = step_for_rate(relative, bits + half);
-        heads
-            .iter()
-            .flat_map(|layer| {
-                let key_steps: Vec<f64> = layer.keys.iter().map(|_| key_step).collect();
-                let value_steps =
-                    layer.values.iter().map(|head| value_step * halfway(head.sigma())).collect();
-                layer
-                    .iter()
-                    .zip([key_steps, value_steps])
-                    .map(|(heads, steps)| Self::of_plane(geometry, heads, &steps))
-            })
-            .collect()
+        let bits = Pair::new(bits - half, bits + half);
+        let units = Pair::new(vec![1.0; value_units.len()], value_units);
+        let sides = Pair::try_of(|side| {
+            let mut rotations: Vec<(Rotation, f64)> = match heads {
+                1 => {
+                    let heads = of_heads.iter().flat_map(|layer| layer[side].iter().cloned());
+                    heads.zip(units[side].iter().copied()).collect()
+                }
+                _ => {
+                    let groups = 0..units[side].len() / heads;
+                    let joint = groups.into_par_iter().map(|group| {
+                        let part = group * heads..(group + 1) * heads;
+                        Ok((joint_rotation(model, samples, geometry, side, part, &units[side])?, 1.0))
+                    });
+                    joint.collect::<Result<_>>()?
+                }
+            };
+            let step = step_for_rate(rotations.iter().map(|(head, unit)| (head.sigma(), *unit)), bits[side]);
+            rotations.iter_mut().for_each(|(_, unit)| *unit *= step);
+            Result::Ok(rotations)
+        })?;
+        let per_plane = sides.keys.len() / (of_heads.len() / (heads / geometry.n_kv_heads).max(1));
+        let planes = sides.keys.chunks(per_plane).zip(sides.values.chunks(per_plane));
+        planes.flat_map(|(keys, values)| [keys, values]).map(Self::of_plane).collect()
     }
 
-    fn of_plane(geometry: Geometry, heads: &[Rotation], steps: &[f64]) -> Result<Self> {
-        let dim = geometry.head_dim;
-        let into = heads.iter().flat_map(|head| single(head.basis())).collect();
+    /// The plane of transforms and their steps.
+    fn of_plane(rotations: &[(Rotation, f64)]) -> Result<Self> {
+        let dim = rotations[0].0.dim();
+        let into = rotations.iter().flat_map(|(rotation, _)| single(rotation.basis())).collect();
         let transposed = |map: &[f64]| -> Vec<f32> {
             (0..dim * dim).map(|i| map[i % dim * dim + i / dim] as f32).collect()
         };
-        let back = heads.iter().flat_map(|head| transposed(head.dual())).collect();
-        let steps = steps.iter().flat_map(|&step| std::iter::repeat_n(step as f32, dim)).collect();
+        let back = rotations.iter().flat_map(|(rotation, _)| transposed(rotation.dual())).collect();
+        let steps = rotations.iter().flat_map(|&(_, step)| std::iter::repeat_n(step as f32, dim)).collect();
         Ok(Self { transform: Arc::new(TransformBuf::new(dim, into, back)?), steps })
     }
+}
+
+/// The mean logarithm of deviations.
+fn spread(sigma: &[f64]) -> f64 {
+    sigma.iter().map(|x| x.max(1e-9).ln()).sum::<f64>() / sigma.len() as f64
+}
+
+/// The query-metric rotation of heads of one or several layers together, of keys before RoPE, or of values in
+/// the metric of `W_O`, relative to the residual stream. `heads` counts over the layers; an error in a head is
+/// measured in its unit.
+fn joint_rotation(
+    model: &Model,
+    samples: &Calibration,
+    geometry: Geometry,
+    side: Side,
+    heads: std::ops::Range<usize>,
+    units: &[f64],
+) -> Result<Rotation> {
+    let Geometry { n_kv_heads, head_dim, .. } = geometry;
+    let layers = &samples.layers[heads.start / n_kv_heads..heads.end / n_kv_heads];
+    let rows = grouped(layers, &model.config);
+    let [keys, values] = &rows;
+    match side {
+        Side::Keys => {
+            let metrics = layers.iter().flat_map(|layer| &layer.plain_query_grams);
+            let metrics: Vec<_> =
+                metrics.zip(&units[heads.clone()]).map(|(gram, unit)| (gram, unit.powi(-2))).collect();
+            Ok(Rotation::joint_query_metric(&covariance(keys, heads.len() * head_dim)?, &metrics)?)
+        }
+        Side::Values => {
+            let metric = |head: usize| {
+                let (l, head_of_layer) = (head / n_kv_heads, head % n_kv_heads);
+                let unit = units[head] * samples.layers[l].residual_rms;
+                Ok((output_gram(model, l, head_of_layer)?, unit.powi(-2)))
+            };
+            let metrics = heads.clone().map(metric).collect::<Result<Vec<_>>>()?;
+            let metrics: Vec<_> = metrics.iter().map(|(gram, weight)| (gram, *weight)).collect();
+            Ok(Rotation::joint_query_metric(&covariance(values, heads.len() * head_dim)?, &metrics)?)
+        }
+    }
+}
+
+/// The second moment of rows (n, dim) about their mean.
+fn covariance<S: svd_core::RopeSide>(rows: &[f32], dim: usize) -> Result<Gram<S>> {
+    let mut moment = Gram::new(dim)?;
+    moment.add_rows(Rows::contiguous(rows, dim)?)?;
+    Ok(moment.centred())
 }
 
 /// Query-metric rotations of a layer's heads: of keys before RoPE, and of values in the metric of `W_O`,
