@@ -7,7 +7,7 @@ use kv_attend::owner::{EvictedRows, Layer, Queries, Reader, Store, Windowed, Wri
 
 use super::head_codes::HeadCodes;
 use super::head_transform::HeadTransform;
-use crate::{Backend, Element, Error, Rows, SoftmaxStats};
+use crate::{Backend, Element, Error, Evicted, Rows, SoftmaxStats};
 
 /// The keys and values of one head of one sequence: the first tokens (sinks) and the most recent ones as exact
 /// rows of `E`, all others as scalar codes in blocks, with the methods of [`Windowed`]. Keys are those after
@@ -22,7 +22,7 @@ pub type LayerCache<E> = Layer<HeadCodes, E>;
 
 impl<E: Element> Store<E> for HeadCodes {
     type Shared = HeadTransform;
-    type Report = ();
+    type Report = Evicted;
     type Error = Error;
     const NAME: &'static str = "a layer cache of scalar codes";
     const MAGIC: [u8; 4] = *b"SQLC";
@@ -49,7 +49,7 @@ impl<E: Element> Store<E> for HeadCodes {
         self.size()
     }
 
-    fn append(&mut self, backend: Backend, evicted: &EvictedRows<'_, E>) -> Result<(), Error> {
+    fn append(&mut self, backend: Backend, evicted: &EvictedRows<'_, E>) -> Result<Evicted, Error> {
         let whole = |parts: &[Rows<'_, E>; 2]| -> Vec<f32> {
             parts.iter().flat_map(|rows| rows.iter().flatten()).map(|x| x.to_f32()).collect()
         };

@@ -10,14 +10,14 @@ use kv_attend::owner::{Reader, Writer};
 
 use super::attend::{Tokens, attend_scratch_len, attend_tokens};
 use super::head_transform::HeadTransform;
-use super::keys::{Keys, encode_keys_into_with};
+use super::keys::{Keys, decode_keys_into, encode_keys_into_with};
 use super::product::ROWS;
 use super::relative::{Queries, transform_keys};
 use super::rotate::rotate_by;
-use super::values::{Values, encode_values_into_with, mean_error_into};
+use super::values::{Values, decode_values_into, encode_values_into_with, mean_error_into};
 use crate::error::{check_at_least, check_len, count_rows};
 use crate::simd::Run;
-use crate::{Attention, Backend, Error, SoftmaxStats};
+use crate::{Attention, Backend, Error, Evicted, SoftmaxStats};
 
 /// The coded tokens of one head of one sequence, in blocks.
 ///
@@ -114,6 +114,10 @@ impl HeadCodes {
     /// # Shapes
     /// `keys` (n, dim) after RoPE, the first at position `first`, which continues the sequence; `values`
     /// (n, dim of the values) in their Hadamard basis, without their mean.
+    /// Returns what coding lost: the squared error of keys in their basis, for which calibration expects
+    /// [`Shape::distortion`](super::Shape::distortion) per key, and that of values without the mean of their
+    /// error.
+    ///
     /// # Errors
     /// [`Error::BackendUnavailable`], [`Error::PartialRow`], [`Error::Length`]; nothing is then changed.
     /// # Cost
@@ -125,7 +129,7 @@ impl HeadCodes {
         first: usize,
         keys: &[f32],
         values: &[f32],
-    ) -> Result<(), Error> {
+    ) -> Result<Evicted, Error> {
         backend.check()?;
         let (dim, dim_v, block) =
             (self.transform.keys().dim(), self.transform.values().dim(), self.transform.block());
@@ -136,19 +140,23 @@ impl HeadCodes {
             false => check_len("position", first, self.first + self.len())?,
         }
         let blocks = keys.chunks(block * dim).zip(values.chunks(block * dim_v));
+        let mut evicted = Evicted { tokens: n, ..Evicted::default() };
         for (i, (keys, values)) in blocks.enumerate() {
-            self.append_block(backend, first + i * block, keys, values)?;
+            let [key_error, value_error] = self.append_block(backend, first + i * block, keys, values)?;
+            evicted.key_error += key_error;
+            evicted.value_error += value_error;
         }
-        Ok(())
+        Ok(evicted)
     }
 
+    /// Codes a block and returns the squared errors of its keys and values.
     fn append_block(
         &mut self,
         backend: Backend,
         first: usize,
         keys: &[f32],
         values: &[f32],
-    ) -> Result<(), Error> {
+    ) -> Result<[f64; 2], Error> {
         let transform = &*self.transform;
         let (shape, values_shape) = (transform.keys(), transform.values());
         let (dim, block) = (shape.dim(), transform.block());
@@ -167,9 +175,16 @@ impl HeadCodes {
         )?;
         let value_words = &mut value_words[..values_shape.words_len(n)];
         encode_values_into_with(backend, values_shape, values, &mut norms[..n], value_words)?;
+        let coded_keys = Keys::new(*shape, n, &steps, &key_words[..shape.words_len(n)])?;
+        let coded_values = Values::new(*values_shape, &norms[..n], value_words)?;
+        let mut decoded = [vec![0.0; keys.len()], vec![0.0; values.len()]];
+        let [decoded_keys, decoded_values] = &mut decoded;
+        decode_keys_into(&coded_keys, decoded_keys)?;
+        decode_values_into(&coded_values, decoded_values)?;
+        let errors = [squared_error(&transformed, decoded_keys), squared_error(values, decoded_values)];
         if transform.has_mean_error() {
             let mut error = vec![f16::ZERO; values_shape.dim()];
-            mean_error_into(&Values::new(*values_shape, &norms[..n], value_words)?, values, &mut error)?;
+            mean_error_into(&coded_values, values, &mut error)?;
             self.errors.extend(error);
         }
         let [key_words, value_words] = words;
@@ -178,7 +193,7 @@ impl HeadCodes {
         self.keys.extend(key_words);
         self.norms.extend(norms);
         self.values.extend(value_words);
-        Ok(())
+        Ok(errors)
     }
 
     /// Keeps the first `len` tokens. The block that the cut is in stays short.
@@ -347,6 +362,11 @@ impl HeadCodes {
         let transform = transform.clone();
         Ok(Self { transform, first, lens, steps, keys: key_words, norms, values: value_words, errors })
     }
+}
+
+/// The squared distance of rows from what their codes decode to.
+fn squared_error(rows: &[f32], decoded: &[f32]) -> f64 {
+    rows.iter().zip(decoded).map(|(x, y)| f64::from(x - y) * f64::from(x - y)).sum()
 }
 
 /// Blocks after which queries are rotated from the start again: rounding errors of turns add up.

@@ -101,11 +101,7 @@ impl HeadTransform {
         let TransformParts { frequencies, mean, basis, dual, keys, values, block, mean_error } = *parts;
         let numbers = [frequencies, mean, basis].into_iter().flatten().map(|x| u64::from(x.to_bits()));
         let widths = keys.widths().iter().chain(values.widths()).map(|&x| u64::from(x));
-        // FNV-1a, 64 bits at a time.
-        let id = widths
-            .chain([block as u64, mean_error.into()])
-            .chain(numbers)
-            .fold(0xcbf2_9ce4_8422_2325, |id: u64, x| (id ^ x).wrapping_mul(0x100_0000_01b3));
+        let id = hash(0xcbf2_9ce4_8422_2325, widths.chain([block as u64, mean_error.into()]).chain(numbers));
         let [mut basis, mut dual] = [basis.to_vec(), dual.to_vec()];
         rotate_columns(frequencies, block / 2, &mut basis);
         rotate_columns(frequencies, block / 2, &mut dual);
@@ -131,6 +127,31 @@ impl HeadTransform {
             mean_error,
             id,
         }
+    }
+
+    /// The same transform with other codes of the keys: component `order[i]` becomes component `i`, as
+    /// [`allot`](super::allot) orders them. For a head whose keys need more bits than those of other heads.
+    ///
+    /// # Errors
+    /// [`Error::ShapeMismatch`] for codes of another dimension; [`Error::Length`] and [`Error::BadField`] if
+    /// `order` is no permutation of the components.
+    pub fn recoded(&self, keys: Shape, order: &[usize]) -> Result<Self, Error> {
+        let dim = self.keys.dim();
+        if keys.dim() != dim {
+            return Err(Error::ShapeMismatch);
+        }
+        check_len("order", order.len(), dim)?;
+        let mut seen = vec![false; dim];
+        if !order.iter().all(|&i| i < dim && !core::mem::replace(&mut seen[i], true)) {
+            return Err(Error::BadField { what: "order" });
+        }
+        let columns = |map: &[f32]| -> Vec<f32> {
+            map.chunks_exact(dim).flat_map(|row| order.iter().map(move |&i| row[i])).collect()
+        };
+        let (basis, dual) = (columns(&self.basis), columns(&self.dual));
+        let widths = keys.widths().iter().map(|&x| u64::from(x));
+        let id = hash(self.id, widths.chain(order.iter().map(|&i| i as u64)));
+        Ok(Self { basis, dual, keys, key_plan: KeyPlan::new(&keys), id, ..self.clone() })
     }
 
     /// The transform as bytes, for [`from_bytes`](Self::from_bytes): caches that were saved under it can be
@@ -269,6 +290,11 @@ impl HeadTransform {
     pub(super) fn turn(&self) -> &[f32] {
         &self.turn
     }
+}
+
+/// FNV-1a, 64 bits at a time.
+fn hash(start: u64, numbers: impl Iterator<Item = u64>) -> u64 {
+    numbers.fold(start, |id, x| (id ^ x).wrapping_mul(0x100_0000_01b3))
 }
 
 const fn run(block: usize) -> usize {

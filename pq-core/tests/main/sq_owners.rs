@@ -76,12 +76,12 @@ impl Tokens {
         &self.rows[side][(t * HEADS + h) * self.dims[side]..][..self.dims[side]]
     }
 
-    fn append(&self, cache: &mut LayerCache<f32>, from: usize, to: usize) {
+    fn append(&self, cache: &mut LayerCache<f32>, from: usize, to: usize) -> Evicted {
         let part = |side: usize| {
             let row = HEADS * self.dims[side];
             Rows::contiguous(&self.rows[side][from * row..to * row], row).unwrap()
         };
-        cache.append(part(0), part(1)).unwrap();
+        cache.append(part(0), part(1)).unwrap()
     }
 
     /// Queries of `of` tokens.
@@ -269,6 +269,41 @@ fn the_mean_of_the_error_helps_values_of_few_bits() {
     };
     assert!(loss(1, true) < 0.1 * loss(1, false), "{} {}", loss(1, true), loss(1, false));
     assert!(loss(4, false) < 0.1 * loss(2, false));
+}
+
+/// Appends report what coding lost: bits of keys and their order are a head's own.
+#[test]
+fn more_bits_for_keys_lose_less_of_them() {
+    let (n, attention) = (131, Attention::scaled(0.2));
+    let tokens = Tokens::random(DIMS, 6, n);
+    let queries = tokens.queries(5, 1);
+    let order: Vec<usize> = (0..DIMS[0]).map(|i| (5 * i + 3) % DIMS[0]).collect();
+    let recoded = |transforms: &[Arc<HeadTransform>], bits: u32| -> Vec<Arc<HeadTransform>> {
+        let keys = Shape::uniform(DIMS[0], bits).unwrap();
+        transforms.iter().map(|transform| Arc::new(transform.recoded(keys, &order).unwrap())).collect()
+    };
+    let run = |transforms: &[Arc<HeadTransform>]| {
+        let mut cache = LayerCache::<f32>::new(transforms, Window { sinks: 1, recent: 2, batch: 1 }).unwrap();
+        let evicted = tokens.append(&mut cache, 0, n);
+        assert_eq!(evicted.tokens, 128);
+        (evicted, attend(&cache, &attention, &queries), cache.to_bytes())
+    };
+    let (three, eight) = (transforms(DIMS, 3, 64, false), transforms(DIMS, 8, 64, false));
+    let [(few, ..), (more, ..)] = [run(&three), run(&recoded(&three, 8))];
+    assert!(more.key_error < few.key_error / 500.0, "{few:?} {more:?}");
+    assert!(few.key_error > 0.0 && more.value_error == few.value_error, "{few:?} {more:?}");
+    let ((_, out, _), (_, reordered, bytes)) = (run(&eight), run(&recoded(&eight, 8)));
+    for (x, y) in out.iter().zip(&reordered) {
+        assert!((x - y).abs() < 0.01, "{x} {y}");
+    }
+    assert!(LayerCache::<f32>::from_bytes(&bytes, &eight).is_err(), "another transform");
+
+    let wrong =
+        |keys: u32, order: &[usize]| three[0].recoded(Shape::uniform(keys as usize, 3).unwrap(), order).err();
+    assert_eq!(wrong(16, &order), Some(Error::ShapeMismatch));
+    assert!(matches!(wrong(32, &order[1..]), Some(Error::Length { .. })));
+    assert_eq!(wrong(32, &[7; 32]), Some(Error::BadField { what: "order" }));
+    assert_eq!(wrong(32, &[32; 32]), Some(Error::BadField { what: "order" }));
 }
 
 #[test]
