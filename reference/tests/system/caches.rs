@@ -437,6 +437,42 @@ fn codes_that_do_not_fit_a_text_are_noticed() {
     assert!(s.prefilled("int4:window=4:group=8", 100).cache.fits().is_empty(), "nothing of it is fitted");
 }
 
+/// A head whose keys lose more than the profile expects gets more bits, on prompts of 64 coded tokens and more.
+#[test]
+fn keys_that_do_not_fit_get_more_bits() {
+    let [kept, widened] = ["sq:k=2:v=4:block=32:window=4:widen=off", "sq:k=2:v=4:block=32:window=4"];
+    let s = setup(&[kept]);
+    let mut others = s.model.as_ref().clone();
+    for layer in &mut others.layers {
+        let keys = &mut Arc::make_mut(&mut layer.attention).k.weight;
+        let half = keys.len() / 2;
+        keys[..half].iter_mut().for_each(|x| *x *= 2.0); // those of the first head
+    }
+    let filled = |model: Model, method: &str| {
+        let Prepared { mut cache, .. } = s.prepare(method);
+        Prompt::run(&Arc::new(model), &s.rope, &s.tokens[..200]).unwrap().fill(cache.as_mut()).unwrap();
+        cache
+    };
+    for method in [kept, widened] {
+        let cache = filled(s.model.as_ref().clone(), method);
+        let fits = cache.fits();
+        assert_eq!(fits.len(), 2 * 2, "layers and heads");
+        assert!(fits.iter().all(|fit| fit.side == Side::Keys && fit.added_bits == 0.0), "{fits:?}");
+        assert_eq!(Fit::warning(method, &fits), None, "{fits:?}");
+    }
+    let [few, mut more] = [kept, widened].map(|method| filled(others.clone(), method));
+    let (before, after) = (few.fits(), more.fits());
+    for (before, after) in before.iter().zip(&after) {
+        assert_eq!((before.is_misfit(), before.added_bits), (before.head == 0, 0.0), "{before:?}");
+        assert_eq!(before.is_misfit(), after.added_bits > 0.0, "{before:?} {after:?}");
+        assert!(after.found <= before.found && !after.is_misfit(), "{before:?} {after:?}");
+    }
+    assert!(Fit::warning(widened, &after).unwrap().contains("have more bits"));
+    assert!(more.footprint().kept > few.footprint().kept);
+    more.truncate(4).unwrap();
+    assert!(more.fits().iter().all(|fit| fit.tokens == 0 && fit.added_bits == 0.0));
+}
+
 #[test]
 fn fetched_rows_are_counted() {
     let methods = ["hybrid:k=4x6:v=2x6:rows=0.1:window=4", "hybrid:k=4x6:v=2x6:rows=0:window=4"];

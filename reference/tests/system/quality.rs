@@ -190,7 +190,7 @@ fn codebooks_of_another_text_hold_at_length() {
 }
 
 /// The values' codebooks of one kind of text do not fit another, and this is noticed. The codebook of Gaussians
-/// fits, and loses less of the attention.
+/// fits, and loses less of the attention. So do scalar codes of keys with more bits in heads that do not fit.
 #[test]
 #[ignore = "long: calibrates and runs a real model"]
 fn codebooks_that_do_not_fit_are_noticed() {
@@ -198,7 +198,8 @@ fn codebooks_that_do_not_fit_are_noticed() {
     let model = Arc::new(Model::load(&assets.join("tiny-llama-12m")).unwrap());
     let tokens = |text: &str| model.tokenizer().unwrap().encode(text).unwrap();
     let speech = tokens(&std::fs::read_to_string(assets.join("sotu-heldout.txt")).unwrap());
-    let specs = ["pqklt:k=64x8:v=16x8", "pqklt:k=64x8:v=16x8:values=trained"];
+    let specs =
+        ["pqklt:k=64x8:v=16x8", "pqklt:k=64x8:v=16x8:values=trained", "sq:k=2:v=4", "sq:k=2:v=4:widen=off"];
     let methods = Method::parse_list(&specs.join(",")).unwrap();
     let rope = Rope::new(&model.config, 4096);
     let profile = calibrated(&model, &rope, &speech[..2048], &methods).unwrap();
@@ -208,12 +209,15 @@ fn codebooks_that_do_not_fit_are_noticed() {
         compare(&model, ("text", text), &placed, sizes, Some(profile.clone()), 1, None, &()).unwrap()
     };
     let other = run(&tokens(&log()));
-    let [gaussian, trained] = specs.map(|spec| row(&other, spec));
+    let [gaussian, trained, widened, kept] = specs.map(|spec| row(&other, spec));
     let misfits =
         |row: &Row| row.fits.iter().filter(|fit| fit.side == Side::Values && fit.is_misfit()).count();
     assert!(trained.misfits().is_some() && misfits(trained) > 0, "{:?}", trained.fits);
     assert_eq!(misfits(gaussian), 0, "{:?}", gaussian.fits);
     assert!(gaussian.kl < trained.kl, "KL {}, {} by codebooks of speeches", gaussian.kl, trained.kl);
+    assert!(kept.fits.iter().any(|fit| fit.is_misfit()), "{:?}", kept.fits);
+    assert!(widened.fits.iter().all(|fit| !fit.is_misfit()), "{:?}", widened.fits);
+    assert!(widened.kl < kept.kl, "KL {}, {} with more bits", kept.kl, widened.kl);
     let same = run(&speech[2048..]);
     specs
         .iter()

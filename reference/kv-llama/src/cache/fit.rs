@@ -4,7 +4,10 @@ use kv_attend::owner::Side;
 use serde::Serialize;
 
 /// The codes of one head's keys or values: their error on the tokens coded so far beside that on the
-/// calibration text. Errors are sums of squares, relative to those of the rows in the space of the codes.
+/// calibration text.
+///
+/// Errors of PQ codes are sums of squares, relative to those of the rows in the space of the codes. Errors of
+/// `sq`'s keys are mean squares of the error of a score.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Fit {
     /// Layer.
@@ -19,6 +22,9 @@ pub struct Fit {
     pub found: f64,
     /// Tokens coded so far, truncated ones included.
     pub tokens: usize,
+    /// Bits a component that were added to the codes of this head, since without them they did not fit the
+    /// prompt.
+    pub added_bits: f64,
 }
 
 impl Fit {
@@ -38,20 +44,34 @@ impl Fit {
         self.tokens >= ENOUGH && self.ratio() > MOST
     }
 
-    /// A line about the heads of `all` whose codes do not fit, with the worst; none if all fit.
+    /// A line about the heads of `all` whose codes do not fit, with the worst, or to whose codes bits were added,
+    /// with the most; none if all fit.
     #[must_use]
     pub fn warning(method: &str, all: &[Self]) -> Option<String> {
         let misfits = all.iter().filter(|fit| fit.is_misfit());
-        let worst = misfits.clone().max_by(|a, b| a.ratio().total_cmp(&b.ratio()))?;
+        let widened = all.iter().filter(|fit| fit.added_bits > 0.0);
+        let codes = "codes of a head's keys or values do not fit this text";
+        if let Some(worst) = misfits.clone().max_by(|a, b| a.ratio().total_cmp(&b.ratio())) {
+            return Some(format!(
+                "{method}: {} of {} {codes}; the {} of layer {}, head {} have {:.1} times the error of the \
+                 calibration: calibrate on more kinds of text (kv calibrate)",
+                misfits.count(),
+                all.len(),
+                worst.side.name(),
+                worst.layer,
+                worst.head,
+                worst.ratio()
+            ));
+        }
+        let most = widened.clone().max_by(|a, b| a.added_bits.total_cmp(&b.added_bits))?;
         Some(format!(
-            "{method}: {} of {} codes of a head's keys or values do not fit this text; the {} of layer {}, head {} \
-             have {:.1} times the error of the calibration: calibrate on more kinds of text (kv calibrate)",
-            misfits.count(),
+            "{method}: {} of {} {codes} and have more bits; the {} of layer {}, head {} have {} more a component",
+            widened.count(),
             all.len(),
-            worst.side.name(),
-            worst.layer,
-            worst.head,
-            worst.ratio()
+            most.side.name(),
+            most.layer,
+            most.head,
+            most.added_bits
         ))
     }
 }
@@ -62,14 +82,19 @@ mod tests {
 
     #[test]
     fn the_worst_misfit_is_named() {
-        let fit =
-            |head, found, tokens| Fit { layer: 3, head, side: Side::Values, expected: 0.01, found, tokens };
+        let fit = |head, found, tokens| {
+            let (side, expected, added_bits) = (Side::Values, 0.01, 0.0);
+            Fit { layer: 3, head, side, expected, found, tokens, added_bits }
+        };
         let all = [fit(0, 0.015, 100), fit(1, 0.016, 100), fit(2, 0.03, 100), fit(4, 1.0, 63)];
         assert_eq!(all.map(|fit| fit.is_misfit()), [false, true, true, false]);
         let warning = Fit::warning("million", &all).unwrap();
         assert!(warning.starts_with("million: 2 of 4 codes"), "{warning}");
         assert!(warning.contains("the values of layer 3, head 2 have 3.0 times"), "{warning}");
         assert_eq!(Fit::warning("million", &all[..1]), None);
+        let widened = [all[0], Fit { added_bits: 0.5, ..all[0] }];
+        let warning = Fit::warning("sq", &widened).unwrap();
+        assert!(warning.starts_with("sq: 1 of 2 codes") && warning.ends_with("have 0.5 more a component"));
         let exact = Fit { expected: 0.0, found: 1e-4, ..all[1] };
         assert!(!exact.is_misfit());
     }

@@ -38,7 +38,8 @@ impl CodingError {
 
     /// These rows beside the calibration, on which codes had the relative error `expected`.
     pub fn fit(self, layer: usize, head: usize, side: Side, expected: f64) -> Fit {
-        Fit { layer, head, side, expected, found: self.relative(), tokens: self.tokens }
+        let (found, tokens) = (self.relative(), self.tokens);
+        Fit { layer, head, side, expected, found, tokens, added_bits: 0.0 }
     }
 
     /// The error relative to the rows; 0 for rows of zeros.

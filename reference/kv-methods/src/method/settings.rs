@@ -30,17 +30,17 @@ impl<'a> Settings<'a> {
         Ok(Self { name, head_dim, place, left, known: vec![], shown: vec![] })
     }
 
-    fn take<T: FromStr<Err = String>>(&mut self, key: &'static str, default: T) -> Result<(T, bool)> {
+    fn take<T: FromStr<Err = String>>(&mut self, key: &'static str) -> Result<Option<T>> {
         if !self.known.contains(&key) {
             self.known.push(key);
         }
-        let Some(at) = self.left.iter().position(|(k, _)| *k == key) else { return Ok((default, false)) };
+        let Some(at) = self.left.iter().position(|(k, _)| *k == key) else { return Ok(None) };
         let (_, value) = self.left.swap_remove(at);
         if self.is_given(key) {
             return Err(self.refused(format_args!("`{key}` is given twice")));
         }
         match value.parse() {
-            Ok(value) => Ok((value, true)),
+            Ok(value) => Ok(Some(value)),
             Err(what) => Err(self.refused(format_args!("{key}={value}: {what}"))),
         }
     }
@@ -82,15 +82,20 @@ impl<'a> Settings<'a> {
         default: T,
         resolve: impl FnOnce(T) -> U,
     ) -> Result<U> {
-        let value = resolve(self.take(key, default)?.0);
+        let value = resolve(self.take(key)?.unwrap_or(default));
         self.shown.push(format!("{key}={value}"));
         Ok(value)
     }
 
     /// A setting that is shown only when given.
     pub fn common<T: FromStr<Err = String> + Display>(&mut self, key: &'static str, default: T) -> Result<T> {
-        let (value, given) = self.take(key, default)?;
-        if given {
+        Ok(self.given(key)?.unwrap_or(default))
+    }
+
+    /// An optional setting, shown when given.
+    pub fn given<T: FromStr<Err = String> + Display>(&mut self, key: &'static str) -> Result<Option<T>> {
+        let value = self.take(key)?;
+        if let Some(value) = &value {
             self.shown.push(format!("{key}={value}"));
         }
         Ok(value)
@@ -108,11 +113,7 @@ impl<'a> Settings<'a> {
 
     /// An optional count of tokens, which may be 0.
     pub fn given_tokens(&mut self, key: &'static str) -> Result<Option<usize>> {
-        let (count, given) = self.take(key, Within::<usize, 0, MOST_TOKENS>(0))?;
-        if given {
-            self.shown.push(format!("{key}={count}"));
-        }
-        Ok(given.then_some(count.0))
+        Ok(self.given::<Within<usize, 0, MOST_TOKENS>>(key)?.map(|count| count.0))
     }
 
     /// A count of tokens, at least one.
@@ -232,7 +233,7 @@ words!(ElementType, "f32" => ElementType::F32, "f16" => ElementType::F16, "bf16"
 words!(Switch, "on" => Switch::On, "off" => Switch::Off);
 
 /// A choice between on and off.
-#[derive(Clone, Copy, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Switch {
     On,
     Off,

@@ -1,17 +1,22 @@
 //! Scalar codes: keys in their query-weighted KLT, rotated relative to blocks of positions, values in a
 //! Hadamard basis. Calibration needs means and second moments only.
+//!
+//! The transform of the keys is all that is fitted, so that the keys of a text of another kind may lose more than
+//! those of the calibration: mostly those of a few heads. A prompt whose keys lose more than 1.5 times what the
+//! profile expects of a head is coded again with as many more bits in that head as bring its error back.
 
 #[cfg(feature = "cuda")]
 mod device;
 
 use std::fmt::Display;
 use std::str::FromStr;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
-use kv_llama::Footprint;
+use kv_attend::owner::Side;
+use kv_llama::{Fit, Footprint};
 use kv_model::{Config, Model, Rope};
 use pq_core::sq::{HeadCodes, HeadTransform, MAX_BLOCK, Shape, TILE, TransformParts, allot, rotate_by};
-use pq_core::{Backend, SoftmaxStats};
+use pq_core::{Backend, Evicted, SoftmaxStats};
 use rayon::prelude::*;
 use svd_core::{Gram, Hadamard, PreRope, Rotation, Rows};
 
@@ -28,6 +33,8 @@ pub(super) const SQ: Entry = Entry {
     help: "\
   sq                attention on scalar codes: no codebooks               k=3 v=3 block=64
                                                                           mean-error=on|off (on for v=1, v=2)
+                      more bits for heads whose keys do not fit the       widen=on|off
+                      profile (not on a GPU)
 ",
     examples: &[
         "sq:k=8:v=8:block=32:exact=f32:window=4",
@@ -43,7 +50,7 @@ pub(super) const SQ: Entry = Entry {
         }
         let default = if values <= 2 { Switch::On } else { Switch::Off };
         let mean_error = s.common("mean-error", default)? == Switch::On;
-        Ok(Arc::new(Sq { keys, values, block, mean_error }))
+        Ok(Arc::new(Sq { keys, values, block, mean_error, widen: s.given("widen")? }))
     },
 };
 
@@ -72,18 +79,53 @@ struct Sq {
     values: u32,
     block: usize,
     mean_error: bool,
+    /// Whether heads whose keys do not fit have more bits: if not given, on the CPU alone.
+    widen: Option<Switch>,
 }
 
 /// What all sequences share of one head.
 struct HeadPlan {
     transform: Arc<HeadTransform>,
+    /// Standard deviations of the components of the keys' code on the calibration text, (head_dim,).
+    sigma: Vec<f32>,
+    /// Mean squared error of a score to expect of the codes of a key.
+    error: f64,
+    /// The transform with more bits for keys, each made when a prompt first needs it.
+    wider: Mutex<Vec<Arc<HeadTransform>>>,
     value_mean: Vec<f32>, // (head_dim,)
+}
+
+impl HeadPlan {
+    /// The transform with the fewest bits for keys that bring an error of `ratio` times the expected one to that,
+    /// or with 8 bits a component.
+    fn wider(&self, ratio: f64) -> Result<Arc<HeadTransform>> {
+        let dim = self.sigma.len();
+        let (mut order, slots) = (vec![0; dim], self.transform.keys().slots());
+        let most = 8 * dim.div_ceil(16);
+        for slots in slots + 1..=most {
+            let keys = allot(&self.sigma, slots, &mut order)?;
+            let sigma: Vec<f32> = order.iter().map(|&i| self.sigma[i]).collect();
+            if slots < most && ratio * keys.distortion(&sigma)? > self.error {
+                continue;
+            }
+            let mut made = self.wider.lock().unwrap_or_else(PoisonError::into_inner);
+            if let Some(transform) = made.iter().find(|made| made.keys().slots() == slots) {
+                return Ok(transform.clone());
+            }
+            let transform = Arc::new(self.transform.recoded(keys, &order)?);
+            made.push(transform.clone());
+            return Ok(transform);
+        }
+        Ok(self.transform.clone()) // has 8 bits a component
+    }
 }
 
 /// One head of a profile.
 struct SqHead {
     /// The codes of its keys.
     keys: Shape,
+    /// Standard deviations of the transformed keys' components, (head_dim,), in the order of the codes.
+    sigma: Vec<f32>,
     /// Mean of the keys before RoPE, (head_dim,).
     mean: Vec<f32>,
     /// Multiplies keys, (head_dim, head_dim): columns in the order of the codes.
@@ -142,6 +184,7 @@ impl Sq {
             };
             Ok(SqHead {
                 keys,
+                sigma: order.iter().map(|&c| sigma[c]).collect(),
                 mean: part("mean", dim)?.to_vec(),
                 basis: columns(part("basis", dim * dim)?),
                 dual: columns(part("dual", dim * dim)?),
@@ -166,7 +209,14 @@ impl Sq {
                 mean_error: self.mean_error,
             });
             let transform = Arc::new(transform.map_err(|e| Error::Profile(e.to_string()))?);
-            Ok(HeadPlan { transform, value_mean: head.value_mean })
+            let (sigma, value_mean) = (head.sigma, head.value_mean);
+            Ok(HeadPlan {
+                error: head.keys.distortion(&sigma)?,
+                transform,
+                sigma,
+                wider: Mutex::default(),
+                value_mean,
+            })
         };
         self.heads(site.config, site.profile, l)?.into_iter().map(plan).collect()
     }
@@ -233,9 +283,47 @@ impl Kind for Sq {
         let hadamard = Hadamard::new(site.config.head_dim)?;
         site.layers(|l| {
             let plans = Arc::new(self.plan(site, l)?);
-            let heads = plans.iter().map(|plan| HeadCodes::new(plan.transform.clone())).collect();
-            Ok(SqStore { geometry: site.geometry, rope: site.rope(l), hadamard, plans, heads })
+            let heads = plans.iter().map(|plan| CodedHead::new(plan.transform.clone())).collect();
+            let (geometry, widen) = (site.geometry, self.widen != Some(Switch::Off));
+            Ok(SqStore { geometry, rope: site.rope(l), hadamard, widen, plans, heads })
         })
+    }
+}
+
+/// The codes of one head, and what they have lost of its keys.
+#[derive(Clone)]
+struct CodedHead {
+    codes: HeadCodes,
+    key_error: f64, // squared, of all tokens coded since the first one
+    tokens: usize,  // the same
+}
+
+impl CodedHead {
+    fn new(transform: Arc<HeadTransform>) -> Self {
+        Self { codes: HeadCodes::new(transform), key_error: 0.0, tokens: 0 }
+    }
+
+    /// See [`HeadCodes::append`].
+    fn append(&mut self, pos: usize, keys: &[f32], values: &[f32]) -> Result<()> {
+        let Evicted { tokens, key_error, .. } = self.codes.append(Backend::detect(), pos, keys, values)?;
+        self.key_error += key_error;
+        self.tokens += tokens;
+        Ok(())
+    }
+
+    /// How well the keys' codes fit.
+    fn fit(&self, layer: usize, head: usize, plan: &HeadPlan) -> Fit {
+        let (dim, slots) = (plan.sigma.len(), self.codes.transform().keys().slots());
+        let added = slots - plan.transform.keys().slots();
+        Fit {
+            layer,
+            head,
+            side: Side::Keys,
+            expected: plan.error,
+            found: self.key_error / self.tokens.max(1) as f64,
+            tokens: self.tokens,
+            added_bits: added as f64 / dim.div_ceil(16) as f64,
+        }
     }
 }
 
@@ -244,32 +332,42 @@ struct SqStore {
     geometry: Geometry,
     rope: Arc<Rope>,
     hadamard: Hadamard,
+    widen: bool,
     plans: Arc<Vec<HeadPlan>>,
-    heads: Vec<HeadCodes>,
+    heads: Vec<CodedHead>,
 }
 
 impl Store for SqStore {
     fn push(&mut self, pos: usize, k: &[f32], v: &[f32]) -> Result<()> {
         let (dim, kv_dim) = (self.geometry.head_dim, self.geometry.kv_dim());
         let rotated = self.rope.rotated(k, kv_dim, pos);
-        for (head, (plan, codes)) in self.plans.iter().zip(&mut self.heads).enumerate() {
+        for (head, (plan, coded)) in self.plans.iter().zip(&mut self.heads).enumerate() {
             let keys = self.geometry.head_rows(head, &rotated);
             let mut values = self.geometry.head_rows(head, v);
             for row in values.chunks_exact_mut(dim) {
                 row.iter_mut().zip(&plan.value_mean).for_each(|(x, mean)| *x -= mean);
             }
             self.hadamard.forward(&mut values)?;
-            codes.append(Backend::detect(), pos, &keys, &values)?;
+            let is_first = coded.tokens == 0;
+            coded.append(pos, &keys, &values)?;
+            let fit = coded.fit(0, head, plan);
+            if self.widen && is_first && fit.is_misfit() {
+                *coded = CodedHead::new(plan.wider(fit.ratio())?);
+                coded.append(pos, &keys, &values)?;
+            }
         }
         Ok(())
     }
 
     fn len(&self) -> usize {
-        self.heads[0].len()
+        self.heads[0].codes.len()
     }
 
     fn truncate(&mut self, len: usize) -> Result<()> {
-        self.heads.iter_mut().for_each(|codes| codes.truncate(len));
+        if len == 0 {
+            self.heads = self.plans.iter().map(|plan| CodedHead::new(plan.transform.clone())).collect();
+        }
+        self.heads.iter_mut().for_each(|head| head.codes.truncate(len));
         Ok(())
     }
 
@@ -281,7 +379,7 @@ impl Store for SqStore {
         out: &mut [f32],
         stats: &mut [SoftmaxStats],
     ) -> Result<()> {
-        let (plan, codes) = (&self.plans[head], &self.heads[head]);
+        let (plan, codes) = (&self.plans[head], &self.heads[head].codes);
         let mut scratch = vec![0.0; codes.scratch_len(stats.len())];
         let (mut part, mut part_stats) = (vec![0.0; out.len()], vec![SoftmaxStats::EMPTY; stats.len()]);
         let range = first..codes.len();
@@ -295,12 +393,22 @@ impl Store for SqStore {
     }
 
     fn footprint(&self) -> Footprint {
-        let mean = 4 * self.geometry.head_dim;
+        let vectors = 2 * 4 * self.geometry.head_dim; // deviations of keys, mean of values
+        let of_head = |(plan, head): (&HeadPlan, &CodedHead)| {
+            let (own, wider) = (&plan.transform, head.codes.transform());
+            let widened = if Arc::ptr_eq(own, wider) { 0 } else { wider.size() };
+            own.size() + widened + vectors
+        };
         Footprint {
-            kept: self.heads.iter().map(HeadCodes::size).sum(),
-            shared: self.plans.iter().map(|plan| plan.transform.size() + mean).sum(),
+            kept: self.heads.iter().map(|head| head.codes.size()).sum(),
+            shared: self.plans.iter().zip(&self.heads).map(of_head).sum(),
             ..Footprint::default()
         }
+    }
+
+    fn fits(&self, layer: usize) -> Vec<Fit> {
+        let heads = self.plans.iter().zip(&self.heads).enumerate();
+        heads.map(|(head, (plan, coded))| coded.fit(layer, head, plan)).collect()
     }
 
     fn clone_box(&self) -> Box<dyn Store> {

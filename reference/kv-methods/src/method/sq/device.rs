@@ -9,6 +9,7 @@ use super::{Sq, SqHead};
 use crate::calibrate::single;
 use crate::method::fold_values::{ValueFold, fold_values};
 use crate::method::on_device::{DeviceKind, Limit};
+use crate::method::settings::Switch;
 use crate::{Profile, Result};
 
 impl DeviceKind for Sq {
@@ -22,6 +23,12 @@ impl DeviceKind for Sq {
                 "no batch=",
             ),
             Limit::of_last_token(window),
+            Limit::new(
+                self.widen == Some(Switch::On),
+                "widen=on",
+                "on a device all sequences have the same bits",
+                "no widen=",
+            ),
         ]
     }
 
@@ -51,7 +58,7 @@ impl DeviceKind for Sq {
 }
 
 impl From<SqHead> for ScalarHead {
-    fn from(SqHead { keys, mean, basis, dual, value_mean }: SqHead) -> Self {
+    fn from(SqHead { keys, mean, basis, dual, value_mean, .. }: SqHead) -> Self {
         Self { keys, key_mean: mean, basis, dual, value_mean }
     }
 }
