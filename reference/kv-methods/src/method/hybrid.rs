@@ -37,11 +37,14 @@ pub(super) const HYBRID: Entry = Entry {
     help: concat!(
         "\
   hybrid            attention on coarse PQ codes, with the exact rows of  k=16x8 v=16x8 keys=mean|rope|rotated
-                      the few tokens that hold most of the weight:        values=gaussian|trained norms=off|on
+                      the few tokens that hold most of the weight:        values=gaussian|trained
                       a fraction of the tokens, or as many as keep the    iterations=8 refine=0 rows=0.01|auto
                       error of about 95 % of the outputs below `bound`    bound=0.05
                       standard deviations of the values, up to `most`     most=1
                       of the tokens
+                      for texts unlike the profile's: norms of keys, and  norms=off|on
+                      for coarse values: the mean error of 256 of them;   mean-error=off|on
+                      both on the CPU alone
                       on a GPU: the memory that holds the exact rows      rows-on=host|device
 ",
         offload_help!()
@@ -50,6 +53,7 @@ pub(super) const HYBRID: Entry = Entry {
         "hybrid:k=8/8:v=8/8:rows=1:exact=f32:window=4",
         "hybrid:k=8/1:v=8/1:rows=0.1:keys=rotated:norms=on:exact=f32:window=4",
         "hybrid:k=8/1:v=8/1:rows=auto:exact=f32:window=4",
+        "hybrid:k=8/8:v=8/8:rows=0.1:norms=on:mean-error=on:exact=f32:window=4",
         "hybrid:k=8/8:v=8/8:rows=1:offloaded=int8:exact=f32:window=4",
     ],
     parse: |s| {
@@ -64,6 +68,7 @@ pub(super) const HYBRID: Entry = Entry {
             most: s.common_part("most", 1.0)?,
             offload: OffloadSettings::take(s)?,
             home: s.common("rows-on", Home::Host)?,
+            mean_error: s.common("mean-error", Switch::Off)? == Switch::On,
             codes: PqKlt::take(s, codes, Switch::Off)?,
         }))
     },
@@ -105,6 +110,7 @@ struct HybridKind {
     most: f64, // fraction of the tokens
     offload: OffloadSettings,
     home: Home,
+    mean_error: bool, // of blocks of values
 }
 
 impl Kind for HybridKind {
@@ -139,10 +145,11 @@ impl Kind for HybridKind {
 
     fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {
         site.layers(|l| {
+            let coded = self.codes.store(site, l)?;
             Ok(HybridStore {
                 geometry: site.geometry,
                 rope: site.rope(l),
-                coded: self.codes.store(site, l)?,
+                coded: if self.mean_error { coded.with_mean_errors() } else { coded },
                 exact: self.offload.rows(site)?,
                 rows: self.rows,
                 bound: self.bound,
@@ -162,6 +169,12 @@ impl DeviceKind for HybridKind {
             "norms=on",
             "a device selects by codes of keys without norms",
             "norms=off",
+        ));
+        limits.push(Limit::new(
+            self.mean_error,
+            "mean-error=on",
+            "a device adds no mean errors of values",
+            "mean-error=off",
         ));
         limits.push(self.offload.limit_of_files());
         limits.extend(self.offload.limits_of_home(self.home));
@@ -225,6 +238,9 @@ impl HybridStore {
         let found = hybrid_select_into(&step.luts, &step.tokens, &hybrid, &mut scratch, &mut selected)?;
         selected.truncate(found);
         hybrid_attend_into(&step.tokens, &selected, &mut scratch, out, stats)?;
+        if let Some(errors) = step.mean_errors {
+            errors.add_to(scratch.search().scores(), stats, out);
+        }
         Ok(selected)
     }
 }

@@ -4,6 +4,7 @@
 
 #[cfg(feature = "cuda")]
 mod device;
+mod mean_errors;
 mod store;
 
 use std::fmt::Display;

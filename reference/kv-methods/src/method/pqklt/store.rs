@@ -14,6 +14,7 @@ use pq_core::{
 };
 use svd_core::{MapBuf, Rows, RowsMut, SoftmaxStats};
 
+use super::mean_errors::MeanErrors;
 use crate::Result;
 use crate::cache::{CodingError, Geometry, Store, merge_part};
 use crate::method::pq_code::attend_to_codes;
@@ -123,6 +124,7 @@ pub(crate) struct TransformedStore {
     key_means: Arc<Vec<RopeMeanBuf>>, // per head, for `RotatedMean`
     heads: Vec<Pair<Coded>>,
     decoded: Vec<Vec<f32>>, // per head: rotated keys (len, head_dim), for `BeforeRope`
+    value_errors: Vec<MeanErrors>, // per head, or empty
     first: usize,           // position of the first token
     len: usize,
 }
@@ -143,7 +145,14 @@ impl TransformedStore {
         let key_means = plan.heads.iter().filter(|_| plan.space == KeySpace::RotatedMean);
         let key_means = key_means.map(|code| RopeMeanBuf::new(&code.keys.mean, rope.frequencies()));
         let key_means = Arc::new(key_means.collect::<std::result::Result<_, _>>()?);
-        Ok(Self { geometry, rope, plan, key_means, heads, decoded, first: 0, len: 0 })
+        let value_errors = vec![];
+        Ok(Self { geometry, rope, plan, key_means, heads, decoded, value_errors, first: 0, len: 0 })
+    }
+
+    /// An empty store that keeps the mean errors of its values.
+    pub fn with_mean_errors(self) -> Self {
+        let Geometry { n_kv_heads, head_dim, .. } = self.geometry;
+        Self { value_errors: vec![MeanErrors::new(head_dim); n_kv_heads], ..self }
     }
 
     /// Transforms and encodes mean-free rows; returns the decoded rows, transformed.
@@ -169,6 +178,10 @@ impl TransformedStore {
         HeadCode::multiply_by_norms(&mut decoded, None, &norms);
         let elements = rows.iter().zip(&decoded).map(|(&x, decoded)| (x, x - decoded));
         coded.error.add(rows.len() / shape.dim(), elements);
+        if let (Side::Values, Some(errors)) = (side, self.value_errors.get_mut(head)) {
+            let tokens = rows.chunks_exact(shape.dim()).zip(decoded.chunks_exact(shape.dim()));
+            tokens.for_each(|(row, decoded)| errors.add(row.iter().zip(decoded).map(|(x, y)| x - y)));
+        }
         Ok(decoded)
     }
 
@@ -237,6 +250,7 @@ impl TransformedStore {
             tokens,
             score_variances: probes.chunks_exact(self.geometry.head_dim).map(variance).collect(),
             value_error: value_code.error,
+            mean_errors: self.value_errors.get(head),
         };
         // Attention on the transformed values, mapped back once per query.
         let mut transformed = vec![0.0; out.len()];
@@ -256,6 +270,7 @@ pub(crate) struct CodedStep<'a> {
     pub tokens: CodedTokens<'a>,
     pub score_variances: Vec<f32>, // (group,): variance of exact around coded scores
     pub value_error: f32,          // squared error relative to the variance
+    pub mean_errors: Option<&'a MeanErrors>,
 }
 
 /// Rounds centroids to 16 bits, as codebooks are stored.
@@ -312,6 +327,7 @@ impl Store for TransformedStore {
             }
         }
         self.decoded.iter_mut().for_each(|rows| rows.truncate(len * self.geometry.head_dim));
+        self.value_errors.iter_mut().for_each(|errors| errors.truncate(len));
         self.len = len;
         Ok(())
     }
@@ -341,6 +357,7 @@ impl Store for TransformedStore {
             let own = codebook + 8 * code.mean.len() * code.mean.len();
             footprint.shared += 4 * code.mean.len() + if code.is_gaussian { 0 } else { own };
         }
+        footprint.kept += self.value_errors.iter().map(MeanErrors::size).sum::<usize>();
         footprint.working = self.decoded.iter().map(|rows| 4 * rows.len()).sum();
         footprint
     }
