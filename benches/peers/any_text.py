@@ -10,7 +10,8 @@ something is fitted run again with a profile of the text itself, from the 4,096 
 Texts of the repository: speeches in lines of 72 characters, code (its Rust sources), JSON and tables (its results). `--text`
 adds others, such as plays or another script. A model is `--model NAME=PATH:2048+8192:128:8`: prompts of 2,048 and 8,192 tokens, 128
 tokens decoded, 8 facts to find at half the depth of a prompt, pass keys and lines; without any it is the shipped model. `--only`
-runs one model and keeps the stored results of the others; `--texts N` takes the first N texts.
+runs one model and keeps the stored results of the others; `--texts N` takes the first N texts. `--methods A,B` runs methods of the
+list alone, after a change of them: the stored rows of the others stay, and the new ones name their commit.
 
 Before a text is run the script asserts, on 512 tokens of it, that the exact cache has no divergence, that bytes are those of each
 format, and that of one family more bits have less divergence.
@@ -37,6 +38,7 @@ METHODS = {
     "pqklt:k=8/2:v=8/2": True,
     "million:k=8/2:v=8/2": True,
     "hybrid": True,
+    "hybrid:k=6/4:v=8/16:norms=on:mean-error=on": True,
 }
 # Bits of an element in the store: codes, and scales of a block of 32.
 FORMATS = {"q8_0": 8 * 34 / 32, "q4_0": 8 * 18 / 32}
@@ -73,9 +75,8 @@ class Bench:
         subprocess.run(line, check=True, stdout=subprocess.DEVNULL)
         return json.load(open(path))
 
-    def calibrate(self, text):
-        fitted = ",".join(method for method, is_fitted in METHODS.items() if is_fitted)
-        self.run("calibrate", self.profile, "--replace", "--text", text, "--tokens", CALIBRATION, "--methods", fitted)
+    def calibrate(self, text, methods):
+        self.run("calibrate", self.profile, "--replace", "--text", text, "--tokens", CALIBRATION, "--methods", ",".join(methods))
 
     def eval(self, text, methods, length, decode, trials, profile=True, calibration=CALIBRATION):
         """A row for every method; the last tokens of the calibration are those before the prompt."""
@@ -84,16 +85,16 @@ class Bench:
         arguments += ["--profile", self.profile] if profile else []
         return dict(zip(methods, self.run("eval", *arguments)["rows"]))
 
-    def check(self, text):
+    def check(self, text, methods):
         """What must hold of any text."""
         length, decode = 512, 32
-        rows = self.eval(text, ["dense", *METHODS], length, decode, 0)
+        rows = self.eval(text, ["dense", *methods], length, decode, 0)
         assert rows["dense"]["kl"] < 1e-9 and rows["dense"]["top1"] == 1.0
         tokens = length + decode
-        for method, bits in FORMATS.items():
+        for method, bits in FORMATS.items() if FORMATS.keys() <= rows.keys() else []:
             expected = (bits * (tokens - EXACT) + 16 * EXACT) / tokens
             assert abs(rows[method]["bits_per_value"] - expected) < 1e-6, (method, expected, rows[method])
-        for order in ORDERS:
+        for order in (order for order in ORDERS if set(order) <= rows.keys()):
             kls = [rows[method]["kl"] for method in order]
             assert kls == sorted(kls), (order, kls)
 
@@ -102,10 +103,10 @@ def found(at):
     return [sum(part["hits"] for part in at), sum(part["trials"] for part in at)]
 
 
-def measure(bench, text, length, decode, trials):
+def measure(bench, text, methods, length, decode, trials):
     """The rows of one text at one length."""
-    rows = bench.eval(text, list(METHODS), length, decode, trials)
-    own = bench.eval(text, [method for method in METHODS if METHODS[method]], length, decode, 0, profile=False)
+    rows = bench.eval(text, methods, length, decode, trials)
+    own = bench.eval(text, [method for method in methods if METHODS[method]], length, decode, 0, profile=False)
     return [
         {
             "method": method,
@@ -122,6 +123,12 @@ def measure(bench, text, length, decode, trials):
     ]
 
 
+def merged(stored, rows):
+    """The stored rows of a run, with new ones in their places."""
+    by_method = {row["method"]: row for row in [*stored, *({**row, "commit": tables.commit()} for row in rows)]}
+    return [by_method[method] for method in METHODS if method in by_method]
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("kv")
@@ -131,6 +138,7 @@ def main():
     parser.add_argument("--model", action="append", default=[], metavar="NAME=PATH:LENGTHS:DECODE:TRIALS")
     parser.add_argument("--only")
     parser.add_argument("--texts", type=int)
+    parser.add_argument("--methods")
     args = parser.parse_args()
 
     texts = own_texts()
@@ -142,24 +150,31 @@ def main():
         path, lengths, decode, trials = setting.rsplit(":", 3)
         models[name] = (path, lengths, int(decode), int(trials))
 
+    methods = args.methods.split(",") if args.methods else list(METHODS)
     path = os.path.join(args.results, "any-text.json")
-    stored = json.load(open(path))["models"] if os.path.exists(path) and args.only else {}
-    done = {name: stored[name] for name in models if name in stored and name != args.only}
+    stored = json.load(open(path))["models"] if os.path.exists(path) and (args.only or args.methods) else {}
+    done = {name: stored[name] for name in models if name in stored and (args.methods or name != args.only)}
     for name, (model, lengths, decode, trials) in models.items():
         if args.only not in (None, name):
             continue
         with tempfile.TemporaryDirectory() as folder:
             bench = Bench(args.kv, model, folder)
-            bench.calibrate(args.wikitext)
+            bench.calibrate(args.wikitext, [method for method in methods if METHODS[method]])
             made = {"date": tables.today(), "commit": tables.commit(), "decode": decode, "runs": []}
+            if args.methods:
+                made = done[name]
             for text, content in texts.items():
                 file = os.path.join(folder, "text")
                 with open(file, "w", encoding="utf-8") as out:
                     out.write(content)
-                bench.check(file)
+                bench.check(file, methods)
                 for length in map(int, lengths.split("+")):
-                    rows = measure(bench, file, length, decode, trials)
-                    made["runs"].append({"text": text, "length": length, "rows": rows})
+                    rows = measure(bench, file, methods, length, decode, trials)
+                    if args.methods:
+                        run = next(run for run in made["runs"] if (run["text"], run["length"]) == (text, length))
+                        run["rows"] = merged(run["rows"], rows)
+                    else:
+                        made["runs"].append({"text": text, "length": length, "rows": rows})
                     done[name] = made
                     tables.write(path, {"calibration": CALIBRATION, "models": done})
 

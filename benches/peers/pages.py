@@ -498,7 +498,9 @@ def any_text(data):
         for length in sorted({run["length"] for run in model["runs"]}):
             runs = [run for run in model["runs"] if run["length"] == length]
             title = f"{name}, {length:,} tokens, {model['decode']} decoded"
-            lines += [f"## {title}", "", f"{time_of(model)}.", "", *texts_of(runs)]
+            later = {row["method"]: row["commit"] for row in runs[0]["rows"] if "commit" in row}
+            changed = "".join(f"; `{method}`: {commit}" for method, commit in later.items())
+            lines += [f"## {title}", "", f"{time_of(model)}{changed}.", "", *texts_of(runs)]
     return lines
 
 
