@@ -20,7 +20,7 @@ pub(super) fn score(
     }
     let Run { model, rope, profile, .. } = run;
     progress.message("dense prefill");
-    let prompt = SharedPrompt::run(model, rope, prompt)?;
+    let prompt = SharedPrompt::run(model, rope, prompt, methods.iter().map(|&index| &run.methods[index]))?;
     progress.message("dense reference");
     let mut dense = prompt.fill(&"dense".parse()?, model, rope, profile)?;
     let mut decoder = Decoder::new((*model).clone(), rope.clone());
@@ -56,7 +56,8 @@ pub(super) fn find(
         return Ok(vec![]);
     }
     let Run { model, rope, profile, .. } = run;
-    let prompt = SharedPrompt::run(model, rope, &task.prompt)?;
+    let prompt =
+        SharedPrompt::run(model, rope, &task.prompt, methods.iter().map(|&index| &run.methods[index]))?;
     let found = methods.iter().map(|&index| {
         let method = &run.methods[index];
         progress.message(&method.spec());

@@ -3,11 +3,10 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use kv_llama::KvCache;
-use kv_llama::ops::{argmax, log_softmax};
-use kv_llama::{Decoder, WATCHED, logits, prefill};
+use kv_llama::ops::{argmax, linear, log_softmax, rms_norm};
+use kv_llama::{Decoder, KvCache, WATCHED, logits, prefill};
 use kv_methods::{Method, Prepared, Profile};
-use kv_model::{Model, Rope};
+use kv_model::{Config, Layer, Model, Rope};
 use rayon::prelude::*;
 
 use crate::eval::{Divergence, RetrievalTask};
@@ -27,12 +26,23 @@ impl Prompt {
     /// # Errors
     /// Errors of [`prefill`] and [`logits`].
     pub fn run(model: &Model, rope: &Rope, tokens: &[u32]) -> Result<Self> {
+        Self::run_observed(model, rope, tokens, |_| {})
+    }
+
+    /// As [`Self::run`]; `observe` gets the residual stream (n, hidden_size) before each layer.
+    fn run_observed(
+        model: &Model,
+        rope: &Rope,
+        tokens: &[u32],
+        mut observe: impl FnMut(&[f32]),
+    ) -> Result<Self> {
         let mut layers = vec![];
         let hidden = prefill(model, rope, tokens, &mut |l, activations| {
             let first = tokens.len().saturating_sub(WATCHED);
             let q_dim = model.config.q_dim();
             let queries = rope.layer(l).rotated(&activations.q[first * q_dim..], q_dim, first);
             layers.push([queries, activations.k.to_vec(), activations.v.to_vec()]);
+            observe(activations.residual);
             Ok(())
         })?;
         let last = &hidden[hidden.len() - model.config.hidden_size..];
@@ -55,19 +65,33 @@ impl Prompt {
 pub struct SharedPrompt {
     tokens: Vec<u32>,
     run: Prompt,
+    residuals: Vec<Vec<f32>>, // of every layer (n, hidden_size), where methods fold weights
 }
 
 impl SharedPrompt {
-    /// Runs the prompt on the original model.
+    /// Runs the prompt on the original model, for caches of `methods`.
     ///
     /// # Errors
     /// Errors of [`prefill`] and [`logits`].
-    pub fn run(model: &Model, rope: &Rope, tokens: &[u32]) -> Result<Self> {
-        Ok(Self { tokens: tokens.to_vec(), run: Prompt::run(model, rope, tokens)? })
+    pub fn run<'a>(
+        model: &Model,
+        rope: &Rope,
+        tokens: &[u32],
+        methods: impl IntoIterator<Item = &'a Method>,
+    ) -> Result<Self> {
+        let folds = methods.into_iter().any(Method::changes_weights);
+        let mut residuals = vec![];
+        let run = Prompt::run_observed(model, rope, tokens, |residual| {
+            if folds {
+                residuals.push(residual.to_vec());
+            }
+        })?;
+        Ok(Self { tokens: tokens.to_vec(), run, residuals })
     }
 
-    /// A cache of `method` that holds the prompt. A method that folds weights changes the values, so its
-    /// model runs the prompt again.
+    /// A cache of `method` that holds the prompt. A method that folds weights changes the values, which are then
+    /// projected again. One that cuts the rows of a prompt, too, changes all layers but the first, so its model runs
+    /// the prompt again.
     ///
     /// # Errors
     /// Errors of preparing, running and filling.
@@ -79,13 +103,31 @@ impl SharedPrompt {
         profile: &Profile,
     ) -> Result<Prepared> {
         let mut prepared = method.prepare(model, rope, profile)?;
+        let cache = prepared.cache.as_mut();
         if Arc::ptr_eq(&prepared.model, model) {
-            self.run.fill(prepared.cache.as_mut())?;
+            self.run.fill(cache)?;
+        } else if self.residuals.is_empty() || cache.prompt_rows(0, &[], &[])?.is_some() {
+            Decoder::new(prepared.model.clone(), rope.clone()).prefill(&self.tokens, cache)?;
         } else {
-            let mut decoder = Decoder::new(prepared.model.clone(), rope.clone());
-            decoder.prefill(&self.tokens, prepared.cache.as_mut())?;
+            self.fill_folded(&prepared.model, cache)?;
         }
         Ok(prepared)
+    }
+
+    /// Fills an empty cache with the values of a model that differs from the original one in the projections of
+    /// values and of the output alone.
+    fn fill_folded(&self, model: &Model, cache: &mut dyn KvCache) -> Result<()> {
+        let Config { hidden_size, rms_norm_eps, .. } = model.config;
+        let mut normed = vec![0.0; self.tokens.len() * hidden_size];
+        let mut values = vec![0.0; self.tokens.len() * model.config.kv_dim()];
+        let layers = model.layers.iter().zip(&self.run.layers).zip(&self.residuals);
+        for (l, ((Layer { attention, .. }, [queries, keys, _]), residual)) in layers.enumerate() {
+            rms_norm(residual, &attention.norm, rms_norm_eps, &mut normed);
+            linear(&attention.v, &normed, &mut values);
+            cache.watch(l, queries);
+            cache.prefill(l, 0, keys, &values)?;
+        }
+        Ok(())
     }
 }
 
@@ -197,4 +239,38 @@ fn answers(decoder: &mut Decoder, mut cache: Box<dyn KvCache>, ask: &[u32], answ
         }
     }
     Ok(true)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+    use kv_methods::calibrated;
+
+    #[test]
+    fn a_shared_prompt_fills_caches_as_their_own_models_do() {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/parity/fixtures/gqa");
+        let model = Arc::new(Model::load(&path).unwrap());
+        let tokens: Vec<u32> = (0..200_u32).map(|i| (i * i + 7 * i) % 96).collect();
+        let rope = Arc::new(Rope::new(&model.config, tokens.len()));
+        // Enough bits that a code which rounds the other way makes no difference. The last one cuts its prompt.
+        for spec in ["sq:k=8:v=8:exact=f32", "pqklt:exact=f32", "zack:exact=f32", "zack:prompt=cut:exact=f32"]
+        {
+            let method = spec.parse::<Method>().unwrap().fitted(&model.config).unwrap();
+            assert!(method.changes_weights(), "{spec}");
+            let profile = calibrated(&model, &rope, &tokens, std::slice::from_ref(&method)).unwrap();
+            let (prompt, next) = (&tokens[..150], tokens[150]);
+            let shared = SharedPrompt::run(&model, &rope, prompt, [&method]).unwrap();
+            let alone = SharedPrompt::run(&model, &rope, prompt, []).unwrap();
+            let [one, other] = [shared, alone].map(|run| {
+                let Prepared { model, mut cache } = run.fill(&method, &model, &rope, &profile).unwrap();
+                Decoder::new(model, rope.clone()).step(next, cache.as_mut()).unwrap().to_vec()
+            });
+            let largest = one.iter().fold(0.0_f32, |m, x| m.max(x.abs()));
+            let differences = one.iter().zip(&other).map(|(a, b)| (a - b).abs());
+            let difference = differences.fold(0.0_f32, f32::max);
+            assert!(difference <= 1e-3 * largest, "{spec}: {difference} of {largest}");
+        }
+    }
 }

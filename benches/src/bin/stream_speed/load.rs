@@ -176,7 +176,7 @@ impl Run<'_> {
             decoder: &mut decoder,
         };
         let trace = serve_into(&mut link, target.into_caches()?, clock, &costs, &self.options)?;
-        let shared = SharedPrompt::run(model, rope, prompt)?;
+        let shared = SharedPrompt::run(model, rope, prompt, [&dense])?;
         let Prepared { mut cache, .. } = shared.fill(&dense, model, rope, &Profile::default())?;
         let reference = score_text(&mut decoder, cache.as_mut(), decoded, None)?.logits;
         let last = caches.last_mut().ok_or_else(|| Error::argument("no request"))?;
