@@ -39,6 +39,7 @@ METHODS = {
     "million:k=8/2:v=8/2": True,
     "hybrid": True,
     "hybrid:k=6/4:v=8/16:norms=on:mean-error=on": True,
+    "pqcache": False,
 }
 # Bits of an element in the store: codes, and scales of a block of 32.
 FORMATS = {"q8_0": 8 * 34 / 32, "q4_0": 8 * 18 / 32}

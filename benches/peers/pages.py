@@ -494,7 +494,26 @@ def any_text(data):
         "cache are means of the texts, facts found are sums.",
         "",
     ]
-    for name, model in data["models"].items():
+    return lines + by_model(data["models"])
+
+
+def models(data):
+    lines = [
+        "# Checkpoints that people have",
+        "",
+        "    python benches/peers/models.py target/release/kv benches/results NAME=PATH --wikitext WIKITEXT [--text NAME=FILE]... \\",
+        "        [--lengths 2048+8192] [--texts N]",
+        "",
+        "On a CPU, on texts that the profile has not seen: columns as in [`any-text`](any-text.md).",
+        "",
+    ]
+    return lines + by_model(data["models"])
+
+
+def by_model(models):
+    """The tables of each model and length."""
+    lines = []
+    for name, model in models.items():
         for length in sorted({run["length"] for run in model["runs"]}):
             runs = [run for run in model["runs"] if run["length"] == length]
             title = f"{name}, {length:,} tokens, {model['decode']} decoded"
@@ -610,6 +629,7 @@ PAGES = {
     "offload": offload,
     "pqcache": pqcache,
     "any-text": any_text,
+    "models": models,
     "streaming": streaming,
     "sq": sq,
     "storage": storage,
