@@ -94,7 +94,7 @@ fn row(model: &Model, rope: &Rope, code: &str, seen: &[Layer], unseen: &[Layer])
             let queries: Gram<PostRope> =
                 gram(&seen[l].queries, model.config.q_dim(), query_heads.clone(), &shape);
             let outputs: Gram<NoRope> =
-                gram(&model.layers[l].attention.o.weight, model.config.q_dim(), query_heads, &shape);
+                gram(&model.layers[l].attention.o.weight.to_f32(), model.config.q_dim(), query_heads, &shape);
             [rates(&shape, &queries, keys), rates(&shape, &outputs, values)]
         })
         .collect();

@@ -99,7 +99,8 @@ fn errors(model: &Model, seen: &[Rows], unseen: &[Rows]) -> Value {
             };
             let (keys, queries, values) = of(&seen[l]);
             let (test_keys, test_queries, test_values) = of(&unseen[l]);
-            let outputs = gram(&model.layers[l].attention.o.weight, config.q_dim(), dim, query_heads);
+            let outputs =
+                gram(&model.layers[l].attention.o.weight.to_f32(), config.q_dim(), dim, query_heads);
             [
                 compare((&keys, &queries), (&test_keys, &test_queries), &ranks),
                 compare((&values, &outputs), (&test_values, &outputs), &ranks),

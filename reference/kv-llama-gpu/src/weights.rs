@@ -1,5 +1,7 @@
 //! The weights of a model on the device, packed for the products of a decode step.
 
+use std::borrow::Cow;
+
 use kv_device::{Allocating, Buffer, Gpu, fill_hashed};
 use kv_gpu::pq::Prefetch;
 use kv_gpu::{DevicePtr, Element, Grid, Kernel, Program};
@@ -71,7 +73,7 @@ pub struct Weights {
 
 /// The source of a matrix's elements.
 enum Source<'a> {
-    Parts(&'a [&'a [f32]]),
+    Parts(&'a [Cow<'a, [f32]>]),
     Hashed(u32),
 }
 
@@ -131,11 +133,11 @@ impl<'a> Packer<'a> {
 
     /// Linear layers stacked into one matrix.
     fn linears(&self, linears: &[&Linear], order: Order) -> Result<Packed> {
-        let parts: Vec<&[f32]> = linears.iter().map(|linear| linear.weight.as_slice()).collect();
-        let rows = linears.iter().map(|linear| linear.n_out).sum();
-        let packed = self.pack(&Source::Parts(&parts), order, rows, linears[0].n_in)?;
+        let parts: Vec<_> = linears.iter().map(|linear| linear.weight.to_f32()).collect();
+        let rows = linears.iter().map(|linear| linear.n_out()).sum();
+        let packed = self.pack(&Source::Parts(&parts), order, rows, linears[0].n_in())?;
         let biases = linears.iter().any(|linear| linear.bias.is_some()).then(|| {
-            let bias = |linear: &&Linear| linear.bias.clone().unwrap_or_else(|| vec![0.0; linear.n_out]);
+            let bias = |linear: &&Linear| linear.bias.clone().unwrap_or_else(|| vec![0.0; linear.n_out()]);
             linears.iter().flat_map(bias).collect::<Vec<f32>>()
         });
         let bias = biases.map(|bias| Buffer::of(self.gpu, &bias)).transpose()?;
@@ -188,14 +190,19 @@ impl Weights {
             })
         });
         let layers = layers.collect::<Result<_>>()?;
-        let output = Source::Parts(&[&model.output]);
+        let output = [model.output.to_f32()];
         Ok(Self {
             name: model.name.clone(),
             element,
-            embedding: packer.table(&model.embedding)?,
+            embedding: packer.table(&model.embedding.to_f32())?,
             layers,
             norm: Buffer::of(gpu, &model.norm)?,
-            output: packer.pack(&output, Order::Rows, config.vocab_size, config.hidden_size)?,
+            output: packer.pack(
+                &Source::Parts(&output),
+                Order::Rows,
+                config.vocab_size,
+                config.hidden_size,
+            )?,
             config,
         })
     }

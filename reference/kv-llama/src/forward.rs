@@ -75,7 +75,10 @@ fn run(
         return Err(Error::Argument(format!("{needed} tokens for {} positions", rope.len())));
     }
     // (n, hidden_size)
-    let mut x: Vec<f32> = tokens.iter().flat_map(|&token| embedding(model, token)).copied().collect();
+    let mut x = vec![0.0; tokens.len() * config.hidden_size];
+    for (x, &token) in x.chunks_exact_mut(config.hidden_size).zip(tokens) {
+        model.embedding.rows_into(token as usize, x);
+    }
     let mut buffers = Buffers::new(config, tokens.len());
     for (l, weights) in model.layers.iter().enumerate() {
         layer(config, weights, &mut x, &mut buffers, |residual, heads| attention(l, residual, heads))?;
@@ -167,10 +170,12 @@ fn check_shapes(model: &Model, rope: &Rope) -> Result<()> {
     let (hidden, inner, vocab) = (config.hidden_size, config.intermediate_size, config.vocab_size);
     let (q_dim, kv_dim) = (config.q_dim(), config.kv_dim());
     let linear = |layer: &Linear, n_in: usize, n_out: usize| {
-        (layer.n_in, layer.n_out, layer.weight.len()) == (n_in, n_out, n_in * n_out)
+        (layer.n_in(), layer.n_out()) == (n_in, n_out)
             && layer.bias.as_ref().is_none_or(|bias| bias.len() == n_out)
     };
-    let tables = [&model.embedding, &model.output].iter().all(|table| table.len() == vocab * hidden);
+    let tables = [&model.embedding, &model.output]
+        .iter()
+        .all(|table| (table.n_out(), table.n_in()) == (vocab, hidden));
     let layers = model.layers.iter().all(|layer| {
         let (a, f) = (&layer.attention, &layer.feed_forward);
         (a.norm.len(), f.norm.len()) == (hidden, hidden)
@@ -205,16 +210,11 @@ pub fn logits(model: &Model, hidden: &[f32]) -> Result<Vec<f32>> {
 
 /// As [`logits`]. Finite weights may overflow, and no comparison of logits would notice a NaN.
 fn logits_into(model: &Model, hidden: &[f32], out: &mut [f32]) -> Result<()> {
-    matmul(&model.output, hidden, out, model.config.hidden_size);
+    matmul(&model.output, hidden, out);
     match out.iter().all(|x| x.is_finite()) {
         true => Ok(()),
         false => Err(Error::Logits { model: model.name.clone() }),
     }
-}
-
-fn embedding(model: &Model, token: u32) -> &[f32] {
-    let hidden = model.config.hidden_size;
-    &model.embedding[token as usize * hidden..][..hidden]
 }
 
 /// Runs tokens over a cache, from its current length on: a decode step, or a prefill chunk.
@@ -260,7 +260,7 @@ impl Decoder {
         if pos >= self.rope.len() {
             return Err(Error::Argument(format!("the context of {} tokens is full", self.rope.len())));
         }
-        x.copy_from_slice(embedding(model, token));
+        model.embedding.rows_into(token as usize, x);
         for (l, weights) in model.layers.iter().enumerate() {
             layer(config, weights, x, buffers, |_, Heads { q, k, v, attended }| {
                 self.rope.layer(l).rotate(q, pos);

@@ -1,55 +1,26 @@
 //! The arithmetic of a forward pass on plain slices.
 
+mod dot_rows;
+mod matmul;
+
 use gemm_common::Parallelism;
 use gemm_f32::gemm::f32::get_gemm_fn;
 use kv_attend::SoftmaxStats;
 use kv_model::Linear;
 use rayon::prelude::*;
 
+pub use matmul::matmul;
+
 use crate::{Error, Result};
-
-/// Minimum multiply-adds that are worth a second thread.
-const PARALLEL_FROM: usize = 1 << 17;
-
-/// Multiply-adds per share of a single row, and the granule of a share's outputs. gemm sums the last outputs
-/// of a call in another order than the rest, so a split that depended on the number of threads would change
-/// results. Shares of 2^16 made a decode step of the shipped model 20 to 30 % slower on two cores; from 2^18
-/// on it takes as long as with one share per thread.
-const SHARE: usize = 4 * PARALLEL_FROM;
-const TILE: usize = 16;
-
-/// `y = x W^T`: `weight` (n_out, n_in), `x` (n, n_in), `y` (n, n_out), all row-major.
-///
-/// # Panics
-/// When the lengths are inconsistent.
-pub fn matmul(weight: &[f32], x: &[f32], y: &mut [f32], n_in: usize) {
-    let (n, n_out) = (x.len() / n_in, weight.len() / n_in);
-    assert!(x.len() == n * n_in && weight.len() == n_out * n_in && y.len() == n * n_out);
-    let parallel = n * weight.len() >= PARALLEL_FROM;
-    if n == 1 && parallel {
-        // gemm runs a single row on one thread, so the outputs are split into shares.
-        let share = (SHARE / n_in).max(1).next_multiple_of(TILE);
-        y.par_chunks_mut(share).zip(weight.par_chunks(share * n_in)).for_each(|(y, weight)| {
-            // SAFETY: x is one row of n_in, weight (y.len(), n_in) both split at the same rows.
-            unsafe {
-                product(1, y.len(), n_in, y, y.len(), x, (n_in, 1), weight, (1, n_in), 1.0, Parallelism::None)
-            };
-        });
-    } else {
-        let parallelism = if parallel { Parallelism::Rayon(0) } else { Parallelism::None };
-        // SAFETY: the assertion above has proved x (n, n_in), weight (n_out, n_in) and y (n, n_out).
-        unsafe { product(n, n_out, n_in, y, n_out, x, (n_in, 1), weight, (1, n_in), 1.0, parallelism) };
-    }
-}
 
 /// `y = W x + b` for every row: `x` (n, n_in); `y` (n, n_out), fully written.
 ///
 /// # Panics
 /// As [`matmul`].
 pub fn linear(layer: &Linear, x: &[f32], y: &mut [f32]) {
-    matmul(&layer.weight, x, y, layer.n_in);
+    matmul(&layer.weight, x, y);
     if let Some(bias) = &layer.bias {
-        y.chunks_exact_mut(layer.n_out).for_each(|row| add(row, bias));
+        y.chunks_exact_mut(bias.len()).for_each(|row| add(row, bias));
     }
 }
 
@@ -300,24 +271,6 @@ unsafe fn product(
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn matmul_of_one_row_and_of_many_agree() {
-        let (n, n_in, n_out) = (5, 37, 19);
-        let value = |i: usize| ((i * 7919) % 1000) as f32 / 500.0 - 1.0;
-        let weight: Vec<f32> = (0..n_in * n_out).map(value).collect();
-        let x: Vec<f32> = (0..n * n_in).map(|i| value(i + 13)).collect();
-        let mut many = vec![0.0; n * n_out];
-        matmul(&weight, &x, &mut many, n_in);
-        for (x, many) in x.chunks(n_in).zip(many.chunks(n_out)) {
-            let mut one = vec![0.0; n_out];
-            matmul(&weight, x, &mut one, n_in);
-            for (o, (a, b)) in many.iter().zip(&one).enumerate() {
-                let exact: f64 = (0..n_in).map(|i| f64::from(weight[o * n_in + i]) * f64::from(x[i])).sum();
-                assert!((f64::from(*a) - exact).abs() < 1e-4 && (f64::from(*b) - exact).abs() < 1e-4);
-            }
-        }
-    }
 
     #[test]
     fn causal_attention_equals_the_formula() {

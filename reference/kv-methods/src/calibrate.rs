@@ -149,8 +149,9 @@ fn rms(x: &[f32]) -> f64 {
 pub(crate) fn output_gram(model: &Model, l: usize, head: usize) -> Result<Gram<NoRope>> {
     let config = &model.config;
     let mut gram = Gram::new(config.head_dim)?;
+    let weight = model.layers[l].attention.o.weight.to_f32();
     for query_head in head * config.gqa_group()..(head + 1) * config.gqa_group() {
-        let weight = Rows::contiguous(&model.layers[l].attention.o.weight, config.q_dim())?;
+        let weight = Rows::contiguous(&weight, config.q_dim())?;
         gram.add_rows(weight.columns(query_head * config.head_dim, config.head_dim)?)?;
     }
     Ok(gram)

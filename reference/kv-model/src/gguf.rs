@@ -16,11 +16,11 @@ use sha2::{Digest as _, Sha256};
 use crate::error::Quoted;
 use crate::family::{AttentionBias, AttentionKeys, Family};
 use crate::source::Source;
-use crate::tensors::{Tensors, check_finite};
-use crate::{Config, RopeScaling, Yarn};
+use crate::tensors::{Tensors, check_finite, not_finite};
+use crate::{Config, Matrix, RopeScaling, Yarn};
 use crate::{Error, Result};
-use blocks::Layout;
-pub use blocks::{unpack_q4_0, unpack_q8_0};
+pub(crate) use blocks::Layout;
+pub use blocks::{decode_q4_0, decode_q8_0};
 use header::{Header, List, TEXT, Value};
 
 /// Maximum entries of a vocabulary and of its parallel lists.
@@ -289,7 +289,8 @@ impl Gguf {
         self.source.error(what)
     }
 
-    fn load_raw(&self, name: &str, shape: &[usize]) -> Result<Vec<f32>> {
+    /// The layout and the bytes of a tensor, if it has exactly this shape.
+    fn blocks(&self, name: &str, shape: &[usize]) -> Result<(Layout, Vec<u8>)> {
         let Some(info) = self.header.tensors.get(name) else {
             return Err(self.error(format!("tensor `{name}` is missing")));
         };
@@ -297,14 +298,38 @@ impl Gguf {
             let what = format!("tensor `{name}` has shape {:?}, the metadata ask for {shape:?}", info.shape);
             return Err(self.error(what));
         }
-        let error = |what: String| self.error(format!("tensor `{name}`: {what}"));
+        let error = |what| self.tensor_error(name, what);
         let layout = Layout::of(info.kind).map_err(error)?;
         let len = layout.bytes(shape.iter().product()).map_err(error)?;
         let start = self.header.data_start.checked_add(info.offset);
         let range = start.and_then(|start| Some(start..start.checked_add(len as u64)?));
         let range = range.filter(|range| range.end <= self.source.len());
-        let bytes = self.source.read(range.ok_or_else(|| error("the file ends inside it".into()))?)?;
-        check_finite(self.source.path(), name, layout.unpack(&bytes).map_err(error)?)
+        let range = range.ok_or_else(|| error("the file ends inside it".into()))?;
+        Ok((layout, self.source.read(range)?))
+    }
+
+    fn load_raw(&self, name: &str, shape: &[usize]) -> Result<Vec<f32>> {
+        let (layout, bytes) = self.blocks(name, shape)?;
+        let values = layout.decoded(&bytes).map_err(|what| self.tensor_error(name, what))?;
+        check_finite(self.source.path(), name, values)
+    }
+
+    fn tensor_error(&self, name: &str, what: String) -> Error {
+        self.error(format!("tensor `{name}`: {what}"))
+    }
+
+    /// The heads whose rows the file has in pairs.
+    fn paired_heads(&self, name: &str) -> Option<usize> {
+        let heads = [("q_proj", self.heads.0), ("k_proj", self.heads.1)];
+        heads
+            .into_iter()
+            .find(|(part, _)| self.family.gguf_pairs && name.contains(part))
+            .map(|(_, heads)| heads)
+    }
+
+    /// The name of a tensor in the file.
+    fn name_of(&self, name: &str) -> Result<String> {
+        gguf_name(name).ok_or_else(|| self.error(format!("GGUF has no name for tensor `{name}`")))
     }
 }
 
@@ -330,17 +355,25 @@ impl Tensors for Gguf {
     }
 
     fn load(&self, name: &str, shape: &[usize]) -> Result<Vec<f32>> {
-        let Some(stored) = gguf_name(name) else {
-            return Err(self.error(format!("GGUF has no name for tensor `{name}`")));
-        };
-        let values = self.load_raw(&stored, shape)?;
-        Ok(if self.family.gguf_pairs && name.contains("q_proj") {
-            halves_from_pairs(&values, shape[0], self.heads.0)
-        } else if self.family.gguf_pairs && name.contains("k_proj") {
-            halves_from_pairs(&values, shape[0], self.heads.1)
-        } else {
-            values
+        let values = self.load_raw(&self.name_of(name)?, shape)?;
+        Ok(match self.paired_heads(name) {
+            Some(heads) => halves_from_pairs(&values, shape[0], heads),
+            None => values,
         })
+    }
+
+    fn load_matrix(&self, name: &str, [n_out, n_in]: [usize; 2]) -> Result<Matrix> {
+        let stored = self.name_of(name)?;
+        let (layout, mut bytes) = self.blocks(&stored, &[n_out, n_in])?;
+        if let Some(heads) = self.paired_heads(name) {
+            bytes = halves_from_pairs(&bytes, n_out, heads);
+        }
+        let matrix = match layout.saves_memory() {
+            true => Matrix::of_blocks(layout, bytes, n_in),
+            false => layout.decoded(&bytes).map(|numbers| Matrix::new(numbers, n_in)),
+        };
+        let matrix = matrix.map_err(|what| self.tensor_error(&stored, what))?;
+        if matrix.is_finite() { Ok(matrix) } else { Err(not_finite(self.source.path(), &stored)) }
     }
 
     fn names(&self) -> Vec<&str> {
@@ -364,7 +397,7 @@ impl Tensors for Gguf {
 
 /// GGUF stores the rows of Q and K with RoPE pairs adjacent (2i, 2i + 1); this restores the half-split layout
 /// (i, i + head_dim / 2) of the original checkpoint.
-fn halves_from_pairs(values: &[f32], rows: usize, heads: usize) -> Vec<f32> {
+fn halves_from_pairs<T: Copy>(values: &[T], rows: usize, heads: usize) -> Vec<T> {
     let columns = values.len() / rows;
     let half = rows / heads / 2;
     let mut out = Vec::with_capacity(values.len());

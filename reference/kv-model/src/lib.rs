@@ -7,6 +7,7 @@ mod family;
 pub mod files;
 #[cfg_attr(not(feature = "tokenizers"), allow(dead_code))] // the parts that describe a tokenizer
 mod gguf;
+mod matrix;
 mod model;
 mod rope;
 mod source;
@@ -17,7 +18,8 @@ mod tokenizer;
 pub use checkpoint::Checkpoint;
 pub use config::{Config, LayerAttention, RopeScaling, Yarn};
 pub use error::{Error, Result};
-pub use gguf::{unpack_q4_0, unpack_q8_0};
+pub use gguf::{decode_q4_0, decode_q8_0};
+pub use matrix::Matrix;
 pub use model::{AttentionWeights, FeedForwardWeights, Layer, Linear, Model};
 pub use rope::{Rope, frequencies as rope_frequencies};
 pub use tokenizer::{TextStream, Tokenizer};

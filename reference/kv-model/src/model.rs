@@ -1,4 +1,4 @@
-//! A model in memory: shape, weights in `f32`, tokenizer. `family` lists the model families and their
+//! A model in memory: shape, weights, tokenizer. `family` lists the model families and their
 //! differences.
 
 use std::path::Path;
@@ -7,19 +7,29 @@ use std::sync::Arc;
 use sha2::{Digest, Sha256};
 
 use crate::tensors::{Tensors, Tracked};
-use crate::{Checkpoint, Config, Error, Result, Rope, Tokenizer};
+use crate::{Checkpoint, Config, Error, Matrix, Result, Rope, Tokenizer};
 
 /// A matrix that multiplies a vector from the left, with an optional bias.
 #[derive(Clone, Debug)]
 pub struct Linear {
-    /// (n_out, n_in) row-major.
-    pub weight: Vec<f32>,
+    /// (n_out, n_in)
+    pub weight: Matrix,
     /// (n_out,)
     pub bias: Option<Vec<f32>>,
+}
+
+impl Linear {
     /// Length of the input.
-    pub n_in: usize,
+    #[must_use]
+    pub const fn n_in(&self) -> usize {
+        self.weight.n_in()
+    }
+
     /// Length of the output.
-    pub n_out: usize,
+    #[must_use]
+    pub const fn n_out(&self) -> usize {
+        self.weight.n_out()
+    }
 }
 
 /// The attention weights of a layer.
@@ -44,15 +54,16 @@ pub struct AttentionWeights {
 impl AttentionWeights {
     /// Multiplies all queries before RoPE, and with them the scores.
     fn scale_queries(&mut self, factor: f32) {
-        let Linear { weight, bias, .. } = &mut self.q;
+        if factor == 1.0 {
+            return;
+        }
+        let Linear { weight, bias } = &mut self.q;
         let scaled: [&mut [f32]; 2] = match &mut self.q_norm {
             // The norm would cancel any factor of the projection.
             Some(norm) => [norm, &mut []],
-            None => [weight, bias.as_deref_mut().unwrap_or_default()],
+            None => [weight.f32_mut(), bias.as_deref_mut().unwrap_or_default()],
         };
-        if factor != 1.0 {
-            scaled.into_iter().flatten().for_each(|x| *x *= factor);
-        }
+        scaled.into_iter().flatten().for_each(|x| *x *= factor);
     }
 }
 
@@ -92,13 +103,13 @@ pub struct Model {
     /// Its tokenizer, if there is one with the weights.
     pub tokenizer: Option<Arc<Tokenizer>>,
     /// (vocab_size, hidden_size)
-    pub embedding: Arc<Vec<f32>>,
+    pub embedding: Arc<Matrix>,
     /// One per layer.
     pub layers: Vec<Layer>,
     /// (hidden_size,)
     pub norm: Arc<Vec<f32>>,
     /// (vocab_size, hidden_size); the embedding itself if they are tied.
-    pub output: Arc<Vec<f32>>,
+    pub output: Arc<Matrix>,
 }
 
 impl Model {
@@ -118,7 +129,7 @@ impl Model {
     ) -> Result<Self> {
         let tracked = Tracked::new(tensors);
         let (hidden, vocab) = (config.hidden_size, config.vocab_size);
-        let matrix = |name: &str| tracked.load(name, &[vocab, hidden]).map(Arc::new);
+        let matrix = |name: &str| tracked.load_matrix(name, [vocab, hidden]).map(Arc::new);
         let [first, last] = ["model.embed_tokens.weight", "lm_head.weight"];
         // Whatever the configuration says, the stored tensors decide: a stored output matrix is used, and tied
         // matrices may be stored as either.
@@ -157,13 +168,7 @@ impl Model {
     /// # Errors
     /// [`Error::Argument`].
     pub fn check_tokens(&self, tokens: &[u32]) -> Result<()> {
-        match tokens.iter().find(|&&token| token as usize >= self.config.vocab_size) {
-            Some(token) => Err(Error::argument(format!(
-                "token {token} is outside the vocabulary of {}",
-                self.config.vocab_size
-            ))),
-            None => Ok(()),
-        }
+        check_tokens(&self.config, tokens)
     }
 
     /// Rejects lengths beyond the model's context.
@@ -186,6 +191,15 @@ pub(crate) fn tokenizer_of<'a>(name: &str, tokenizer: Option<&'a Arc<Tokenizer>>
         true => Error::argument(format!("model {name} has no tokenizer.json")),
         false => Error::Feature { what: "a text", feature: "tokenizers" },
     })
+}
+
+/// Rejects tokens outside the vocabulary.
+pub(crate) fn check_tokens(config: &Config, tokens: &[u32]) -> Result<()> {
+    let most = config.vocab_size;
+    match tokens.iter().find(|&&token| token as usize >= most) {
+        Some(token) => Err(Error::Argument(format!("token {token} is outside the vocabulary of {most}"))),
+        None => Ok(()),
+    }
 }
 
 /// Rejects lengths beyond the context of the model of this name.
@@ -213,9 +227,9 @@ fn load_layer(config: &Config, tensors: &Tracked<'_>, l: usize) -> Result<Layer>
     let (hidden, inner) = (config.hidden_size, config.intermediate_size);
     let linear = |name: &str, n_in: usize, n_out: usize, bias: bool| -> Result<Linear> {
         let name = format!("model.layers.{l}.{name}");
-        let weight = tensors.load(&format!("{name}.weight"), &[n_out, n_in])?;
+        let weight = tensors.load_matrix(&format!("{name}.weight"), [n_out, n_in])?;
         let bias = bias.then(|| tensors.load(&format!("{name}.bias"), &[n_out])).transpose()?;
-        Ok(Linear { weight, bias, n_in, n_out })
+        Ok(Linear { weight, bias })
     };
     let norm = |name: &str, len: usize| tensors.load(&format!("model.layers.{l}.{name}.weight"), &[len]);
     let head_norm = |name: &str| config.qk_norm.then(|| norm(name, config.head_dim)).transpose();

@@ -12,7 +12,7 @@ use sha2::{Digest as _, Sha256};
 
 use crate::error::Quoted;
 use crate::source::Source;
-use crate::{Error, Result, files};
+use crate::{Error, Matrix, Result, files};
 
 /// A source of named tensors.
 pub(crate) trait Tensors {
@@ -20,6 +20,10 @@ pub(crate) trait Tensors {
     fn contains(&self, name: &str) -> bool;
     /// The tensor as `f32`, row-major, if it has exactly this shape.
     fn load(&self, name: &str, shape: &[usize]) -> Result<Vec<f32>>;
+    /// The tensor as a matrix, if it has exactly this shape.
+    fn load_matrix(&self, name: &str, [n_out, n_in]: [usize; 2]) -> Result<Matrix> {
+        Ok(Matrix::new(self.load(name, &[n_out, n_in])?, n_in))
+    }
     /// The names of all tensors, as stored.
     fn names(&self) -> Vec<&str>;
     /// The stored name of a tensor.
@@ -52,6 +56,12 @@ impl<'a> Tracked<'a> {
     pub fn load(&self, name: &str, shape: &[usize]) -> Result<Vec<f32>> {
         self.note(name);
         self.tensors.load(name, shape)
+    }
+
+    /// As [`Tensors::load_matrix`].
+    pub fn load_matrix(&self, name: &str, shape: [usize; 2]) -> Result<Matrix> {
+        self.note(name);
+        self.tensors.load_matrix(name, shape)
     }
 
     fn note(&self, name: &str) {
@@ -201,11 +211,12 @@ impl Tensors for SafetensorsFiles {
 
 /// Rejects NaN and infinities, which would otherwise surface much later.
 pub(crate) fn check_finite(path: &Path, name: &str, values: Vec<f32>) -> Result<Vec<f32>> {
-    if values.iter().all(|x| x.is_finite()) {
-        Ok(values)
-    } else {
-        Err(Error::file(path, format!("tensor `{name}` holds a NaN or an infinity")))
-    }
+    if values.iter().all(|x| x.is_finite()) { Ok(values) } else { Err(not_finite(path, name)) }
+}
+
+/// The error of a tensor with a NaN or an infinity.
+pub(crate) fn not_finite(path: &Path, name: &str) -> Error {
+    Error::file(path, format!("tensor `{name}` holds a NaN or an infinity"))
 }
 
 fn shards(dir: &Path) -> Result<Vec<PathBuf>> {

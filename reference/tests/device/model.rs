@@ -359,7 +359,7 @@ fn logits_that_overflow_are_refused() {
     let (model, tokens) = model();
     let mut overflowing = (*model).clone();
     let last = overflowing.layers.last_mut().unwrap();
-    Arc::make_mut(&mut last.feed_forward).down.weight.fill(3e38);
+    Arc::make_mut(&mut last.feed_forward).down.weight.f32_mut().fill(3e38);
     let mut decoder = decoder(&gpu, &Arc::new(overflowing), "dense:dtype=bf16", &Profile::default(), 2, 64);
     for temperature in [0.0, 1.0] {
         decoder.choose(Sampling::new(temperature, 0.9, 1).unwrap());

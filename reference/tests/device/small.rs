@@ -8,7 +8,7 @@ use std::sync::Arc;
 use kv_device::{Gpu, hashed};
 use kv_llama_gpu::{Decoder, Weights};
 use kv_methods::Method;
-use kv_model::{AttentionWeights, FeedForwardWeights, Layer, Linear, Model};
+use kv_model::{AttentionWeights, FeedForwardWeights, Layer, Linear, Matrix, Model};
 use kv_reference::device::method_cache;
 
 use crate::support::{cosine, gpu};
@@ -28,7 +28,7 @@ fn model(head_dim: usize) -> Model {
     let mut linear = |n_in: usize, n_out: usize| {
         tensor += 1;
         let weight = (0..(n_in * n_out) as u64).map(|i| hashed(tensor, i, 0.3)).collect();
-        Linear { weight, bias: None, n_in, n_out }
+        Linear { weight: Matrix::new(weight, n_in), bias: None }
     };
     let norm = vec![1.0; HIDDEN];
     let config = &mut model.config;

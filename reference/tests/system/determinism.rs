@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use kv_llama::ops::{AttentionShape, causal_attention, matmul};
 use kv_methods::{Method, Profile, calibrated};
-use kv_model::{Model, Rope};
+use kv_model::{Matrix, Model, Rope};
 use kv_reference::compare::{Placed, Sizes, compare};
 use svd_core::SoftmaxStats;
 
@@ -32,10 +32,10 @@ fn products_have_the_same_bits_at_any_number_of_threads() {
     for n_in in [1, 3, 37, 256, 688, 1031] {
         for n_out in [1, 2, 15, 17, 255, 257, 1000, 4096] {
             for n in [1, 2, 5, 33] {
-                let (weight, x) = (numbers(n_out * n_in, 1), numbers(n * n_in, 2));
+                let (weight, x) = (Matrix::new(numbers(n_out * n_in, 1), n_in), numbers(n * n_in, 2));
                 let products = at_all_threads(|| {
                     let mut y = vec![0.0; n * n_out];
-                    matmul(&weight, &x, &mut y, n_in);
+                    matmul(&weight, &x, &mut y);
                     y.into_iter().map(f32::to_bits).collect::<Vec<_>>()
                 });
                 assert!(all_equal(&products), "({n}, {n_in}) by ({n_out}, {n_in})");

@@ -34,12 +34,12 @@ fn prune(model: &mut Model, l: usize, projection: Projection, all: bool, factor:
                 Projection::K => (&mut weights.k, 1),
                 _ => (&mut weights.v, 1),
             };
-            let rows = if all { linear.n_out } else { heads * dim };
-            linear.weight.rchunks_exact_mut(hidden).take(rows).flatten().for_each(scale);
+            let rows = if all { linear.n_out() } else { heads * dim };
+            linear.weight.f32_mut().rchunks_exact_mut(hidden).take(rows).flatten().for_each(scale);
         }
         Projection::O => {
             let columns = if all { q_dim } else { config.gqa_group() * dim };
-            let rows = weights.o.weight.chunks_exact_mut(q_dim);
+            let rows = weights.o.weight.f32_mut().chunks_exact_mut(q_dim);
             rows.flat_map(|row| &mut row[q_dim - columns..]).for_each(scale);
         }
     }
@@ -81,10 +81,10 @@ fn every_method_runs_on_a_residual_stream_of_zeros() {
     let tokens: Vec<u32> = (0..512_u32).map(|i| (i * i + 7 * i) % 96).collect();
     for (case, value) in [("zero", 0.0), ("next to zero", 1e-36)] {
         let mut still = model.clone();
-        Arc::make_mut(&mut still.embedding).fill(value);
+        Arc::make_mut(&mut still.embedding).f32_mut().fill(value);
         for layer in &mut still.layers {
-            Arc::make_mut(&mut layer.attention).o.weight.fill(0.0);
-            Arc::make_mut(&mut layer.feed_forward).down.weight.fill(0.0);
+            Arc::make_mut(&mut layer.attention).o.weight.f32_mut().fill(0.0);
+            Arc::make_mut(&mut layer.feed_forward).down.weight.f32_mut().fill(0.0);
         }
         run_all(still, &tokens, case);
     }

@@ -63,7 +63,7 @@ fn logits_that_overflow_are_refused() {
     let mut model = load("gqa");
     // Weights, keys and values are finite.
     let last = model.layers.last_mut().unwrap();
-    Arc::make_mut(&mut last.feed_forward).down.weight.fill(3e38);
+    Arc::make_mut(&mut last.feed_forward).down.weight.f32_mut().fill(3e38);
     let rope = Arc::new(Rope::new(&model.config, 8));
     let model = Arc::new(model);
     let refused = |error: Option<Error>| {

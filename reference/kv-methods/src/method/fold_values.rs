@@ -40,18 +40,20 @@ pub(super) fn projected(map: Map<'_>, rows: &[f32]) -> Result<Vec<f32>> {
 fn fold_layer(weights: &mut AttentionWeights, heads: &[ValueFold], config: &Config) -> Result<()> {
     let (dim, group) = (config.head_dim, config.gqa_group());
     let AttentionWeights { v, o, .. } = weights;
-    let value_bias = v.bias.get_or_insert_with(|| vec![0.0; v.n_out]);
-    let output_bias = o.bias.get_or_insert_with(|| vec![0.0; o.n_out]);
+    let value_bias = v.bias.get_or_insert_with(|| vec![0.0; v.weight.n_out()]);
+    let output_bias = o.bias.get_or_insert_with(|| vec![0.0; o.weight.n_out()]);
+    let [n_in, q_dim] = [v.weight.n_in(), o.weight.n_in()];
+    let (weight, output) = (v.weight.f32_mut(), o.weight.f32_mut());
     for (head, ValueFold { mean, basis, dual }) in heads.iter().enumerate() {
-        let rows = &mut v.weight[head * dim * v.n_in..][..dim * v.n_in];
-        let columns = transposed(rows, v.n_in);
+        let rows = &mut weight[head * dim * n_in..][..dim * n_in];
+        let columns = transposed(rows, n_in);
         rows.copy_from_slice(&transposed(&projected(basis.view(), &columns)?, dim));
         let bias = &mut value_bias[head * dim..][..dim];
         bias.iter_mut().zip(mean).for_each(|(x, mean)| *x -= mean);
         let folded = projected(basis.view(), bias)?;
         bias.copy_from_slice(&folded);
         for query_head in head * group..(head + 1) * group {
-            for (row, bias) in o.weight.chunks_exact_mut(o.n_in).zip(output_bias.iter_mut()) {
+            for (row, bias) in output.chunks_exact_mut(q_dim).zip(output_bias.iter_mut()) {
                 let row = &mut row[query_head * dim..][..dim];
                 *bias += dot(row, mean);
                 let folded = projected(dual.view(), row)?;

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use kv_llama::ops::{AttentionShape, causal_attention};
 use kv_llama::{Decoder, Error, prefill};
 use kv_methods::Method;
-use kv_model::{Config, Linear, Model, Rope};
+use kv_model::{Config, Linear, Matrix, Model, Rope};
 use svd_core::SoftmaxStats;
 
 /// Numbers below `end`, of a fixed sequence for `seed`.
@@ -168,10 +168,8 @@ fn heads_that_do_not_share_evenly_are_refused() {
         for layer in &mut model.layers {
             let weights = Arc::make_mut(&mut layer.attention);
             let linear = |n_in: usize, n_out: usize| Linear {
-                weight: vec![0.01; n_in * n_out],
+                weight: Matrix::new(vec![0.01; n_in * n_out], n_in),
                 bias: None,
-                n_in,
-                n_out,
             };
             weights.q = linear(hidden, n_heads * dim);
             weights.k = linear(hidden, n_kv_heads * dim);

@@ -1,18 +1,26 @@
 //! Decoding of ggml's types, plain and quantized in blocks.
 
+mod codes;
 mod k_quants;
 
+use std::fmt;
+
+use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
+use codes::{Group, decode_codes, nibbles, with_fifth_bits};
+
 /// The block layout of a ggml type.
-pub(super) struct Layout {
+#[derive(Clone, Copy)]
+pub(crate) struct Layout {
+    kind: u32,    // the type's number
     block: usize, // elements per block
     size: usize,  // bytes per block
-    unpack: Unpack,
+    decode: Decode,
 }
 
-/// Appends the elements of one block.
-type Unpack = fn(&[u8], &mut Vec<f32>);
+/// Decodes whole blocks.
+type Decode = fn(&[u8], &mut [f32]);
 
 /// The types by their numbers; gaps have no name.
 const NAMES: [&str; 40] = [
@@ -24,35 +32,23 @@ const NAMES: [&str; 40] = [
 impl Layout {
     /// The layout of a ggml type.
     pub fn of(kind: u32) -> Result<Self, String> {
-        let (block, size, unpack): (_, _, Unpack) = match kind {
-            0 => (1, 4, |b, out| out.push(f32::from_le_bytes([b[0], b[1], b[2], b[3]]))),
-            1 => (1, 2, |b, out| out.push(half(b))),
-            2 => (32, 18, unpack_q4_0),
-            3 => (32, 20, |b, out| {
-                let (d, m) = (half(b), half(&b[2..]));
-                nibbles(&b[4..], out, |q| f32::from(q) * d + m);
-            }),
-            6 => (32, 22, |b, out| five_bits(&b[2..], out, scaled(half(b), -16.0))),
-            7 => (32, 24, |b, out| {
-                let (d, m) = (half(b), half(&b[2..]));
-                five_bits(&b[4..], out, |q| f32::from(q) * d + m);
-            }),
-            8 => (32, 34, unpack_q8_0),
-            10 => (256, 84, k_quants::q2),
-            11 => (256, 110, k_quants::q3),
-            12 => (256, 144, k_quants::q4),
-            13 => (256, 176, k_quants::q5),
-            14 => (256, 210, k_quants::q6),
-            20 => (32, 18, |b, out| {
-                let d = half(b);
-                nibbles(&b[2..], out, |q| d * NONLINEAR[usize::from(q)]);
-            }),
-            28 => (1, 8, |b, out| out.push(f64::from_le_bytes(std::array::from_fn(|i| b[i])) as f32)),
-            30 => (1, 2, |b, out| out.push(bf16::from_le_bytes([b[0], b[1]]).to_f32())),
-            39 => (32, 17, |b, out| {
-                let d = f64::powi(2.0, i32::from(b[0]) - 128) as f32; // the table holds doubled values
-                nibbles(&b[1..], out, |q| d * E2M1[usize::from(q)]);
-            }),
+        let (block, size, decode): (_, _, Decode) = match kind {
+            0 => (1, 4, |b, out| floats(b, out, f32::from_le_bytes)),
+            1 => (1, 2, decode_f16),
+            2 => (32, 18, decode_q4_0),
+            3 => (32, 20, |b, out| decode_codes(b, out, q4_1)),
+            6 => (32, 22, |b, out| decode_codes(b, out, q5_0)),
+            7 => (32, 24, |b, out| decode_codes(b, out, q5_1)),
+            8 => (32, 34, decode_q8_0),
+            10 => (256, 84, |b, out| decode_codes(b, out, k_quants::q2)),
+            11 => (256, 110, |b, out| decode_codes(b, out, k_quants::q3)),
+            12 => (256, 144, |b, out| decode_codes(b, out, k_quants::q4)),
+            13 => (256, 176, |b, out| decode_codes(b, out, k_quants::q5)),
+            14 => (256, 210, |b, out| decode_codes(b, out, k_quants::q6)),
+            20 => (32, 18, |b, out| decode_codes(b, out, iq4_nl)),
+            28 => (1, 8, |b, out| floats(b, out, |x| f64::from_le_bytes(x) as f32)),
+            30 => (1, 2, |b, out| floats(b, out, |x| bf16::from_le_bytes(x).to_f32())),
+            39 => (32, 17, |b, out| decode_codes(b, out, mxfp4)),
             _ => {
                 let name = NAMES.get(kind as usize).filter(|name| !name.is_empty());
                 let name = name.map_or_else(|| kind.to_string(), |name| (*name).to_owned());
@@ -62,70 +58,131 @@ impl Layout {
                 ));
             }
         };
-        Ok(Self { block, size, unpack })
+        Ok(Self { kind, block, size, decode })
+    }
+
+    /// Whether elements take less than single precision.
+    pub const fn saves_memory(self) -> bool {
+        self.size < size_of::<f32>() * self.block
     }
 
     /// Bytes of `n` elements.
-    pub fn bytes(&self, n: usize) -> Result<usize, String> {
+    pub fn bytes(self, n: usize) -> Result<usize, String> {
         if !n.is_multiple_of(self.block) {
             return Err(format!("{n} numbers are no whole number of blocks of {}", self.block));
         }
         (n / self.block).checked_mul(self.size).ok_or_else(|| "its size does not fit this machine".into())
     }
 
-    /// Decodes whole blocks.
-    pub fn unpack(&self, bytes: &[u8]) -> Result<Vec<f32>, String> {
+    /// Decodes whole blocks: `out` has as many elements as `bytes` hold.
+    pub fn decode(self, bytes: &[u8], out: &mut [f32]) {
+        debug_assert_eq!(bytes.len() / self.size * self.block, out.len());
+        (self.decode)(bytes, out);
+    }
+
+    /// As [`Self::decode`], into a new list.
+    pub fn decoded(self, bytes: &[u8]) -> Result<Vec<f32>, String> {
+        let len = bytes.len() / self.size * self.block;
         let mut out = vec![];
-        out.try_reserve_exact(bytes.len() / self.size * self.block).map_err(|e| e.to_string())?;
-        bytes.chunks_exact(self.size).for_each(|block| (self.unpack)(block, &mut out));
+        out.try_reserve_exact(len).map_err(|e| e.to_string())?;
+        out.resize(len, 0.0);
+        self.decode(bytes, &mut out);
         Ok(out)
     }
 }
 
-/// Appends the 32 elements of a Q4_0 block (18 bytes).
-///
-/// # Panics
-/// When the block is shorter.
-pub fn unpack_q4_0(block: &[u8], out: &mut Vec<f32>) {
-    nibbles(&block[2..], out, scaled(half(block), -8.0));
+impl PartialEq for Layout {
+    fn eq(&self, other: &Self) -> bool {
+        self.kind == other.kind
+    }
 }
 
-/// Appends the 32 elements of a Q8_0 block (34 bytes).
-///
-/// # Panics
-/// When the block is shorter.
-pub fn unpack_q8_0(block: &[u8], out: &mut Vec<f32>) {
-    let d = half(block);
-    out.extend(block[2..].iter().map(|&q| f32::from(q as i8) * d));
+impl fmt::Debug for Layout {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(NAMES[self.kind as usize])
+    }
 }
 
-/// The levels of IQ4_NL.
-const NONLINEAR: [f32; 16] = [
-    -127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0, 1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0,
-];
+/// Decodes Q4_0 blocks (32 elements in 18 bytes): as many as `bytes` and `out` both have.
+pub fn decode_q4_0(bytes: &[u8], out: &mut [f32]) {
+    decode_codes(bytes, out, q4_0);
+}
 
-/// The values of 4-bit floats (E2M1), doubled.
-const E2M1: [f32; 16] =
-    [0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 0.0, -1.0, -2.0, -3.0, -4.0, -6.0, -8.0, -12.0];
+/// Decodes Q8_0 blocks (32 elements in 34 bytes): as many as `bytes` and `out` both have.
+pub fn decode_q8_0(bytes: &[u8], out: &mut [f32]) {
+    decode_codes(bytes, out, q8_0);
+}
 
+#[inline(always)]
+fn q4_0(b: &[u8; 18], codes: &mut [i8; 32]) -> [Group; 1] {
+    nibbles(&b[2..], codes, |q| q as i8 - 8);
+    [Group::scaled(half(b))]
+}
+
+#[inline(always)]
+fn q8_0(b: &[u8; 34], codes: &mut [i8; 32]) -> [Group; 1] {
+    codes.iter_mut().zip(&b[2..]).for_each(|(code, &q)| *code = q as i8);
+    [Group::scaled(half(b))]
+}
+
+#[inline(always)]
+fn q4_1(b: &[u8; 20], codes: &mut [i8; 32]) -> [Group; 1] {
+    nibbles(&b[4..], codes, |q| q as i8);
+    [Group { scale: half(b), offset: half(&b[2..]) }]
+}
+
+#[inline(always)]
+fn q5_0(b: &[u8; 22], codes: &mut [i8; 32]) -> [Group; 1] {
+    with_fifth_bits(&b[2..], codes, 16);
+    [Group::scaled(half(b))]
+}
+
+#[inline(always)]
+fn q5_1(b: &[u8; 24], codes: &mut [i8; 32]) -> [Group; 1] {
+    with_fifth_bits(&b[4..], codes, 0);
+    [Group { scale: half(b), offset: half(&b[2..]) }]
+}
+
+#[inline(always)]
+fn iq4_nl(b: &[u8; 18], codes: &mut [i8; 32]) -> [Group; 1] {
+    /// The levels.
+    const LEVELS: [i8; 16] = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113];
+    nibbles(&b[2..], codes, |q| LEVELS[usize::from(q)]);
+    [Group::scaled(half(b))]
+}
+
+#[inline(always)]
+fn mxfp4(b: &[u8; 17], codes: &mut [i8; 32]) -> [Group; 1] {
+    /// The values of 4-bit floats (E2M1), doubled.
+    const E2M1: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
+    nibbles(&b[1..], codes, |q| E2M1[usize::from(q)]);
+    [Group::scaled(f64::powi(2.0, i32::from(b[0]) - 128) as f32)]
+}
+
+/// Decodes elements of `N` bytes.
+fn floats<const N: usize>(bytes: &[u8], out: &mut [f32], to_f32: impl Fn([u8; N]) -> f32) {
+    bytes.as_chunks::<N>().0.iter().zip(out).for_each(|(&x, out)| *out = to_f32(x));
+}
+
+fn decode_f16(bytes: &[u8], out: &mut [f32]) {
+    const SOME: usize = 256; // whose conversion is one call
+    for (bytes, out) in bytes.chunks(2 * SOME).zip(out.chunks_mut(SOME)) {
+        let mut some = [f16::ZERO; SOME];
+        bytes.as_chunks().0.iter().zip(&mut some).for_each(|(&x, some)| *some = f16::from_le_bytes(x));
+        some[..out.len()].convert_to_f32_slice(out);
+    }
+}
+
+/// The half-precision number at the start of `bytes`.
+#[inline(always)]
 fn half(bytes: &[u8]) -> f32 {
-    f16::from_le_bytes([bytes[0], bytes[1]]).to_f32()
-}
-
-fn scaled(d: f32, offset: f32) -> impl Fn(u8) -> f32 {
-    move |q| (f32::from(q) + offset) * d
-}
-
-/// The low nibbles of all bytes, then the high ones.
-fn nibbles(bytes: &[u8], out: &mut Vec<f32>, value: impl Fn(u8) -> f32) {
-    out.extend(bytes.iter().map(|x| x & 15).chain(bytes.iter().map(|x| x >> 4)).map(value));
-}
-
-/// Nibbles behind the fifth bits of all elements.
-fn five_bits(bytes: &[u8], out: &mut Vec<f32>, value: impl Fn(u8) -> f32) {
-    let (high, low) = bytes.split_at(4);
-    let nibbles = low.iter().map(|x| x & 15).chain(low.iter().map(|x| x >> 4));
-    out.extend(nibbles.enumerate().map(|(i, nibble)| value(nibble | (high[i / 8] >> (i % 8) & 1) << 4)));
+    let bits = u32::from(u16::from_le_bytes([bytes[0], bytes[1]]));
+    // The exponent's bias differs by 112. The product is exact, of subnormal numbers, too.
+    let magnitude = match bits & 0x7c00 {
+        0x7c00 => f32::from_bits(0x7f80_0000 | (bits & 0x3ff) << 13),
+        _ => f32::from_bits((bits & 0x7fff) << 13) * f32::from_bits((127 + 112) << 23),
+    };
+    f32::from_bits(magnitude.to_bits() | (bits & 0x8000) << 16)
 }
 
 #[cfg(test)]
@@ -136,22 +193,30 @@ mod tests {
 
     #[test]
     fn blocks_follow_ggml() {
-        let unpack = |kind: u32, bytes: &[u8]| Layout::of(kind).unwrap().unpack(bytes).unwrap();
+        let decoded = |kind: u32, bytes: &[u8]| Layout::of(kind).unwrap().decoded(bytes).unwrap();
         let d = f16::from_f32(0.5).to_le_bytes();
         let m = f16::from_f32(-1.0).to_le_bytes();
         let quants: Vec<u8> = (0..16).map(|i| i | ((15 - i) << 4)).collect();
-        let q4_0 = unpack(2, &[&d[..], &quants].concat());
+        let q4_0 = decoded(2, &[&d[..], &quants].concat());
         assert_eq!((q4_0[0], q4_0[1], q4_0[16]), (-4.0, -3.5, 3.5));
-        let q4_1 = unpack(3, &[&d[..], &m, &quants].concat());
+        let q4_1 = decoded(3, &[&d[..], &m, &quants].concat());
         assert_eq!((q4_1[0], q4_1[2], q4_1[31]), (-1.0, 0.0, -1.0));
-        assert_eq!(unpack(8, &[&d[..], &[254; 32]].concat()), [-1.0; 32]);
-        assert_eq!(unpack(28, &1.5_f64.to_le_bytes()), [1.5]);
+        assert_eq!(decoded(8, &[&d[..], &[254; 32]].concat()), [-1.0; 32]);
+        assert_eq!(decoded(28, &1.5_f64.to_le_bytes()), [1.5]);
         assert_eq!(Layout::of(8).unwrap().bytes(32), Ok(34));
         assert!(Layout::of(8).unwrap().bytes(31).is_err());
         assert!(Layout::of(0).unwrap().bytes(usize::MAX).is_err());
         let refused = |kind| Layout::of(kind).err().unwrap();
         assert!(refused(16).starts_with("ggml type IQ2_XXS is") && refused(4).starts_with("ggml type 4 is"));
         assert!(refused(99).starts_with("ggml type 99 is"));
+    }
+
+    #[test]
+    fn halves_are_exact() {
+        for bits in 0..=u16::MAX {
+            let (got, expected) = (half(&bits.to_le_bytes()), f16::from_bits(bits).to_f32());
+            assert!(got.to_bits() == expected.to_bits() || got.is_nan() && expected.is_nan(), "{bits:04x}");
+        }
     }
 
     /// Against `gguf.quants.dequantize` of the `gguf` package, on pseudo-random blocks: the digest of the numbers.
@@ -185,7 +250,7 @@ mod tests {
                     block[at + 1] = block[at + 1] & 0x83 | 0x2c; // neither tiny nor huge
                 }
             }
-            let numbers = layout.unpack(&bytes).unwrap();
+            let numbers = layout.decoded(&bytes).unwrap();
             assert_eq!(numbers.len(), 4 * layout.block);
             let raw: Vec<u8> = numbers.iter().flat_map(|x| (x + 0.0).to_le_bytes()).collect(); // no -0
             let got: String = Sha256::digest(&raw)[..8].iter().map(|byte| format!("{byte:02x}")).collect();

@@ -1,7 +1,7 @@
 //! llama.cpp's cache types: ggml's blocks of 32 neighbouring channels, each with one half-precision step around
 //! zero and codes of 4 (`q4_0`, 18 bytes) or 8 bits (`q8_0`, 34 bytes).
 
-use kv_model::{unpack_q4_0, unpack_q8_0};
+use kv_model::{decode_q4_0, decode_q8_0};
 
 use super::codecs::pack;
 use super::store::BlockCodec;
@@ -24,13 +24,6 @@ impl Ggml {
             4 => Some(Self::Q4),
             8 => Some(Self::Q8),
             _ => None,
-        }
-    }
-
-    const fn block_bytes(self) -> usize {
-        match self {
-            Self::Q4 => 18,
-            Self::Q8 => 34,
         }
     }
 }
@@ -62,13 +55,10 @@ impl BlockCodec for Ggml {
     }
 
     fn decode(&self, bytes: &[u8], _head_dim: usize, rows: &mut [f32]) {
-        let unpack = match self {
-            Self::Q4 => unpack_q4_0,
-            Self::Q8 => unpack_q8_0,
-        };
-        let mut elements = Vec::with_capacity(rows.len());
-        bytes.chunks_exact(self.block_bytes()).for_each(|block| unpack(block, &mut elements));
-        rows.copy_from_slice(&elements);
+        match self {
+            Self::Q4 => decode_q4_0(bytes, rows),
+            Self::Q8 => decode_q8_0(bytes, rows),
+        }
     }
 }
 

@@ -15,8 +15,9 @@ pub(crate) fn fold_values(model: &Model, rotations: &[LayerRotations]) -> Result
     let fold = |(layer, rotations): (&Layer, &LayerRotations)| -> Result<Layer> {
         let mut attention = (*layer.attention).clone();
         let AttentionWeights { v, o, .. } = &mut attention;
-        let w_v = RowsMut::contiguous(&mut v.weight, v.n_in)?;
-        rotations.fold_values(w_v, RowsMut::contiguous(&mut o.weight, o.n_in)?)?;
+        let [hidden, q_dim] = [v.n_in(), o.n_in()];
+        let w_v = RowsMut::contiguous(v.weight.f32_mut(), hidden)?;
+        rotations.fold_values(w_v, RowsMut::contiguous(o.weight.f32_mut(), q_dim)?)?;
         if let Some(bias) = &mut v.bias {
             rotations.fold_value_bias(bias)?;
         }
@@ -55,12 +56,12 @@ mod tests {
             for (head, (keys, queries)) in samples.key_grams.iter().zip(&samples.query_grams).enumerate() {
                 let rotation = Rotation::score_optimal(keys, queries).unwrap();
                 let rows = |head: usize| head * dim * hidden..(head + 1) * dim * hidden;
-                let key_rows = &mut weights.k.weight[rows(head)];
+                let key_rows = &mut weights.k.weight.f32_mut()[rows(head)];
                 key_rows.copy_from_slice(
                     &rotation.fold_basis(Rows::contiguous(key_rows, hidden).unwrap(), dim).unwrap(),
                 );
                 for query_head in head * group..(head + 1) * group {
-                    let query_rows = &mut weights.q.weight[rows(query_head)];
+                    let query_rows = &mut weights.q.weight.f32_mut()[rows(query_head)];
                     query_rows.copy_from_slice(
                         &rotation.fold_dual(Rows::contiguous(query_rows, hidden).unwrap(), dim).unwrap(),
                     );
