@@ -4,8 +4,9 @@ use std::cell::OnceCell;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use crate::error::Quoted;
 use crate::gguf::Gguf;
-use crate::model::{check_context, name_of, tokenizer_of};
+use crate::model::{check_context, check_tokens, name_of, tokenizer_of};
 use crate::tensors::SafetensorsFiles;
 use crate::{Config, Model, Tokenizer};
 use crate::{Error, Result};
@@ -29,6 +30,12 @@ impl Checkpoint {
     /// [`Error::Io`] or [`Error::File`], naming the file and what is wrong with it.
     pub fn open(path: &Path) -> Result<Self> {
         let (config, gguf) = if path.is_dir() {
+            if let Some(name) = gguf_alone_in(path) {
+                return Err(Error::file(
+                    path,
+                    format!("holds no config.json: give its file {}", Quoted(&name)),
+                ));
+            }
             (Config::from_folder(path)?, None)
         } else if path.extension().is_some_and(|extension| extension == "safetensors") {
             return Err(Error::file(path, "give the folder that holds it with config.json"));
@@ -58,6 +65,14 @@ impl Checkpoint {
         Ok(self.tokenizer.get_or_init(|| tokenizer.map(Arc::new)).as_ref())
     }
 
+    /// Rejects tokens outside the vocabulary.
+    ///
+    /// # Errors
+    /// [`Error::Argument`].
+    pub fn check_tokens(&self, tokens: &[u32]) -> Result<()> {
+        check_tokens(&self.config, tokens)
+    }
+
     /// Rejects lengths beyond the model's context.
     ///
     /// # Errors
@@ -78,4 +93,12 @@ impl Checkpoint {
             None => Model::assemble((name, &path), config, tokenizer, &SafetensorsFiles::open(&path)?),
         }
     }
+}
+
+/// The name of a GGUF file in a folder that is no Hugging Face folder.
+fn gguf_alone_in(dir: &Path) -> Option<String> {
+    let is_gguf = |path: &PathBuf| path.extension().is_some_and(|extension| extension == "gguf");
+    let mut files = dir.read_dir().ok()?.filter_map(|entry| Some(entry.ok()?.path())).filter(is_gguf);
+    let first = files.next()?;
+    (!dir.join("config.json").exists()).then(|| name_of(&first))
 }

@@ -40,6 +40,7 @@ impl Logits {
             Some(text) => checkpoint.tokenizer()?.encode(text)?,
             None => self.tokens,
         };
+        checkpoint.check_tokens(&tokens)?;
         checkpoint.check_context(tokens.len())?;
         let model = load(checkpoint)?;
         let rope = Rope::new(&model.config, tokens.len());

@@ -302,7 +302,7 @@ fn gguf() {
     spoil("a text of 2^64 bytes", "ends inside", &|bytes| bytes[24..32].fill(0xff));
     spoil("the magic alone", "ends inside", &|bytes| bytes.truncate(4));
     spoil("half a header", "ends inside", &|bytes| bytes.truncate(400));
-    spoil("half the weights", "the file ends inside it", &|bytes| bytes.truncate(bytes.len() / 2));
+    spoil("half the weights", "it is not whole", &|bytes| bytes.truncate(bytes.len() / 2));
     let text = |case: &str, from: &'static str, to: &'static str, what: &str| {
         spoil(case, what, &move |bytes| {
             let at = bytes.windows(from.len()).position(|w| w == from.as_bytes()).unwrap();
@@ -324,6 +324,9 @@ fn gguf() {
     );
     text("a tensor that is missing", "blk.1.attn_q.weight", "blk.1.attn_x.weight", "blk.1.attn_q.weight");
     text("an unknown tokenizer", "smollm", "smollx", "smollx");
+
+    std::fs::write(&path, &original).unwrap();
+    model_refused("the folder of a GGUF file", folder.path(), "give its file `model.gguf`");
 
     // Truncation at any point is an error.
     for cut in (0..original.len()).step_by(original.len() / 40) {

@@ -110,7 +110,13 @@ pub(super) fn parse(input: impl Read + Seek, len: u64) -> Result<Header> {
         }
     }
     check_apart(&tensors)?;
-    Ok(Header { metadata, tensors, data_start: reader.at.next_multiple_of(alignment) })
+    let data_start = reader.at.next_multiple_of(alignment);
+    let ends = tensors.values().filter_map(TensorInfo::range).map(|range| range.end);
+    let needed = data_start.saturating_add(ends.max().unwrap_or(0));
+    if needed > len {
+        return Err(format!("the file ends after {len} bytes, its tensors need {needed}: it is not whole"));
+    }
+    Ok(Header { metadata, tensors, data_start })
 }
 
 /// Rejects tensors that share bytes. Those of unsupported types have no known length, and loading them fails.
