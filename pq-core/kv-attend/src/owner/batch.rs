@@ -132,19 +132,18 @@ impl<S: Store<E>, E: Element, Q: Element> Batch<'_, S, E, Q> {
         let stats = at_least(stats, tasks * query_tokens * group, SoftmaxStats::EMPTY);
         stats.fill(SoftmaxStats::EMPTY);
         out.fill(0.0);
+        // One thread does without rayon's, as in `Layer::append`.
         #[cfg(feature = "rayon")]
-        {
+        if parts > 1 {
             use rayon::prelude::*;
             let (out_len, stats_len) = (each * (out.len() / tasks), each * query_tokens * group);
             let parts = scratch.par_chunks_mut(scratch_len).zip(out.par_chunks_mut(out_len));
             let parts = parts.zip(stats.par_chunks_mut(stats_len)).enumerate();
-            parts.try_for_each(|(i, ((scratch, out), stats))| self.attend_from(i * each, scratch, out, stats))
+            return parts
+                .try_for_each(|(i, ((scratch, out), stats))| self.attend_from(i * each, scratch, out, stats));
         }
-        #[cfg(not(feature = "rayon"))]
-        {
-            debug_assert_eq!(each, tasks);
-            self.attend_from(0, scratch, out, stats)
-        }
+        debug_assert_eq!(each, tasks);
+        self.attend_from(0, scratch, out, stats)
     }
 
     /// Attends with consecutive heads of the batch from `first` on, as many as `out` has room for.

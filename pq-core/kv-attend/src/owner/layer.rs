@@ -116,13 +116,13 @@ impl<S: Store<E>, E: Element> Layer<S, E> {
             let (keys, values) = rows(h)?;
             head.append_with(backend, keys, values)
         };
+        // One thread does without rayon's, so that a process of a single thread needs no others.
         #[cfg(feature = "rayon")]
-        {
+        if rayon::current_num_threads() > 1 {
             use rayon::prelude::*;
             let evicted: Vec<_> = self.heads.par_iter_mut().enumerate().map(append).collect();
-            evicted.into_iter().collect()
+            return evicted.into_iter().collect();
         }
-        #[cfg(not(feature = "rayon"))]
         self.heads.iter_mut().enumerate().map(append).collect()
     }
 
