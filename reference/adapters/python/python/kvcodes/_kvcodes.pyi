@@ -1,0 +1,291 @@
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol, SupportsIndex
+
+from typing_extensions import Buffer
+
+class _Dlpack(Protocol):
+    def __dlpack__(self) -> object: ...
+
+Array = Buffer | _Dlpack | View
+"""Elements of f32, f16 or bf16 in the memory of the host, with any strides that are not negative."""
+
+Dtype = Literal["f32", "f16", "bf16"]
+
+class View:
+    """Elements in bytes that Python knows no type of: bf16, or an engine's pool. Strides are in elements."""
+
+    def __init__(
+        self,
+        buffer: Buffer,
+        dtype: Dtype,
+        shape: Sequence[int],
+        strides: Sequence[int] | None = None,
+        offset: int = 0,
+    ) -> None: ...
+    @property
+    def shape(self) -> list[int]: ...
+    @property
+    def dtype(self) -> str: ...
+
+class Codebook:
+    """The centroids of a product quantizer: (m, ksub, dsub), with ``ksub = 2 ** nbits``."""
+
+    def __init__(self, centroids: Array) -> None: ...
+    @staticmethod
+    def train(vectors: Array, m: int, nbits: int = 8, *, iterations: int = 25, seed: int = 0) -> Codebook:
+        """k-means on vectors (n, dim). A seed gives the same bytes for any number of threads."""
+
+    @staticmethod
+    def gaussian(dim: int, m: int, nbits: int = 8) -> Codebook:
+        """For rows in a Hadamard basis that are divided by their norms: needs no data."""
+
+    def encode(self, vectors: Array) -> Codes: ...
+    @property
+    def centroids(self) -> memoryview: ...
+    @property
+    def dim(self) -> int: ...
+    @property
+    def m(self) -> int: ...
+    @property
+    def nbits(self) -> int: ...
+    def to_bytes(self) -> bytes: ...
+    @staticmethod
+    def from_bytes(data: bytes) -> Codebook: ...
+
+class Codes:
+    """Vectors as packed codes of a codebook."""
+
+    def append(self, vectors: Array) -> float:
+        """Encodes vectors (n, dim), and returns their summed squared error."""
+
+    def decode(self, *, out: Array | None = None) -> Any: ...
+    def truncate(self, n: int) -> None: ...
+    def __len__(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def codebook(self) -> Codebook: ...
+    def to_bytes(self) -> bytes: ...
+    @staticmethod
+    def from_bytes(codebook: Codebook, data: bytes) -> Codes: ...
+
+def search(codes: Codes, queries: Array, k: int) -> tuple[memoryview, memoryview]:
+    """The ``k`` codes of the highest inner products with ``queries`` (n, dim): indices and scores, (n, k)."""
+
+def attend(
+    queries: Array,
+    keys: Codes,
+    values: Codes,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    out: Array | None = None,
+) -> Any:
+    """Attention of the queries of a head, (query heads, dim), over keys and values that are codes.
+
+    ``scale`` is ``1 / sqrt(dim)`` by default.
+    """
+
+class ProductQuantizer:
+    """The codebooks of a layer: one of keys and one of values for every KV head."""
+
+    def __init__(self, keys: Sequence[Codebook], values: Sequence[Codebook]) -> None: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def dim(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+
+class ScalarQuantizer:
+    """The transforms of a layer, for scalar codes of keys after RoPE and of values.
+
+    ``frequencies`` (dim / 2,) are RoPE's radians per position, of pairs ``i`` and ``i + dim / 2``. ``means``
+    (heads, dim) are those of keys before RoPE; ``bases``, ``duals`` (heads, dim, dim) and ``sigmas`` (heads,
+    dim) those of ``Rotation.query_metric``, for keys without their mean and relative to the middle of their
+    block. The default of ``mean_error`` is whether values have 1 or 2 bits. """
+
+    def __init__(
+        self,
+        frequencies: Array,
+        means: Array,
+        bases: Array,
+        duals: Array,
+        sigmas: Array,
+        value_means: Array,
+        *,
+        key_bits: float = 3.0,
+        value_bits: int = 3,
+        block: int = 64,
+        mean_error: bool | None = None,
+    ) -> None: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def dim(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def bits(self) -> list[tuple[float, float]]: ...
+
+class LayerCache:
+    """The keys and values of a layer of one sequence: the first ``sinks`` and at least the last ``recent``
+    tokens as exact rows of ``dtype``, all others as codes. Tokens leave the window ``batch`` at a time, with
+    scalar codes in whole blocks.
+
+    Keys are those after RoPE; the first token is at position 0. Several threads may attend at once; to append
+    meanwhile is a ``RuntimeError``. After an error the cache is as before.
+    """
+
+    def __init__(
+        self,
+        quantizer: ProductQuantizer | ScalarQuantizer,
+        *,
+        sinks: int = 4,
+        recent: int = 64,
+        batch: int = 32,
+        dtype: Dtype = "f32",
+    ) -> None: ...
+    def append(self, keys: Array, values: Array) -> None:
+        """Appends rows (tokens, KV heads, head_dim)."""
+
+    def attend(
+        self,
+        queries: Array,
+        *,
+        scale: float | None = None,
+        softcap: float | None = None,
+        window: int | None = None,
+        out: Array | None = None,
+    ) -> Any:
+        """Attention of ``queries`` (tokens, query heads, head_dim), those of the last tokens, causally.
+
+        ``window`` is the number of tokens that a query sees, its own included. The result has the shape of
+        the queries. """
+
+    def truncate(self, len: int) -> None:
+        """Keeps the first ``len`` tokens. Codes stay codes: the window refills from the next token on."""
+
+    def copy(self) -> LayerCache: ...
+    def __copy__(self) -> LayerCache: ...
+    def __deepcopy__(self, memo: dict[int, Any]) -> LayerCache: ...
+    def __len__(self) -> int: ...
+    @property
+    def coded(self) -> int:
+        """Tokens that are codes."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tokens, without the quantizer."""
+
+    @property
+    def heads(self) -> int: ...
+    @property
+    def dim(self) -> int: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def quantizer(self) -> ProductQuantizer | ScalarQuantizer: ...
+    def to_bytes(self) -> bytes: ...
+    @staticmethod
+    def from_bytes(quantizer: ProductQuantizer | ScalarQuantizer, data: bytes) -> LayerCache: ...
+
+class Hadamard:
+    """The Hadamard transform with fixed signs of rows (..., dim)."""
+
+    def __init__(self, dim: int) -> None: ...
+    @property
+    def dim(self) -> int: ...
+    def forward(self, rows: Array, *, out: Array | None = None) -> Any: ...
+    def inverse(self, rows: Array, *, out: Array | None = None) -> Any: ...
+
+class Rotation:
+    """A basis and its dual, (dim, dim): column ``c`` gives component ``c`` of a stored row and of a query. At
+    full rank ``q . k = (q @ dual) . (k @ basis)``. ``sigma`` (dim,) are the deviations of the components."""
+
+    @staticmethod
+    def principal(rows: Array) -> Rotation:
+        """The principal directions of rows (n, dim)."""
+
+    @staticmethod
+    def query_metric(rows: Array, queries: Array) -> Rotation:
+        """The directions of rows (n, dim) in the metric of queries: the least error of inner products."""
+
+    @property
+    def dim(self) -> int: ...
+    @property
+    def basis(self) -> memoryview: ...
+    @property
+    def dual(self) -> memoryview: ...
+    @property
+    def sigma(self) -> memoryview: ...
+
+class Profile:
+    """The planes of a model, which encode contexts (layers, 2, tokens, heads, head_dim) as frames."""
+
+    @staticmethod
+    def fit(
+        rows: Array,
+        model: int | str,
+        *,
+        steps: Sequence[float] = (0.1, 0.25, 0.5),
+        keys_rotated: bool = True,
+    ) -> Profile:
+        """Fits a level for each of ``steps``, in deviations of each channel, to the rows of a sample text."""
+
+    def encode(self, rows: Array, *, level: int = 0, first_token: int = 0) -> bytes: ...
+    def decode(self, frame: bytes, out: Array) -> None:
+        """Writes a frame's rows to ``out`` of their shape. After an error its contents are undefined."""
+
+    @property
+    def levels(self) -> int: ...
+    @property
+    def model_id(self) -> int: ...
+    def to_bytes(self) -> bytes: ...
+    @staticmethod
+    def from_bytes(data: bytes) -> Profile: ...
+
+class Frame:
+    """What the header of a frame says; its checksum is verified, the payload is not."""
+
+    @staticmethod
+    def parse(data: bytes) -> Frame: ...
+    @property
+    def layers(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def first_token(self) -> int: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def level(self) -> int: ...
+    @property
+    def lossless(self) -> bool: ...
+    @property
+    def keys_rotated(self) -> bool: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def model_id(self) -> int: ...
+
+class Store:
+    """Caches in a folder, or in memory (``memory:///``)."""
+
+    def __init__(self, url: str) -> None: ...
+    def space(self, model: str, profile: Profile, *, chunk: int = 1500, tail: int = 100) -> Space:
+        """The caches of a model, which ``model`` names with its revision, under a profile."""
+
+class Space:
+    """Contexts in chunks of tokens. Those with the same beginning share chunks."""
+
+    def put(self, tokens: Sequence[SupportsIndex], rows: Array) -> int:
+        """Stores rows (layers, 2, tokens, heads, head_dim). Returns the number of chunks that were missing."""
+
+    def find(self, tokens: Sequence[SupportsIndex]) -> int:
+        """Tokens of the longest stored prefix."""
+
+    def load(self, tokens: Sequence[SupportsIndex], out: Array, *, level: int = 0) -> int:
+        """Decodes the longest stored prefix to the first rows of ``out``. Returns its number of tokens."""
