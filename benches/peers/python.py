@@ -6,10 +6,10 @@
     target/adapters-venv/bin/python benches/peers/python.py benches/results [--model NAME=PATH:PROMPT:STEPS]...
 
 Each cache gets a prompt of the held-out speeches (2,048 tokens for the shipped model), then further tokens
-(192) one by one, teacher-forced. KL and top-1 compare each step with `DynamicCache`. Bits are those of all tensors that the
-cache holds in the end, exact ones included, per element. A step is timed in turn with the same step
-of the other caches, as CPU time of the process; the ratio to `DynamicCache` is the median over steps. Codes
-are calibrated on other texts (reference/assets/calibration, 4,096 tokens).
+(192) one by one, teacher-forced. KL and top-1 compare each step with `DynamicCache`. Bits are those of all
+tensors that the cache holds in the end, exact ones included, per element. A step is timed in turn with the
+same step of the other caches, as CPU time of the process; the ratio to `DynamicCache` is the median over
+steps. Codes are calibrated on other texts (reference/assets/calibration, 4,096 tokens).
 
 Before it measures, the script asserts that codes with a window that holds all tokens give the logits of
 `DynamicCache`.

@@ -139,8 +139,9 @@ impl<S: Store<E>, E: Element, Q: Element> Batch<'_, S, E, Q> {
             let (out_len, stats_len) = (each * (out.len() / tasks), each * query_tokens * group);
             let parts = scratch.par_chunks_mut(scratch_len).zip(out.par_chunks_mut(out_len));
             let parts = parts.zip(stats.par_chunks_mut(stats_len)).enumerate();
-            return parts
-                .try_for_each(|(i, ((scratch, out), stats))| self.attend_from(i * each, scratch, out, stats));
+            return parts.try_for_each(|(i, ((scratch, out), stats))| {
+                self.attend_from(i * each, scratch, out, stats)
+            });
         }
         debug_assert_eq!(each, tasks);
         self.attend_from(0, scratch, out, stats)
