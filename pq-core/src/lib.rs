@@ -94,13 +94,13 @@ pub use hybrid::{
     hybrid_select_into_with,
 };
 pub use kv_attend::{
-    Attention, Backend, Element, Error as AttendError, ExactTokens, Rows, RowsMut, SoftmaxStats, Window,
-    attend_exact_into, attend_exact_into_with, attend_exact_scratch_len, normalize_all,
+    AnyRows, Attention, Backend, Element, ElementType, Error as AttendError, ExactTokens, Rows, RowsMut,
+    SoftmaxStats, Window, attend_exact_into, attend_exact_into_with, attend_exact_scratch_len, normalize_all,
 };
 #[cfg(feature = "alloc")]
 pub use kv_attend::{
     Workspace,
-    owner::{attend_batch_into, attend_batch_into_with},
+    owner::{AnyLayer, attend_batch_into, attend_batch_into_with},
 };
 #[cfg(feature = "alloc")]
 pub use layer_cache::{HeadCache, LayerCache};

@@ -41,6 +41,17 @@ pub trait Element: Copy + Default + Send + Sync + Sealed + 'static {
     fn from_f32(x: f32) -> Self;
 }
 
+/// An [`Element`] as a value, where the type is known at run time only.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum ElementType {
+    /// `f32`.
+    F32,
+    /// [`half::f16`].
+    F16,
+    /// [`half::bf16`].
+    Bf16,
+}
+
 impl<'a, E: Element> From<Rows<'a, E>> for AnyRows<'a> {
     fn from(rows: Rows<'a, E>) -> Self {
         E::any(rows)

@@ -217,6 +217,8 @@ crate::define_error! {
             /// The field of [`Attention`](crate::Attention).
             what: &'static str,
         } = 104, "{what} is out of range";
+        /// Rows have another element type than the cache.
+        ElementType = 105, "the rows have another element type than the cache";
     }
 }
 

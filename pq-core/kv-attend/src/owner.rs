@@ -2,9 +2,10 @@
 //! how the other tokens are compressed; pairs of keys and values; and the bytes of a cache by purpose.
 //!
 //! A crate implements [`Store`] for its compressed tokens of one KV head. [`Windowed`] adds sinks and window,
-//! [`Layer`] holds the heads of a layer for one sequence, and [`attend_batch_into`] runs attention for a
-//! batch of sequences.
+//! [`Layer`] holds the heads of a layer for one sequence ([`AnyLayer`] if the element type is chosen at run
+//! time), and [`attend_batch_into`] runs attention for a batch of sequences.
 
+mod any_layer;
 mod batch;
 mod bytes;
 mod exact_rows;
@@ -17,6 +18,7 @@ mod store;
 mod windowed;
 mod workspace;
 
+pub use any_layer::{AnyLayer, AnyStore};
 pub use batch::{attend_batch_into, attend_batch_into_with};
 pub use bytes::{Reader, Writer};
 pub use exact_rows::EvictedRows;

@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use half::f16;
+use half::{bf16, f16};
 use pq_core::*;
 use proptest::prelude::*;
 
@@ -396,4 +396,42 @@ fn arguments_that_do_not_fit_change_nothing() {
         cache.append(k, v).unwrap();
     }
     assert!(cache.heads()[0].compressed() > 0);
+}
+
+#[test]
+fn a_layer_of_any_element_type_is_the_layer_of_that_type() {
+    fn check<E: Element>(element: ElementType, other: ElementType)
+    where
+        for<'a> AnyRows<'a>: From<Rows<'a, E>>,
+    {
+        let (window, (keys, values)) = (Window { sinks: 1, recent: 5, batch: 4 }, tokens::<E>(3, 40));
+        let (k, v) = (
+            Rows::contiguous(&keys, HEADS * DIM).unwrap(),
+            Rows::contiguous(&values, HEADS * DIM_V).unwrap(),
+        );
+        let mut layer = LayerCache::<E>::new(&books(), window).unwrap();
+        let mut any = AnyLayer::<HeadCodes>::new(element, &books(), window).unwrap();
+        layer.append(k, v).unwrap();
+        any.append(k.into(), v.into()).unwrap();
+        let mut foreign = AnyLayer::<HeadCodes>::new(other, &books(), window).unwrap();
+        let refused = foreign.append(k.into(), v.into()).map(drop).unwrap_err();
+        assert_eq!((refused.code(), foreign.len()), (105, 0));
+        layer.truncate(37);
+        any.truncate(37);
+        assert_eq!((any.element(), any.heads(), any.dims()), (element, HEADS, [DIM, DIM_V]));
+        assert_eq!((any.len(), any.size(), any.to_bytes()), (37, layer.size(), layer.to_bytes()));
+
+        let restored = AnyLayer::<HeadCodes>::from_bytes(&layer.to_bytes_checked(), &books()).unwrap();
+        assert_eq!(restored.element(), element);
+        let queries = random::<f32>(9, HEADS * GROUP * DIM);
+        let mut out = vec![0.0; HEADS * GROUP * DIM_V];
+        let queries_any = AnyRows::F32(Rows::from(&queries[..]));
+        restored
+            .attend_into(&Attention::scaled(0.7), queries_any, &mut Workspace::default(), &mut out)
+            .unwrap();
+        assert_eq!(out, attend(&layer, Backend::detect(), &queries));
+    }
+    check::<f32>(ElementType::F32, ElementType::F16);
+    check::<f16>(ElementType::F16, ElementType::Bf16);
+    check::<bf16>(ElementType::Bf16, ElementType::F32);
 }
