@@ -180,55 +180,53 @@ impl core::error::Error for Error {}
 
 impl Error {
     /// The number of the variant, for callers in other languages and for logs. A number never changes its
-    /// meaning; 0 is no error.
+    /// meaning; 0 is no error. Codes below 100 mean the same in `kv-attend`, `pq-core` and `svd-core`, whose own
+    /// codes are from 101, 201 and 301 on.
     ///
-    /// | arguments | | bytes | | pairing | |
+    /// | shared | | this crate | | | |
     /// | --- | --- | --- | --- | --- | --- |
-    /// | 1 | `Zero` | 20 | `BadMagic` | 40 | `WrongPlane` |
-    /// | 2 | `Length` | 21 | `BadVersion` | 41 | `WrongModel` |
-    /// | 3 | `TooShort` | 22 | `BadField` | 42 | `WrongCoding` |
-    /// | 4 | `TooLarge` | 23 | `Truncated` | 43 | `WrongEntry` |
-    /// | 5 | `Limit` | 24 | `TrailingBytes` | 44 | `NotBeforeRope` |
-    /// | 6 | `NotFinite` | 25 | `BadChecksum` | | |
-    /// | 7 | `OutOfRange` | 26 | `Corrupt` | | |
-    /// | 8 | `OutOfBounds` | | | | |
-    /// | 9 | `BadStep` | | | | |
-    /// | 10 | `BadModel` | | | | |
-    /// | 11 | `BadPlane` | | | | |
-    /// | 12 | `OddHeadDim` | | | | |
-    /// | 13 | `ElementNot16Bit` | | | | |
-    /// | 14 | `BadTiming` | | | | |
-    /// | 15 | `BackendUnavailable` | | | | |
+    /// | 1 | `Zero` | 401 | `Limit` | 409 | `BadTiming` |
+    /// | 2 | `Length` | 402 | `OutOfRange` | 410 | `Corrupt` |
+    /// | 3 | `TooShort` | 403 | `OutOfBounds` | 411 | `WrongPlane` |
+    /// | 5 | `TooLarge` | 404 | `BadStep` | 412 | `WrongModel` |
+    /// | 6 | `BackendUnavailable` | 405 | `BadModel` | 413 | `WrongCoding` |
+    /// | 7 | `NotFinite` | 406 | `BadPlane` | 414 | `WrongEntry` |
+    /// | 8 | `BadMagic` | 407 | `OddHeadDim` | 415 | `NotBeforeRope` |
+    /// | 9 | `BadVersion` | 408 | `ElementNot16Bit` | | |
+    /// | 10 | `Truncated` | | | | |
+    /// | 11 | `TrailingBytes` | | | | |
+    /// | 12 | `BadField` | | | | |
+    /// | 13 | `BadChecksum` | | | | |
     #[must_use]
     pub const fn code(&self) -> u32 {
         match self {
             Self::Zero { .. } => 1,
             Self::Length { .. } => 2,
             Self::TooShort { .. } => 3,
-            Self::TooLarge => 4,
-            Self::Limit { .. } => 5,
-            Self::NotFinite { .. } => 6,
-            Self::OutOfRange { .. } => 7,
-            Self::OutOfBounds { .. } => 8,
-            Self::BadStep { .. } => 9,
-            Self::BadModel { .. } => 10,
-            Self::BadPlane { .. } => 11,
-            Self::OddHeadDim { .. } => 12,
-            Self::ElementNot16Bit => 13,
-            Self::BadTiming => 14,
-            Self::BackendUnavailable => 15,
-            Self::BadMagic => 20,
-            Self::BadVersion { .. } => 21,
-            Self::BadField { .. } => 22,
-            Self::Truncated => 23,
-            Self::TrailingBytes => 24,
-            Self::BadChecksum => 25,
-            Self::Corrupt => 26,
-            Self::WrongPlane => 40,
-            Self::WrongModel => 41,
-            Self::WrongCoding { .. } => 42,
-            Self::WrongEntry { .. } => 43,
-            Self::NotBeforeRope => 44,
+            Self::TooLarge => 5,
+            Self::BackendUnavailable => 6,
+            Self::NotFinite { .. } => 7,
+            Self::BadMagic => 8,
+            Self::BadVersion { .. } => 9,
+            Self::Truncated => 10,
+            Self::TrailingBytes => 11,
+            Self::BadField { .. } => 12,
+            Self::BadChecksum => 13,
+            Self::Limit { .. } => 401,
+            Self::OutOfRange { .. } => 402,
+            Self::OutOfBounds { .. } => 403,
+            Self::BadStep { .. } => 404,
+            Self::BadModel { .. } => 405,
+            Self::BadPlane { .. } => 406,
+            Self::OddHeadDim { .. } => 407,
+            Self::ElementNot16Bit => 408,
+            Self::BadTiming => 409,
+            Self::Corrupt => 410,
+            Self::WrongPlane => 411,
+            Self::WrongModel => 412,
+            Self::WrongCoding { .. } => 413,
+            Self::WrongEntry { .. } => 414,
+            Self::NotBeforeRope => 415,
         }
     }
 }
@@ -249,30 +247,30 @@ mod tests {
             (Error::Zero { what }, 1),
             (Error::Length { what, expected: 0, actual: 0 }, 2),
             (Error::TooShort { what, needed: 0, actual: 0 }, 3),
-            (Error::TooLarge, 4),
-            (Error::Limit { needed: 0, limit: 0 }, 5),
-            (Error::NotFinite { what }, 6),
-            (Error::OutOfRange { channel: 0 }, 7),
-            (Error::OutOfBounds { what }, 8),
-            (Error::BadStep { channel: 0 }, 9),
-            (Error::BadModel { channel: 0 }, 10),
-            (Error::BadPlane { what }, 11),
-            (Error::OddHeadDim { head_dim: 0 }, 12),
-            (Error::ElementNot16Bit, 13),
-            (Error::BadTiming, 14),
-            (Error::BackendUnavailable, 15),
-            (Error::BadMagic, 20),
-            (Error::BadVersion { version: 0 }, 21),
-            (Error::BadField { what }, 22),
-            (Error::Truncated, 23),
-            (Error::TrailingBytes, 24),
-            (Error::BadChecksum, 25),
-            (Error::Corrupt, 26),
-            (Error::WrongPlane, 40),
-            (Error::WrongModel, 41),
-            (Error::WrongCoding { lossless: true }, 42),
-            (Error::WrongEntry { frame: 0 }, 43),
-            (Error::NotBeforeRope, 44),
+            (Error::TooLarge, 5),
+            (Error::Limit { needed: 0, limit: 0 }, 401),
+            (Error::NotFinite { what }, 7),
+            (Error::OutOfRange { channel: 0 }, 402),
+            (Error::OutOfBounds { what }, 403),
+            (Error::BadStep { channel: 0 }, 404),
+            (Error::BadModel { channel: 0 }, 405),
+            (Error::BadPlane { what }, 406),
+            (Error::OddHeadDim { head_dim: 0 }, 407),
+            (Error::ElementNot16Bit, 408),
+            (Error::BadTiming, 409),
+            (Error::BackendUnavailable, 6),
+            (Error::BadMagic, 8),
+            (Error::BadVersion { version: 0 }, 9),
+            (Error::BadField { what }, 12),
+            (Error::Truncated, 10),
+            (Error::TrailingBytes, 11),
+            (Error::BadChecksum, 13),
+            (Error::Corrupt, 410),
+            (Error::WrongPlane, 411),
+            (Error::WrongModel, 412),
+            (Error::WrongCoding { lossless: true }, 413),
+            (Error::WrongEntry { frame: 0 }, 414),
+            (Error::NotBeforeRope, 415),
         ];
         for (error, code) in all {
             assert_eq!(error.code(), code, "{error:?}");

@@ -138,6 +138,40 @@ pub enum Error {
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 impl Error {
+    /// The number of the variant, for callers in other languages, in the space of `codec-core`'s: a number never
+    /// changes its meaning, and an error of the codec keeps its own.
+    ///
+    /// | code | error | code | error | code | error |
+    /// | --- | --- | --- | --- | --- | --- |
+    /// | 501 | `Url` | 506 | `NotKept` | 511 | `TooLong` |
+    /// | 502 | `Feature` | 507 | `NotDeleted` | 512 | `Digest` |
+    /// | 503 | `Backend` | 508 | `Cancelled` | 513 | `Object` |
+    /// | 504 | `Timeout` | 509 | `Missing` | 514 | `Limit` |
+    /// | 505 | `NoConditions` | 510 | `Length` | 515 | `Argument` |
+    /// | | | | | 516 | `System` |
+    #[must_use]
+    pub const fn code(&self) -> u32 {
+        match self {
+            Self::Url { .. } => 501,
+            Self::Feature { .. } => 502,
+            Self::Backend { .. } => 503,
+            Self::Timeout { .. } => 504,
+            Self::NoConditions { .. } => 505,
+            Self::NotKept { .. } => 506,
+            Self::NotDeleted { .. } => 507,
+            Self::Cancelled => 508,
+            Self::Missing { .. } => 509,
+            Self::Length { .. } => 510,
+            Self::TooLong { .. } => 511,
+            Self::Digest { .. } => 512,
+            Self::Object { .. } => 513,
+            Self::Limit { .. } => 514,
+            Self::Argument(_) => 515,
+            Self::System { .. } => 516,
+            Self::Codec(e) => e.code(),
+        }
+    }
+
     /// Whether another attempt may succeed. Damaged bytes count: a read may be stale, or corrupted in
     /// transit.
     pub(crate) fn is_transient(&self) -> bool {
