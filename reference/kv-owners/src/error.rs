@@ -1,0 +1,53 @@
+//! The errors of the cores, as one type.
+
+use core::fmt;
+
+/// An error of one of the cores.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub enum Error {
+    /// Of rows, codes or attention.
+    Pq(pq_core::Error),
+    /// Of a basis.
+    Svd(svd_core::Error),
+}
+
+impl Error {
+    /// The number of the core's error: one space of numbers.
+    #[must_use]
+    pub const fn code(&self) -> u32 {
+        match self {
+            Self::Pq(error) => error.code(),
+            Self::Svd(error) => error.code(),
+        }
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Pq(error) => error.fmt(f),
+            Self::Svd(error) => error.fmt(f),
+        }
+    }
+}
+
+impl core::error::Error for Error {}
+
+impl From<pq_core::Error> for Error {
+    fn from(error: pq_core::Error) -> Self {
+        Self::Pq(error)
+    }
+}
+
+impl From<svd_core::Error> for Error {
+    fn from(error: svd_core::Error) -> Self {
+        Self::Svd(error)
+    }
+}
+
+impl From<kv_attend::Error> for Error {
+    fn from(error: kv_attend::Error) -> Self {
+        Self::Pq(error.into())
+    }
+}

@@ -1,0 +1,268 @@
+//! The basis of a head: statistics of sample rows, independent of the number of bits.
+
+use std::sync::Arc;
+
+use kv_attend::owner::{Reader, Writer};
+use kv_attend::{Element, Rows};
+use pq_core::sq::{HeadTransform, MAX_BLOCK, Shape, TILE, TransformParts, allot, rotate_by};
+use svd_core::{Gram, PreRope, Rotation};
+
+use super::Head;
+use super::head::check_finite;
+use crate::Error;
+
+const MAGIC: [u8; 4] = *b"SQBA";
+const VERSION: u32 = 1;
+
+/// Rows of a layer to fit bases to: a few thousand tokens of any text.
+#[derive(Clone, Copy, Debug)]
+pub struct Samples<'a, E> {
+    /// (n, heads * dim).
+    pub keys: Rows<'a, E>,
+    /// (m, heads * group * dim): query heads in order. There may be more or fewer of them than keys.
+    pub queries: Rows<'a, E>,
+    /// (any, heads * dim of the values).
+    pub values: Rows<'a, E>,
+    /// Radians per position of every pair of components `i` and `i + dim / 2`: (dim / 2,). Zeros for a model
+    /// without RoPE.
+    pub frequencies: &'a [f32],
+    /// The position of the first row, if keys and queries are after RoPE; none if they are before.
+    pub rotated_from: Option<usize>,
+}
+
+/// Bits of the codes of a head.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Bits {
+    /// Mean bits per component of a key, in eighths: at least 1/8, at most 8.
+    pub keys: f32,
+    /// Bits per component of a value: 1 to 8.
+    pub values: u32,
+    /// Whether blocks keep the mean of the error of their values, 16 bits a component: worth it up to 2 bits.
+    pub mean_error: bool,
+}
+
+/// 4 bits.
+impl Default for Bits {
+    fn default() -> Self {
+        Self::uniform(4)
+    }
+}
+
+impl Bits {
+    /// The same bits for keys and values, with the mean of the error up to 2.
+    #[must_use]
+    pub const fn uniform(bits: u32) -> Self {
+        Self { keys: bits as f32, values: bits, mean_error: bits <= 2 }
+    }
+}
+
+/// The basis of a head, for any number of bits. Its parts are plain numbers, which an engine may store as it
+/// likes.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Basis {
+    /// Tokens of a block: a multiple of 32, at most 256.
+    pub block: usize,
+    /// Mean of the keys before RoPE: (dim,).
+    pub mean: Vec<f32>,
+    /// Multiplies keys: (dim, dim), row-major, columns by falling `sigma`.
+    pub basis: Vec<f32>,
+    /// Multiplies queries: (dim, dim), the inverse of the basis, transposed.
+    pub dual: Vec<f32>,
+    /// Deviations of the components, in units of the error of scores: (dim,).
+    pub sigma: Vec<f32>,
+    /// Mean of the values: (dim of the values,).
+    pub value_mean: Vec<f32>,
+}
+
+impl Basis {
+    /// Fits the bases of all heads of a layer, in blocks of `block` tokens.
+    ///
+    /// Keys are rotated to where they would be in a block, relative to its middle, after their mean is
+    /// subtracted; the basis is that of [`Rotation::query_metric`] with the second moment of the queries
+    /// before RoPE of all heads of the group. The first few tokens of a text, whose norms are outliers and
+    /// which caches keep exact, should not be among the samples.
+    ///
+    /// # Errors
+    /// [`kv_attend::Error::Zero`] for no head or no row; [`kv_attend::Error::Length`] and
+    /// [`kv_attend::Error::PartialRow`] for rows that are not those of `heads` heads; [`pq_core::Error`] for a
+    /// bad block; errors of the rotation for rows that are not finite.
+    /// # Cost
+    /// n * dim * dim multiply-adds per head for its keys, and as many for each of its query heads; an
+    /// eigenproblem of dim components.
+    pub fn fit_layer<E: Element>(
+        samples: &Samples<'_, E>,
+        heads: usize,
+        block: usize,
+    ) -> Result<Vec<Self>, Error> {
+        check_block(block)?;
+        let dims = samples.dims(heads)?;
+        let fit = |head: usize| Self::fit(samples, heads, head, dims, block);
+        #[cfg(feature = "rayon")]
+        {
+            use rayon::prelude::*;
+            (0..heads).into_par_iter().map(fit).collect()
+        }
+        #[cfg(not(feature = "rayon"))]
+        (0..heads).map(fit).collect()
+    }
+
+    fn fit<E: Element>(
+        samples: &Samples<'_, E>,
+        heads: usize,
+        head: usize,
+        [dim, dim_v]: [usize; 2],
+        block: usize,
+    ) -> Result<Self, Error> {
+        let mut keys = samples.plain(samples.keys.columns(head * dim, dim)?)?;
+        let mean = mean_row(&keys, dim);
+        for (i, key) in keys.chunks_exact_mut(dim).enumerate() {
+            key.iter_mut().zip(&mean).for_each(|(x, mean)| *x -= mean);
+            // Where the key would be in its block, relative to the middle.
+            let position = (i % block) as i64 - (block / 2) as i64;
+            rotate_by(samples.frequencies, position, key)?;
+        }
+        let mut covariance: Gram<PreRope> = Gram::new(dim)?;
+        covariance.add_rows(Rows::contiguous(&keys, dim)?)?;
+        let mut metric: Gram<PreRope> = Gram::new(dim)?;
+        let group = samples.queries.components() / (heads * dim);
+        for query_head in head * group..(head + 1) * group {
+            let queries = samples.plain(samples.queries.columns(query_head * dim, dim)?)?;
+            metric.add_rows(Rows::contiguous(&queries, dim)?)?;
+        }
+        let rotation = Rotation::query_metric(&covariance, &metric)?;
+        let values: Vec<f32> = floats(samples.values.columns(head * dim_v, dim_v)?);
+        Ok(Self {
+            block,
+            mean,
+            basis: single(rotation.basis()),
+            dual: single(rotation.dual()),
+            sigma: single(rotation.sigma()),
+            value_mean: mean_row(&values, dim_v),
+        })
+    }
+
+    /// The shared state of the head's caches at some number of bits. `frequencies` are those of
+    /// [`Samples::frequencies`].
+    ///
+    /// # Errors
+    /// Those of [`allot`], [`Shape::new`] and [`HeadTransform::new`], for bits outside their ranges and parts
+    /// that do not fit together; [`svd_core::Error::TooLarge`] for values that have no Hadamard transform.
+    pub fn head(&self, frequencies: &[f32], bits: &Bits) -> Result<Arc<Head>, Error> {
+        let dim = self.sigma.len();
+        // Slots are bits for every sixteenth component.
+        let slots = bits.keys * dim.div_ceil(16) as f32;
+        if !(bits.keys > 0.0 && (8.0 * bits.keys).fract() == 0.0) {
+            return Err(pq_core::Error::BadField { what: "bits of keys" }.into());
+        }
+        let mut order = vec![0; dim];
+        let keys = allot(&self.sigma, (slots as usize).max(1), &mut order)?;
+        for (what, map) in [("basis", &self.basis), ("dual", &self.dual)] {
+            if map.len() != dim * dim {
+                let (expected, actual) = (dim * dim, map.len());
+                return Err(pq_core::Error::Length { what, expected, actual }.into());
+            }
+        }
+        let columns = |map: &[f32]| -> Vec<f32> {
+            map.chunks_exact(dim).flat_map(|row| order.iter().map(move |&c| row[c])).collect()
+        };
+        check_finite("mean of the values", &self.value_mean)?;
+        let transform = HeadTransform::new(&TransformParts {
+            frequencies,
+            mean: &self.mean,
+            basis: &columns(&self.basis),
+            dual: &columns(&self.dual),
+            keys,
+            values: Shape::uniform(self.value_mean.len(), bits.values)?,
+            block: self.block,
+            mean_error: bits.mean_error,
+        })?;
+        Head::new(transform, &self.value_mean)
+    }
+
+    /// The basis as bytes, with a checksum.
+    #[must_use]
+    pub fn to_bytes(&self) -> Vec<u8> {
+        let mut writer = Writer::new(MAGIC, VERSION);
+        [self.block, self.sigma.len(), self.value_mean.len()].into_iter().for_each(|n| writer.usize(n));
+        for part in [&self.mean, &self.basis, &self.dual, &self.sigma, &self.value_mean] {
+            writer.elements(part.iter().copied());
+        }
+        writer.finish_checked()
+    }
+
+    /// Reads what [`to_bytes`](Self::to_bytes) wrote. [`head`](Self::head) checks the parts.
+    ///
+    /// # Errors
+    /// [`kv_attend::Error::BadMagic`], `Version`, `Truncated`, `TrailingBytes`, `BadChecksum`, `TooLarge`.
+    pub fn from_bytes(bytes: &[u8]) -> Result<Self, Error> {
+        let mut reader = Reader::new("a basis of scalar codes", MAGIC, VERSION, bytes)?;
+        let [block, dim, dim_v] = [reader.usize()?, reader.usize()?, reader.usize()?];
+        let square = dim.checked_mul(dim).ok_or(kv_attend::Error::TooLarge)?;
+        let mut part = |len: usize| reader.elements::<f32>(len);
+        let (mean, basis, dual, sigma) = (part(dim)?, part(square)?, part(square)?, part(dim)?);
+        let value_mean = part(dim_v)?;
+        reader.finish()?;
+        Ok(Self { block, mean, basis, dual, sigma, value_mean })
+    }
+}
+
+impl<E: Element> Samples<'_, E> {
+    /// Components of a key and of a value, once all shapes are checked.
+    fn dims(&self, heads: usize) -> Result<[usize; 2], Error> {
+        if heads == 0 {
+            return Err(kv_attend::Error::Zero { what: "number of heads" }.into());
+        }
+        let part = |what, rows: &Rows<'_, E>, row: usize| match rows.components() {
+            _ if rows.rows() == 0 => Err(kv_attend::Error::Zero { what }),
+            actual if !actual.is_multiple_of(row) => Err(kv_attend::Error::PartialRow { what, row, actual }),
+            components => Ok(components / row),
+        };
+        let (dim, dim_v) = (part("keys", &self.keys, heads)?, part("values", &self.values, heads)?);
+        part("queries", &self.queries, heads * dim)?;
+        if 2 * self.frequencies.len() != dim {
+            let (what, actual) = ("frequencies", self.frequencies.len());
+            return Err(kv_attend::Error::Length { what, expected: dim / 2, actual }.into());
+        }
+        check_finite("frequencies", self.frequencies)?;
+        Ok([dim, dim_v])
+    }
+
+    /// Rows of one head before RoPE.
+    fn plain(&self, rows: Rows<'_, E>) -> Result<Vec<f32>, Error> {
+        let mut plain = floats(rows);
+        if let Some(first) = self.rotated_from {
+            for (i, row) in plain.chunks_exact_mut(rows.components()).enumerate() {
+                rotate_by(self.frequencies, -((first + i) as i64), row)?;
+            }
+        }
+        Ok(plain)
+    }
+}
+
+fn check_block(block: usize) -> Result<(), pq_core::Error> {
+    let what = "tokens of a block";
+    match block {
+        0 => Err(pq_core::Error::Zero { what }),
+        _ if block > MAX_BLOCK => Err(pq_core::Error::TooLarge),
+        _ if block % TILE != 0 => Err(pq_core::Error::Unaligned { what, at: block, multiple: TILE }),
+        _ => Ok(()),
+    }
+}
+
+fn floats<E: Element>(rows: Rows<'_, E>) -> Vec<f32> {
+    rows.iter().flatten().map(|x| x.to_f32()).collect()
+}
+
+/// The mean of rows (n, dim), n at least 1, summed in `f64`.
+fn mean_row(rows: &[f32], dim: usize) -> Vec<f32> {
+    let mut mean = vec![0.0_f64; dim];
+    for row in rows.chunks_exact(dim) {
+        mean.iter_mut().zip(row).for_each(|(sum, &x)| *sum += f64::from(x));
+    }
+    let n = (rows.len() / dim) as f64;
+    mean.into_iter().map(|sum| (sum / n) as f32).collect()
+}
+
+fn single(x: &[f64]) -> Vec<f32> {
+    x.iter().map(|&x| x as f32).collect()
+}

@@ -1,0 +1,196 @@
+//! Attention of a cache with bases is that of the plain rows that went in, up to what the bits lose, whatever
+//! the element type, the group, and the way in which tokens were divided among appends.
+
+use std::sync::Arc;
+
+use half::{bf16, f16};
+use kv_attend::{Attention, Element, ElementType, Rows, Window, Workspace};
+use kv_owners::sq::{AnyLayerCache, Basis, Bits, Head, LayerCache, Samples};
+
+const HEADS: usize = 2;
+const DIM: usize = 32;
+const DIM_V: usize = 16;
+const WINDOW: Window = Window { sinks: 2, recent: 8, batch: 32 };
+
+fn random(seed: u64, len: usize) -> Vec<f32> {
+    let mut state = seed.wrapping_mul(2).wrapping_add(1);
+    let mut next = || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 40) as f32 / (1 << 23) as f32 - 1.0
+    };
+    (0..len).map(|_| next()).collect()
+}
+
+fn frequencies() -> Vec<f32> {
+    (0..DIM / 2).map(|i| 0.001_f32.powf(2.0 * i as f32 / DIM as f32)).collect()
+}
+
+/// Rows (n, heads, dim) whose components have deviations and means of their own.
+fn rows<E: Element>(seed: u64, n: usize, heads: usize, dim: usize) -> Vec<E> {
+    let scale = |i: usize| 0.9_f32.powi((i % dim) as i32);
+    let offset = |i: usize| ((i % (heads * dim)) as f32).sin();
+    let row = random(seed, n * heads * dim).into_iter().enumerate();
+    row.map(|(i, x)| E::from_f32(x * scale(i) + offset(i))).collect()
+}
+
+/// Rows of several heads, rotated to their positions.
+fn rotated(rows: &[f32], heads: usize, first: usize) -> Vec<f32> {
+    let mut rows = rows.to_vec();
+    for (t, row) in rows.chunks_exact_mut(heads * DIM).enumerate() {
+        pq_core::sq::rotate_by(&frequencies(), (first + t) as i64, row).unwrap();
+    }
+    rows
+}
+
+fn samples<'a, E: Element>(keys: &'a [E], queries: &'a [E], values: &'a [E], f: &'a [f32]) -> Samples<'a, E> {
+    Samples {
+        keys: Rows::contiguous(keys, HEADS * DIM).unwrap(),
+        queries: Rows::contiguous(queries, HEADS * 3 * DIM).unwrap(),
+        values: Rows::contiguous(values, HEADS * DIM_V).unwrap(),
+        frequencies: f,
+        rotated_from: None,
+    }
+}
+
+fn bases() -> Vec<Basis> {
+    let (keys, queries) = (rows::<f32>(1, 400, HEADS, DIM), rows::<f32>(2, 400, HEADS * 3, DIM));
+    let values = rows::<f32>(3, 400, HEADS, DIM_V);
+    Basis::fit_layer(&samples(&keys, &queries, &values, &frequencies()), HEADS, 32).unwrap()
+}
+
+fn heads(bits: u32) -> Vec<Arc<Head>> {
+    bases().iter().map(|basis| basis.head(&frequencies(), &Bits::uniform(bits)).unwrap()).collect()
+}
+
+/// Attention in f64 of all query heads of the last token.
+fn exact<E: Element>(keys: &[E], values: &[E], queries: &[f32], scale: f64) -> Vec<f64> {
+    let group = queries.len() / (HEADS * DIM);
+    let query_heads = queries.chunks_exact(DIM).enumerate();
+    let attend = |(q, query): (usize, &[f32])| {
+        let head = q / group;
+        let score = |key: &[E]| {
+            let key = &key[head * DIM..][..DIM];
+            scale * key.iter().zip(query).map(|(k, q)| f64::from(k.to_f32() * q)).sum::<f64>()
+        };
+        let weights: Vec<f64> = keys.chunks_exact(HEADS * DIM).map(|key| score(key).exp()).collect();
+        let (values, sum) = (values.chunks_exact(HEADS * DIM_V), weights.iter().sum::<f64>());
+        let mut out = vec![0.0; DIM_V];
+        for (weight, value) in weights.iter().zip(values) {
+            let value = value[head * DIM_V..][..DIM_V].iter();
+            out.iter_mut().zip(value).for_each(|(out, v)| *out += weight / sum * f64::from(v.to_f32()));
+        }
+        out
+    };
+    query_heads.flat_map(attend).collect()
+}
+
+/// The relative error of attention with `bits`, for groups of `group` query heads.
+fn error<E: Element>(bits: u32, group: usize) -> f64 {
+    let n = 300;
+    let keys: Vec<E> =
+        rotated(&rows::<f32>(5, n, HEADS, DIM), HEADS, 0).iter().map(|&x| E::from_f32(x)).collect();
+    let values = rows::<E>(6, n, HEADS, DIM_V);
+    let (k, v) =
+        (Rows::contiguous(&keys, HEADS * DIM).unwrap(), Rows::contiguous(&values, HEADS * DIM_V).unwrap());
+    let mut cache = LayerCache::new(&heads(bits), WINDOW).unwrap();
+    for range in [0..17, 17..200, 200..n] {
+        cache.append(k.slice(range.clone()).unwrap(), v.slice(range).unwrap()).unwrap();
+    }
+    assert!(cache.heads()[0].compressed() > 250);
+    let queries = rotated(&random(7, HEADS * group * DIM), HEADS * group, n - 1);
+    let mut out = vec![0.0; HEADS * group * DIM_V];
+    let attention = Attention::scaled(0.4);
+    cache.attend_into(&attention, Rows::from(&queries[..]), &mut Workspace::default(), &mut out).unwrap();
+    let expected = exact(&keys, &values, &queries, 0.4);
+    let squares = |x: &mut dyn Iterator<Item = f64>| x.map(|x| x * x).sum::<f64>();
+    let difference = squares(&mut out.iter().zip(&expected).map(|(&a, b)| f64::from(a) - b));
+    (difference / squares(&mut expected.iter().copied())).sqrt()
+}
+
+#[test]
+fn attention_is_that_of_the_rows_up_to_the_bits() {
+    for (bits, least) in [(8, 0.002), (4, 0.03), (2, 0.12)] {
+        for group in [1, 3, 20] {
+            let errors = [error::<f32>(bits, group), error::<f16>(bits, group), error::<bf16>(bits, group)];
+            assert!(errors.iter().all(|&error| error < least), "{bits} bits, group {group}: {errors:?}");
+        }
+    }
+}
+
+#[test]
+fn samples_after_rope_give_the_basis_of_those_before() {
+    let (keys, queries) = (rows::<f32>(1, 400, HEADS, DIM), rows::<f32>(2, 400, HEADS * 3, DIM));
+    let (values, f) = (rows::<f32>(3, 400, HEADS, DIM_V), frequencies());
+    let (keys, queries) = (rotated(&keys, HEADS, 7), rotated(&queries, HEADS * 3, 7));
+    let samples = Samples { rotated_from: Some(7), ..samples(&keys, &queries, &values, &f) };
+    for (a, b) in Basis::fit_layer(&samples, HEADS, 32).unwrap().iter().zip(bases()) {
+        assert!(a.mean.iter().zip(&b.mean).all(|(a, b)| (a - b).abs() < 1e-5));
+        assert!(a.sigma.iter().zip(&b.sigma).all(|(a, b)| (a - b).abs() < 1e-4 * b));
+        assert_eq!(a.value_mean, b.value_mean);
+    }
+}
+
+#[test]
+fn what_is_saved_continues_bit_for_bit() {
+    let basis = &bases()[0];
+    assert_eq!(&Basis::from_bytes(&basis.to_bytes()).unwrap(), basis);
+    let heads = heads(3);
+    let restored: Vec<_> = heads.iter().map(|head| Head::from_bytes(&head.to_bytes()).unwrap()).collect();
+    let (keys, values) = (rows::<bf16>(8, 100, HEADS, DIM), rows::<bf16>(9, 100, HEADS, DIM_V));
+    let mut cache = AnyLayerCache::new(ElementType::Bf16, &heads, WINDOW).unwrap();
+    let (k, v) =
+        (Rows::contiguous(&keys, HEADS * DIM).unwrap(), Rows::contiguous(&values, HEADS * DIM_V).unwrap());
+    cache.append(k.into(), v.into()).unwrap();
+    let mut other = AnyLayerCache::from_bytes(&cache.to_bytes_checked(), &restored).unwrap();
+    cache.append(k.into(), v.into()).unwrap();
+    other.append(k.into(), v.into()).unwrap();
+    assert_eq!(cache.to_bytes(), other.to_bytes());
+
+    let swapped = [heads[1].clone(), heads[0].clone()];
+    let refused = AnyLayerCache::from_bytes(&cache.to_bytes(), &swapped).map(drop).unwrap_err();
+    assert_eq!(refused.code(), 12, "{refused}");
+    let mut forged = basis.clone();
+    forged.value_mean[0] += 1.0;
+    let forged = forged.head(&frequencies(), &Bits::uniform(3)).unwrap();
+    let refused = AnyLayerCache::from_bytes(&cache.to_bytes(), &[forged, heads[1].clone()]).map(drop);
+    assert_eq!(refused.unwrap_err().code(), 12);
+    for bytes in [basis.to_bytes(), heads[0].to_bytes()] {
+        for cut in 0..bytes.len().min(60) {
+            assert!(Basis::from_bytes(&bytes[..cut]).is_err() && Head::from_bytes(&bytes[..cut]).is_err());
+        }
+    }
+}
+
+#[test]
+fn arguments_that_do_not_fit_are_errors() {
+    let (keys, queries) = (rows::<f32>(1, 40, HEADS, DIM), rows::<f32>(2, 40, HEADS * 3, DIM));
+    let (values, f) = (rows::<f32>(3, 40, HEADS, DIM_V), frequencies());
+    let good = samples(&keys, &queries, &values, &f);
+    let code = |samples: &Samples<'_, f32>, heads, block| {
+        Basis::fit_layer(samples, heads, block).map(drop).map_err(|error| error.code())
+    };
+    assert_eq!(code(&good, HEADS, 32), Ok(()));
+    assert_eq!([code(&good, 0, 32), code(&good, HEADS, 0)], [Err(1); 2]);
+    assert_eq!([code(&good, HEADS, 288), code(&good, HEADS, 33)], [Err(5), Err(208)]);
+    assert_eq!(code(&good, 3, 32), Err(4));
+    assert_eq!(code(&Samples { frequencies: &f[1..], ..good }, HEADS, 32), Err(2));
+    assert_eq!(code(&Samples { keys: good.keys.slice(0..0).unwrap(), ..good }, HEADS, 32), Err(1));
+    let mut infinite = keys.clone();
+    infinite[5] = f32::INFINITY;
+    let keys = Rows::contiguous(&infinite, HEADS * DIM).unwrap();
+    assert_eq!(code(&Samples { keys, ..good }, HEADS, 32), Err(7));
+
+    let basis = &bases()[0];
+    let head = |basis: &Basis, bits: Bits| basis.head(&f, &bits).map(drop).map_err(|error| error.code());
+    for keys in [0.0, -1.0, f32::NAN, 0.2] {
+        assert_eq!(head(basis, Bits { keys, ..Bits::default() }), Err(12));
+    }
+    assert_eq!(head(basis, Bits { keys: 9.0, ..Bits::default() }), Err(202));
+    assert_eq!(head(basis, Bits { values: 9, ..Bits::default() }), Err(202));
+    let cut = |part: fn(&mut Basis) -> &mut Vec<f32>| {
+        let mut basis = basis.clone();
+        part(&mut basis).pop();
+        head(&basis, Bits::default())
+    };
+    assert_eq!([cut(|b| &mut b.mean), cut(|b| &mut b.basis), cut(|b| &mut b.dual)], [Err(2); 3]);
+}
