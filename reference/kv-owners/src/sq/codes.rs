@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use kv_attend::owner::{EvictedRows, Queries, Reader, Store, Writer};
 use kv_attend::{Backend, Element, Rows, SoftmaxStats};
+use pq_core::Evicted;
 use pq_core::sq::HeadCodes;
 
 use super::Head;
@@ -29,7 +30,7 @@ impl Codes {
 
 impl<E: Element> Store<E> for Codes {
     type Shared = Head;
-    type Report = ();
+    type Report = Evicted;
     type Error = Error;
     const NAME: &'static str = "a layer cache of scalar codes with bases";
     const MAGIC: [u8; 4] = *b"SQBL";
@@ -56,7 +57,7 @@ impl<E: Element> Store<E> for Codes {
         self.codes.size()
     }
 
-    fn append(&mut self, backend: Backend, evicted: &EvictedRows<'_, E>) -> Result<(), Error> {
+    fn append(&mut self, backend: Backend, evicted: &EvictedRows<'_, E>) -> Result<Evicted, Error> {
         let whole = |parts: &[Rows<'_, E>; 2]| -> Vec<f32> {
             parts.iter().flat_map(|rows| rows.iter().flatten()).map(|x| x.to_f32()).collect()
         };
