@@ -111,13 +111,13 @@ impl HeadCodes {
     /// Codes tokens. They fill whole blocks from the first on, so append multiples of a block: a block that is
     /// not full stays so.
     ///
-    /// # Shapes
-    /// `keys` (n, dim) after RoPE, the first at position `first`, which continues the sequence; `values`
-    /// (n, dim of the values) in their Hadamard basis, without their mean.
     /// Returns what coding lost: the squared error of keys in their basis, for which calibration expects
     /// [`Shape::distortion`](super::Shape::distortion) per key, and that of values without the mean of their
     /// error.
     ///
+    /// # Shapes
+    /// `keys` (n, dim) after RoPE, the first at position `first`, which continues the sequence; `values`
+    /// (n, dim of the values) in their Hadamard basis, without their mean.
     /// # Errors
     /// [`Error::BackendUnavailable`], [`Error::PartialRow`], [`Error::Length`]; nothing is then changed.
     /// # Cost

@@ -244,7 +244,9 @@ fn check_block(block: usize) -> Result<(), pq_core::Error> {
     match block {
         0 => Err(pq_core::Error::Zero { what }),
         _ if block > MAX_BLOCK => Err(pq_core::Error::TooLarge),
-        _ if block % TILE != 0 => Err(pq_core::Error::Unaligned { what, at: block, multiple: TILE }),
+        _ if !block.is_multiple_of(TILE) => {
+            Err(pq_core::Error::Unaligned { what, at: block, multiple: TILE })
+        }
         _ => Ok(()),
     }
 }
