@@ -1,6 +1,8 @@
 //! Attention of a cache with bases is that of the plain rows that went in, up to what the bits lose, whatever
 //! the element type, the group, and the way in which tokens were divided among appends.
 
+#![allow(clippy::unwrap_used)] // helpers of tests, too
+
 use std::sync::Arc;
 
 use half::{bf16, f16};
