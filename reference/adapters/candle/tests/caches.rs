@@ -140,7 +140,7 @@ fn distance(a: &Tensor, b: &Tensor) -> f32 {
 
 #[test]
 fn attention_is_candles_up_to_the_bits() {
-    fn check<S: kv_attend::owner::AnyStore>(mut cache: KvCache<S>, least: f32)
+    fn check<S: kv_attend::owner::AnyStore + Clone>(mut cache: KvCache<S>, least: f32)
     where
         KvCache<S>: Kv,
         <S as kv_attend::owner::Store<f32>>::Error: Into<kv_owners::Error>,

@@ -15,8 +15,12 @@ from transformers import (  # noqa: E402
     DynamicCache,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
 )
 
 import kvcodes  # noqa: E402
@@ -37,12 +41,18 @@ SMALL = dict(
 )
 
 
-def small(family: str):
+FAMILIES = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+
+
+def small(family: str, **settings):
     torch.manual_seed(5)
-    config, model = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen2": (Qwen2Config, Qwen2ForCausalLM)}[
-        family
-    ]
-    return model(config(**SMALL, initializer_range=0.2)).eval()
+    config, model = FAMILIES[family]
+    return model(config(**SMALL, initializer_range=0.2, **settings)).eval()
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen2"])
@@ -87,6 +97,21 @@ def test_a_window_that_holds_all_tokens_is_exact(model, make):
     assert torch.equal(exact.sequences, codes.sequences)
     for a, b in zip(exact.logits, codes.logits, strict=True):
         torch.testing.assert_close(a, b, atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen3"])
+def test_other_families(family):
+    model = small(family, sliding_window=None)
+    calibration = calibrate(model, [prompt(300)[0].tolist()])
+    ids = prompt(40, 2)
+    exact = generate(model, ids, DynamicCache(config=model.config))
+    codes = generate(model, ids, CodesCache(model, calibration, recent=512))
+    assert torch.equal(exact.sequences, codes.sequences)
+
+
+def test_sliding_windows_are_refused(calibration):
+    with pytest.raises(kvcodes.UnsupportedError):
+        CodesCache(small("mistral", sliding_window=16), calibration)
 
 
 def test_codes_are_near(model, make):
