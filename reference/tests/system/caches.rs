@@ -444,7 +444,7 @@ fn keys_that_do_not_fit_get_more_bits() {
     let s = setup(&[kept]);
     let mut others = s.model.as_ref().clone();
     for layer in &mut others.layers {
-        let keys = &mut Arc::make_mut(&mut layer.attention).k.weight;
+        let keys = Arc::make_mut(&mut layer.attention).k.weight.f32_mut();
         let half = keys.len() / 2;
         keys[..half].iter_mut().for_each(|x| *x *= 2.0); // those of the first head
     }

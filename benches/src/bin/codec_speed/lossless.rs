@@ -56,7 +56,7 @@ pub fn measure(repeats: usize) {
             };
             let bytes = encode();
             let frame = Frame::parse(&bytes, info.elements()).unwrap();
-            let mut decode = |out: &mut [u16]| {
+            let decode = |out: &mut [u16]| {
                 let side = Side::Keys;
                 frame.decode_lossless_plane_to_with(backend, &plane, 0, side, &place, out).unwrap();
             };
