@@ -3,6 +3,13 @@
 //! panics, aborts, or writes a handle that it reports as failed. Wrong are all arguments that a callee can check:
 //! lengths never exceed the memory behind a pointer, and no handle is used after it was freed.
 
+#![allow(
+    unsafe_op_in_unsafe_fn,
+    clippy::undocumented_unsafe_blocks,
+    clippy::unwrap_used,
+    reason = "the test is a caller from C, whose every line is unsafe"
+)]
+
 use std::ffi::{CString, c_void};
 use std::ptr::{null, null_mut};
 

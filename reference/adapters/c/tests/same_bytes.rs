@@ -1,5 +1,10 @@
-//! What C saves is what Rust saves, and what either reads: codebooks, codes, caches, bases, profiles, frames. The
-//! Python package reads the same bytes.
+//! What C saves is what Rust saves, and what either reads: codebooks, codes, caches, bases, profiles, frames.
+
+#![allow(
+    clippy::undocumented_unsafe_blocks,
+    clippy::unwrap_used,
+    reason = "the test is a caller from C, whose every line is unsafe"
+)]
 
 use std::ptr::null_mut;
 use std::sync::Arc;

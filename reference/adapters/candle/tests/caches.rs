@@ -1,5 +1,7 @@
 //! A cache of tensors is the cache of the rows in them: of any element type, layout and batch.
 
+#![allow(clippy::unwrap_used, clippy::panic)] // helpers of tests, too
+
 use std::sync::Arc;
 
 use candle_core::{D, DType, Device, Tensor};
@@ -54,6 +56,11 @@ fn tokens_first(x: &Tensor) -> Tensor {
     x.transpose(1, 2).unwrap().contiguous().unwrap().transpose(1, 2).unwrap()
 }
 
+/// The same elements with gaps between rows.
+fn wide(x: &Tensor) -> Tensor {
+    Tensor::cat(&[x, x], D::Minus1).unwrap().narrow(D::Minus1, 0, DIM).unwrap()
+}
+
 #[test]
 fn tensors_are_the_rows_in_them() {
     let heads = heads(4);
@@ -106,9 +113,8 @@ fn tensors_are_the_rows_in_them() {
             expected.push((cache.to_bytes(), out));
         }
 
-        let wide = |x: &Tensor| Tensor::cat(&[x, x], D::Minus1).unwrap().narrow(D::Minus1, 0, DIM).unwrap();
-        let layouts: [(&str, &dyn Fn(&Tensor) -> Tensor); 3] =
-            [("heads first", &|x| x.clone()), ("tokens first", &tokens_first), ("gaps", &wide)];
+        let layouts: [(&str, fn(&Tensor) -> Tensor); 3] =
+            [("heads first", Tensor::clone), ("tokens first", tokens_first), ("gaps", wide)];
         for (name, keys_in) in &layouts {
             for (other, values_in) in &layouts {
                 let mut cache = SqCache::new(&heads, WINDOW);

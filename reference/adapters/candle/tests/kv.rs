@@ -2,6 +2,8 @@
 //! codes with the codebooks and bases of `kv calibrate`. The program is `$KV`, or that of the repository's target
 //! folder; without one the test prints that it was skipped.
 
+#![allow(clippy::unwrap_used, clippy::panic)] // helpers of tests, too
+
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;

@@ -1,5 +1,7 @@
 //! The Llama here is candle's, bit for bit.
 
+#![allow(clippy::unwrap_used, clippy::panic)] // helpers of tests, too
+
 use std::collections::HashMap;
 
 use candle_core::{DType, Device, Tensor};
