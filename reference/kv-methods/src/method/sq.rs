@@ -1,9 +1,9 @@
 //! Scalar codes: keys in their query-weighted KLT, rotated relative to blocks of positions, values in a
 //! Hadamard basis. Calibration needs means and second moments only.
 //!
-//! The transform of the keys is all that is fitted, so that the keys of a text of another kind may lose more than
-//! those of the calibration: mostly those of a few heads. A prompt whose keys lose more than 1.5 times what the
-//! profile expects of a head is coded again with as many more bits in that head as bring its error back.
+//! The transform of the keys is all that is fitted, so that the keys of a text of another kind may lose more
+//! than those of the calibration: mostly those of a few heads. If the keys of a head on a prompt lose more than
+//! 1.5 times what the profile expects, they are coded again with as many more bits as bring the error back.
 
 #[cfg(feature = "cuda")]
 mod device;
@@ -96,8 +96,8 @@ struct HeadPlan {
 }
 
 impl HeadPlan {
-    /// The transform with the fewest bits for keys that bring an error of `ratio` times the expected one to that,
-    /// or with 8 bits a component.
+    /// The transform with the fewest bits for keys that bring an error of `ratio` times the expected one back
+    /// to that, or with 8 bits a component.
     fn wider(&self, ratio: f64) -> Result<Arc<HeadTransform>> {
         let dim = self.sigma.len();
         let (mut order, slots) = (vec![0; dim], self.transform.keys().slots());
