@@ -86,7 +86,7 @@ fn what_the_header_rules_out() {
     #[cfg(feature = "store")]
     for (args, what) in [
         (&["store", "put", &new, "--tokens", "16385"][..], "--tokens 16385: the text has 13609 tokens"),
-        (&["store", "put", &new, "--kv-levels", "million"], "method million has no bitstream"),
+        (&["store", "put", &new, "--kv-levels", "million"], "has no bitstream of single layers"),
         (&["store", "put", &new, "--text", short], "a chunk has at least 100 tokens"),
         (&["generate", "We", "--kv", &new, "--kv-keep", "--kv-slo", "1"], "--kv-slo has no effect"),
         (

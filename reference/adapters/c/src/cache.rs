@@ -37,16 +37,24 @@ macro_rules! for_layer {
 impl Layer {
     fn append(&mut self, keys: AnyRows<'_>, values: AnyRows<'_>) -> Result {
         match self {
-            Self::Pq(cache) => drop(cache.append(keys, values)?),
-            Self::Sq(cache) => cache.append(keys, values)?,
+            Self::Pq(cache) => {
+                cache.append(keys, values)?;
+            }
+            Self::Sq(cache) => {
+                cache.append(keys, values)?;
+            }
         }
         Ok(())
     }
 
     fn append_heads(&mut self, keys: AnyRows<'_>, values: AnyRows<'_>) -> Result {
         match self {
-            Self::Pq(cache) => drop(cache.append_heads(keys, values)?),
-            Self::Sq(cache) => cache.append_heads(keys, values)?,
+            Self::Pq(cache) => {
+                cache.append_heads(keys, values)?;
+            }
+            Self::Sq(cache) => {
+                cache.append_heads(keys, values)?;
+            }
         }
         Ok(())
     }

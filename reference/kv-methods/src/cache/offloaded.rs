@@ -4,6 +4,7 @@ mod blocks;
 mod file;
 mod format;
 
+use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard};
 
@@ -133,6 +134,24 @@ impl OffloadedRows {
             }
         }
         Ok(())
+    }
+
+    /// One head's values (n, head_dim) of tokens.
+    pub fn values(&self, head: usize, tokens: Range<usize>) -> Result<Vec<f32>> {
+        let (dim, words) = (self.geometry.head_dim, self.words());
+        let mut read;
+        let records = match &self.place {
+            Place::Memory(heads) => &heads[head][tokens.start * words..tokens.end * words],
+            Place::Disk { files, .. } => {
+                read = vec![0; tokens.len() * words];
+                files.read(head, tokens.clone(), &mut read)?;
+                &read[..]
+            }
+        };
+        let mut values = vec![0.0; tokens.len() * dim];
+        let rows = records.chunks_exact(words).zip(values.chunks_exact_mut(dim));
+        rows.for_each(|(record, value)| self.format.value(record, value));
+        Ok(values)
     }
 
     /// Adds the attention of one head's scaled queries (group, head_dim) on the rows of `tokens`, ascending,

@@ -417,7 +417,7 @@ impl DeviceKind for CacheGen {
             ),
             Limit::new(
                 matches!(self.mode, Mode::Transform { over: Over::Layers(_) | Over::Model, .. }),
-                "over",
+                "over=layer",
                 "a device has a transform of each head",
                 "over=head",
             ),

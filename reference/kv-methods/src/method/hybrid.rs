@@ -257,8 +257,9 @@ impl Store for HybridStore {
     }
 
     fn truncate(&mut self, len: usize) -> Result<()> {
+        self.coded.truncate_of(len, |head, tokens| self.exact.values(head, tokens))?;
         self.exact.truncate(len);
-        self.coded.truncate(len)
+        Ok(())
     }
 
     fn attend(

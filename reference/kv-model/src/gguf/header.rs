@@ -112,7 +112,7 @@ pub(super) fn parse(input: impl Read + Seek, len: u64) -> Result<Header> {
     check_apart(&tensors)?;
     let data_start = reader.at.next_multiple_of(alignment);
     let ends = tensors.values().filter_map(TensorInfo::range).map(|range| range.end);
-    let needed = data_start.saturating_add(ends.max().unwrap_or(0));
+    let needed = ends.max().map_or(0, |end| data_start.saturating_add(end));
     if needed > len {
         return Err(format!("the file ends after {len} bytes, its tensors need {needed}: it is not whole"));
     }
@@ -282,7 +282,8 @@ mod tests {
                 let [dims, kind] = [1, kind].map(u32::to_le_bytes);
                 [&name_len[..], name.as_bytes(), &dims, &len, &kind, &offset].concat()
             });
-            parsed(&header(of.len() as u64, 0, &entries.collect::<Vec<_>>().concat())).err()
+            let header = header(of.len() as u64, 0, &entries.collect::<Vec<_>>().concat());
+            parse(Cursor::new(header), u64::MAX).err() // in a file that has their bytes
         };
         let [f32, q8_0, unknown] = [0, 8, 99];
         assert_eq!(tensors(&[("b", 8, f32, 32), ("a", 8, f32, 0), ("c", 32, q8_0, 64)]), None);

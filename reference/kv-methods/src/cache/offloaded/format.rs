@@ -75,6 +75,17 @@ impl RowFormat {
         }
     }
 
+    /// The value of a record.
+    pub fn value(self, record: &[u32], value: &mut [f32]) {
+        let dim = value.len();
+        match self {
+            Self::Exact(ElementType::F32) => read(&cast_slice::<_, f32>(record)[dim..], value),
+            Self::Exact(ElementType::F16) => read(&cast_slice::<_, f16>(record)[dim..], value),
+            Self::Exact(ElementType::Bf16) => read(&cast_slice::<_, bf16>(record)[dim..], value),
+            Self::Int8 => int8_row(record, 1, value),
+        }
+    }
+
     /// Adds the attention of scaled queries (group, dim) on the records whose indices are `rows`, in that
     /// order, to `out` (group, dim) and `stats` (group,).
     pub fn attend(

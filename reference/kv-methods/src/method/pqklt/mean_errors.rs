@@ -1,6 +1,8 @@
 //! The mean of what coding loses of a block of values. Attention averages the errors of single tokens, but not
 //! what they have in common, which is a large part of the loss of values of one bit a component and less.
 
+use std::ops::Range;
+
 use half::f16;
 use half::slice::HalfFloatSliceExt;
 use svd_core::SoftmaxStats;
@@ -21,8 +23,14 @@ impl MeanErrors {
         Self { means: vec![], sums: vec![0.0; head_dim], tokens: 0 }
     }
 
-    /// Adds the errors of a token.
-    pub fn add(&mut self, errors: impl Iterator<Item = f32>) {
+    /// Adds the errors of tokens, given their rows (n, head_dim) and what their codes stand for.
+    pub fn add_rows(&mut self, rows: &[f32], decoded: &[f32]) {
+        let dim = self.sums.len();
+        let tokens = rows.chunks_exact(dim).zip(decoded.chunks_exact(dim));
+        tokens.for_each(|(row, decoded)| self.add(row.iter().zip(decoded).map(|(x, y)| x - y)));
+    }
+
+    fn add(&mut self, errors: impl Iterator<Item = f32>) {
         self.sums.iter_mut().zip(errors).for_each(|(sum, error)| *sum += error);
         self.tokens += 1;
         if self.tokens == BLOCK {
@@ -32,18 +40,16 @@ impl MeanErrors {
         }
     }
 
-    /// Keeps the first `len` tokens. Those that stay of a block that the cut is in keep its mean.
-    pub fn truncate(&mut self, len: usize) {
-        let (dim, blocks) = (self.sums.len(), len / BLOCK);
-        let left = len % BLOCK;
-        if let Some(mean) = self.means.get(blocks * dim..(blocks + 1) * dim) {
-            mean.convert_to_f32_slice(&mut self.sums);
-            self.tokens = 1;
-        }
-        let scale = left as f32 / self.tokens.max(1) as f32;
-        self.sums.iter_mut().for_each(|sum| *sum *= scale);
-        self.tokens = left;
-        self.means.truncate(blocks * dim);
+    /// The tokens of the first `len` that are in no whole block.
+    pub fn rest(len: usize) -> Range<usize> {
+        len - len % BLOCK..len
+    }
+
+    /// Keeps the whole blocks of the first `len` tokens. The tokens of [`Self::rest`] are then to be added.
+    pub fn keep_blocks(&mut self, len: usize) {
+        self.means.truncate(len / BLOCK * self.sums.len());
+        self.sums.fill(0.0);
+        self.tokens = 0;
     }
 
     /// Adds to the sums of weighted values `out` (group, head_dim) what their codes lack on average, given the
@@ -107,18 +113,13 @@ mod tests {
     }
 
     #[test]
-    fn truncated_blocks_keep_their_mean() {
-        for (n, len) in [(300, 300), (300, 280), (600, 300), (512, 256), (300, 0)] {
+    fn what_is_added_again_after_a_cut_is_what_was_there() {
+        for (n, len) in [(300, 280), (600, 300), (512, 256), (600, 511), (300, 0)] {
             let mut errors = of(0..n);
-            errors.truncate(len);
-            assert_eq!(errors.size(), len / 256 * 4 + 8);
-            let start = len / 256 * 256;
-            let mean = (start + n.min(start + 256) - 1) as f32 / 2.0;
-            let expected = sums(&of(0..start), start)[0] + (len - start) as f32 * mean;
-            assert!((sums(&errors, len.max(1))[0] - expected).abs() <= 1e-3 * expected, "{n} {len}");
-            if len == 0 {
-                assert_eq!(sums(&errors, 1), [0.0, 0.0]);
-            }
+            errors.keep_blocks(len);
+            MeanErrors::rest(len).for_each(|t| errors.add([t as f32, -1.0].into_iter()));
+            assert_eq!(errors.size(), of(0..len).size());
+            assert_eq!(sums(&errors, len.max(1)), sums(&of(0..len), len.max(1)), "{n} {len}");
         }
     }
 }

@@ -1,6 +1,7 @@
 //! PQ codes of transformed keys and values: the query-metric KLT, a norm per token, and attention on the
 //! codes.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use half::f16;
@@ -172,17 +173,53 @@ impl TransformedStore {
         let start = coded.codes.view().n();
         coded.codes.append(&codebook.view(), &rows)?;
         coded.norms.extend(&norms);
-        let mut decoded = vec![0.0; rows.len()];
-        decode_into(&codebook.view(), &coded.codes.view(), start, &mut decoded)?;
         HeadCode::multiply_by_norms(&mut rows, code.norms, &norms);
-        HeadCode::multiply_by_norms(&mut decoded, None, &norms);
+        let decoded = self.decoded(head, side, start)?;
         let elements = rows.iter().zip(&decoded).map(|(&x, decoded)| (x, x - decoded));
-        coded.error.add(rows.len() / shape.dim(), elements);
+        self.heads[head][side].error.add(rows.len() / shape.dim(), elements);
         if let (Side::Values, Some(errors)) = (side, self.value_errors.get_mut(head)) {
-            let tokens = rows.chunks_exact(shape.dim()).zip(decoded.chunks_exact(shape.dim()));
-            tokens.for_each(|(row, decoded)| errors.add(row.iter().zip(decoded).map(|(x, y)| x - y)));
+            errors.add_rows(&rows, &decoded);
         }
         Ok(decoded)
+    }
+
+    /// The rows of one head that the codes from token `start` on stand for: without the mean, transformed.
+    fn decoded(&self, head: usize, side: Side, start: usize) -> Result<Vec<f32>> {
+        let (code, coded) = (&self.plan.heads[head][side], &self.heads[head][side]);
+        let codebook = coded.refined.as_ref().unwrap_or(&code.codebook).view();
+        let codes = coded.codes.view();
+        let mut rows = vec![0.0; (codes.n() - start) * codebook.shape().dim()];
+        decode_into(&codebook, &codes, start, &mut rows)?;
+        HeadCode::multiply_by_norms(&mut rows, None, coded.norms.get(start..).unwrap_or_default());
+        Ok(rows)
+    }
+
+    /// Keeps the first `len` tokens. The mean errors of values are those of the tokens that are kept: `values`
+    /// gives the rows (n, head_dim) of a head's tokens again, up to 255. After an error nothing has changed.
+    pub fn truncate_of(
+        &mut self,
+        len: usize,
+        values: impl Fn(usize, Range<usize>) -> Result<Vec<f32>>,
+    ) -> Result<()> {
+        if len >= self.len {
+            return Ok(());
+        }
+        let rest = MeanErrors::rest(len);
+        let mut again = vec![];
+        for (head, code) in self.plan.heads.iter().enumerate().take(self.value_errors.len()) {
+            let mut rows = values(head, rest.clone())?;
+            HeadCode::subtract_mean(&code.values.mean, &mut rows);
+            let norms = HeadCode::transform(&code.values.basis, code.values.norms, &mut rows)?;
+            HeadCode::multiply_by_norms(&mut rows, code.values.norms, &norms);
+            again.push(rows);
+        }
+        self.truncate(len)?;
+        for (head, rows) in again.iter().enumerate() {
+            let decoded = self.decoded(head, Side::Values, rest.start)?;
+            self.value_errors[head].keep_blocks(len);
+            self.value_errors[head].add_rows(rows, &decoded);
+        }
+        Ok(())
     }
 
     /// Scores of the decoded keys: (group, len).
@@ -327,7 +364,6 @@ impl Store for TransformedStore {
             }
         }
         self.decoded.iter_mut().for_each(|rows| rows.truncate(len * self.geometry.head_dim));
-        self.value_errors.iter_mut().for_each(|errors| errors.truncate(len));
         self.len = len;
         Ok(())
     }
