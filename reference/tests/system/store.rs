@@ -519,8 +519,8 @@ fn chunks_are_loaded_and_decoded_as_rows() {
 
 /// Few and short waits, for stores that fail at once.
 fn quick() -> Options {
-    let wait = std::time::Duration::from_millis(1);
-    Options { retry: wait, attempts: 2, backoff: wait, ..Options::default() }
+    let [retry, backoff] = [1000, 1].map(std::time::Duration::from_millis);
+    Options { retry, attempts: 2, backoff, ..Options::default() }
 }
 
 fn files(folder: &Path) -> Vec<PathBuf> {

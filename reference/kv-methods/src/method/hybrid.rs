@@ -53,7 +53,7 @@ pub(super) const HYBRID: Entry = Entry {
         "hybrid:k=8/8:v=8/8:rows=1:exact=f32:window=4",
         "hybrid:k=8/1:v=8/1:rows=0.1:keys=rotated:norms=on:exact=f32:window=4",
         "hybrid:k=8/1:v=8/1:rows=auto:exact=f32:window=4",
-        "hybrid:k=8/8:v=8/8:rows=0.1:norms=on:mean-error=on:exact=f32:window=4",
+        "hybrid:k=8/2:v=8/2:rows=0.1:norms=on:mean-error=on:exact=f32:window=4",
         "hybrid:k=8/8:v=8/8:rows=1:offloaded=int8:exact=f32:window=4",
     ],
     parse: |s| {
