@@ -30,7 +30,9 @@ fn profile() -> Vec<u8> {
         PlaneBuf::fit(sample, CHANNELS, transform, &FitOptions::default())
     };
     let lossless = Profile::fit_lossless(info, ElementType::F16, TOKENS, &layers, &place).unwrap();
-    Profile::join([lossless, Profile::fit(info, 2, TOKENS, &layers, &place, fit).unwrap()]).unwrap().to_bytes()
+    Profile::join([lossless, Profile::fit(info, 2, TOKENS, &layers, &place, fit).unwrap()])
+        .unwrap()
+        .to_bytes()
 }
 
 /// Recomputes the checksums of the planes, located by their lengths, and the overall checksum.
