@@ -323,15 +323,16 @@ impl<E: Element> Kernel for AddRows<'_, '_, E> {
             }
             add_sums(self.panel, n, self.sums);
             // Every block prefetches a share of the next panel's rows, so that the loads overlap with the
-            // multiplications.
-            let mut next = self.rows.row(first).as_ptr().wrapping_add(PANEL * self.rows.row_stride());
+            // multiplications. Wrapping: they may lie outside the rows, and a single row may have any stride.
+            let (row, stride) = (self.rows.row(first).as_ptr(), self.rows.row_stride());
+            let mut next = row.wrapping_add(PANEL.wrapping_mul(stride));
             let share = PANEL.div_ceil(self.blocks.len() / (BLOCK * BLOCK));
             for r in 0..self.sums.len() / BLOCK {
                 for c in 0..=r {
                     for _ in 0..share {
                         let lines = (0..dim).step_by(64 / size_of::<E>());
                         lines.for_each(|at| s.prefetch(next.wrapping_add(at).cast()));
-                        next = next.wrapping_add(self.rows.row_stride());
+                        next = next.wrapping_add(stride);
                     }
                     let (a, b) = (strip(self.panel, r, n), strip(self.panel, c, n));
                     let block = &mut self.blocks[block_start(r, c)..][..BLOCK * BLOCK];

@@ -250,6 +250,16 @@ fn sums_stay_finite_and_rows_do_not_wrap() {
 }
 
 #[test]
+fn the_stride_of_a_single_row_does_not_matter() {
+    let row = noise(16, 5);
+    for stride in [usize::MAX, usize::MAX / 2, 1 << 60] {
+        let mut gram = Gram::<PostRope>::new(16).unwrap();
+        gram.add_rows(Rows::new(&row, 1, 16, stride).unwrap()).unwrap();
+        assert_eq!(gram, self::gram(&row, 16));
+    }
+}
+
+#[test]
 fn maps_too_large_for_an_error_are_refused() {
     let gram = gram(&noise(20, 3), 2);
     let rotation = Rotation::from_parts(vec![1e200; 4], vec![1e200; 4], vec![1.0; 2]).unwrap();
