@@ -1,8 +1,8 @@
-//! The errors of the cores, as one type.
+//! The errors of the cores and of the owners, as one type.
 
 use core::fmt;
 
-/// An error of one of the cores.
+/// An error of one of the cores, or of an owner.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Error {
@@ -10,15 +10,21 @@ pub enum Error {
     Pq(pq_core::Error),
     /// Of a basis.
     Svd(svd_core::Error),
+    /// Bits of keys are not 1/8 to 8 in eighths.
+    KeyBits {
+        /// Bits per component.
+        bits: f32,
+    },
 }
 
 impl Error {
-    /// The number of the core's error: one space of numbers.
+    /// The number of the error, in one space with those of the cores.
     #[must_use]
     pub const fn code(&self) -> u32 {
         match self {
             Self::Pq(error) => error.code(),
             Self::Svd(error) => error.code(),
+            Self::KeyBits { .. } => 601,
         }
     }
 }
@@ -28,6 +34,9 @@ impl fmt::Display for Error {
         match self {
             Self::Pq(error) => error.fmt(f),
             Self::Svd(error) => error.fmt(f),
+            Self::KeyBits { bits } => {
+                write!(f, "{bits} bits per component of keys: expected 1/8 to 8 in eighths")
+            }
         }
     }
 }

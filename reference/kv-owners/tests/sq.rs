@@ -177,22 +177,42 @@ fn arguments_that_do_not_fit_are_errors() {
     assert_eq!(code(&good, 3, 32), Err(4));
     assert_eq!(code(&Samples { frequencies: &f[1..], ..good }, HEADS, 32), Err(2));
     assert_eq!(code(&Samples { keys: good.keys.slice(0..0).unwrap(), ..good }, HEADS, 32), Err(1));
+    for first in [usize::MAX, usize::MAX - 39, i64::MAX as usize, i64::MAX as usize - 39] {
+        assert_eq!(code(&Samples { rotated_from: Some(first), ..good }, HEADS, 32), Err(5));
+    }
+    assert_eq!(code(&Samples { rotated_from: Some(i64::MAX as usize - 40), ..good }, HEADS, 32), Ok(()));
     let mut infinite = keys.clone();
     infinite[5] = f32::INFINITY;
     let keys = Rows::contiguous(&infinite, HEADS * DIM).unwrap();
     assert_eq!(code(&Samples { keys, ..good }, HEADS, 32), Err(7));
+    let mut infinite = values.clone();
+    infinite[5] = f32::NAN;
+    let values = Rows::contiguous(&infinite, HEADS * DIM_V).unwrap();
+    assert_eq!(code(&Samples { values, ..good }, HEADS, 32), Err(7));
 
     let basis = &bases()[0];
     let head = |basis: &Basis, bits: Bits| basis.head(&f, &bits).map(drop).map_err(|error| error.code());
-    for keys in [0.0, -1.0, f32::NAN, 0.2] {
-        assert_eq!(head(basis, Bits { keys, ..Bits::default() }), Err(12));
+    for keys in [0.0, -1.0, f32::NAN, f32::INFINITY, f32::MIN_POSITIVE, 0.2, 8.125, 9.0, f32::MAX] {
+        assert_eq!(head(basis, Bits { keys, ..Bits::default() }), Err(601));
     }
-    assert_eq!(head(basis, Bits { keys: 9.0, ..Bits::default() }), Err(202));
-    assert_eq!(head(basis, Bits { values: 9, ..Bits::default() }), Err(202));
+    for (values, error) in [(0, 1), (9, 202), (u32::MAX, 202)] {
+        assert_eq!(head(basis, Bits { values, ..Bits::default() }), Err(error));
+    }
     let cut = |part: fn(&mut Basis) -> &mut Vec<f32>| {
         let mut basis = basis.clone();
         part(&mut basis).pop();
         head(&basis, Bits::default())
     };
     assert_eq!([cut(|b| &mut b.mean), cut(|b| &mut b.basis), cut(|b| &mut b.dual)], [Err(2); 3]);
+}
+
+#[test]
+fn saved_bases_without_components_make_no_head() {
+    let none = Basis { sigma: vec![], mean: vec![], basis: vec![], dual: vec![], ..bases()[0].clone() };
+    let no_values = Basis { value_mean: vec![], ..bases()[0].clone() };
+    for basis in [none, no_values] {
+        let read = Basis::from_bytes(&basis.to_bytes()).unwrap();
+        let frequencies = &frequencies()[..read.mean.len() / 2];
+        assert_eq!(read.head(frequencies, &Bits::default()).map(drop).map_err(|error| error.code()), Err(1));
+    }
 }

@@ -101,6 +101,12 @@ impl<S: AnyStore> AnyLayer<S> {
         self.len() == 0
     }
 
+    /// Number of compressed tokens of each head.
+    #[must_use]
+    pub fn compressed(&self) -> usize {
+        for_any_layer!(self, layer => layer.heads()[0].compressed())
+    }
+
     /// Bytes of all tokens of all heads, without the shared state.
     #[must_use]
     pub fn size(&self) -> usize {

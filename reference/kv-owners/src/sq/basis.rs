@@ -33,7 +33,8 @@ pub struct Samples<'a, E> {
 /// Bits of the codes of a head.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Bits {
-    /// Mean bits per component of a key, in eighths: at least 1/8, at most 8.
+    /// Mean bits per component of a key, in eighths: at least 1/8, at most 8. Rounded down to whole bits for
+    /// every sixteenth component, at least one.
     pub keys: f32,
     /// Bits per component of a value: 1 to 8.
     pub values: u32,
@@ -84,8 +85,9 @@ impl Basis {
     ///
     /// # Errors
     /// [`kv_attend::Error::Zero`] for no head or no row; [`kv_attend::Error::Length`] and
-    /// [`kv_attend::Error::PartialRow`] for rows that are not those of `heads` heads; [`pq_core::Error`] for a
-    /// bad block; errors of the rotation for rows that are not finite.
+    /// [`kv_attend::Error::PartialRow`] for rows that are not those of `heads` heads;
+    /// [`kv_attend::Error::TooLarge`] for positions beyond `i64`; [`pq_core::Error`] for a bad block; errors of
+    /// the rotation, or [`pq_core::Error::NotFinite`], for rows that are not finite.
     /// # Cost
     /// n * dim * dim multiply-adds per head for its keys, and as many for each of its query heads; an
     /// eigenproblem of dim components.
@@ -130,14 +132,15 @@ impl Basis {
             metric.add_rows(Rows::contiguous(&queries, dim)?)?;
         }
         let rotation = Rotation::query_metric(&covariance, &metric)?;
-        let values: Vec<f32> = floats(samples.values.columns(head * dim_v, dim_v)?);
+        let value_mean = mean_row(&floats(samples.values.columns(head * dim_v, dim_v)?), dim_v);
+        check_finite("mean of the values", &value_mean)?;
         Ok(Self {
             block,
             mean,
             basis: single(rotation.basis()),
             dual: single(rotation.dual()),
             sigma: single(rotation.sigma()),
-            value_mean: mean_row(&values, dim_v),
+            value_mean,
         })
     }
 
@@ -145,15 +148,16 @@ impl Basis {
     /// [`Samples::frequencies`].
     ///
     /// # Errors
-    /// Those of [`allot`], [`Shape::new`] and [`HeadTransform::new`], for bits outside their ranges and parts
-    /// that do not fit together; [`svd_core::Error::TooLarge`] for values that have no Hadamard transform.
+    /// [`Error::KeyBits`]; those of [`allot`], [`Shape::new`] and [`HeadTransform::new`], for bits of values
+    /// outside their range and parts that do not fit together; [`svd_core::Error::TooLarge`] for values that
+    /// have no Hadamard transform.
     pub fn head(&self, frequencies: &[f32], bits: &Bits) -> Result<Arc<Head>, Error> {
         let dim = self.sigma.len();
+        if !((0.125..=8.0).contains(&bits.keys) && (8.0 * bits.keys).fract() == 0.0) {
+            return Err(Error::KeyBits { bits: bits.keys });
+        }
         // Slots are bits for every sixteenth component.
         let slots = bits.keys * dim.div_ceil(16) as f32;
-        if !(bits.keys > 0.0 && (8.0 * bits.keys).fract() == 0.0) {
-            return Err(pq_core::Error::BadField { what: "bits of keys" }.into());
-        }
         let mut order = vec![0; dim];
         let keys = allot(&self.sigma, (slots as usize).max(1), &mut order)?;
         for (what, map) in [("basis", &self.basis), ("dual", &self.dual)] {
@@ -224,10 +228,16 @@ impl<E: Element> Samples<'_, E> {
             return Err(kv_attend::Error::Length { what, expected: dim / 2, actual }.into());
         }
         check_finite("frequencies", self.frequencies)?;
+        if let Some(first) = self.rotated_from {
+            let end = first.checked_add(self.keys.rows().max(self.queries.rows()));
+            if end.is_none_or(|end| i64::try_from(end).is_err()) {
+                return Err(kv_attend::Error::TooLarge.into());
+            }
+        }
         Ok([dim, dim_v])
     }
 
-    /// Rows of one head before RoPE.
+    /// Rows of one head before RoPE. [`dims`](Self::dims) has checked that their positions are an `i64`.
     fn plain(&self, rows: Rows<'_, E>) -> Result<Vec<f32>, Error> {
         let mut plain = floats(rows);
         if let Some(first) = self.rotated_from {
