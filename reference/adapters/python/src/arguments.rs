@@ -26,10 +26,10 @@ pub fn window(sinks: usize, recent: usize, batch: usize) -> Result<Window> {
     }
 }
 
-/// The query heads of each of `heads` KV heads.
-pub fn group(query_heads: usize, heads: usize) -> Result<usize> {
+/// A number of query heads that each of `heads` KV heads has the same share of.
+pub fn check_group(query_heads: usize, heads: usize) -> Result<()> {
     match query_heads.is_multiple_of(heads) && query_heads > 0 {
-        true => Ok(query_heads / heads),
+        true => Ok(()),
         false => Err(Error::argument(format!("{query_heads} query heads for {heads} KV heads"))),
     }
 }

@@ -4,7 +4,7 @@ use std::ffi::c_void;
 use std::slice;
 
 use half::{bf16, f16};
-use kv_attend::Element;
+use kv_attend::{Element, ElementType};
 use pyo3::buffer::PyUntypedBuffer;
 use pyo3::ffi;
 use pyo3::prelude::*;
@@ -12,53 +12,45 @@ use pyo3::types::{PyByteArray, PyCapsule, PyMemoryView};
 
 use crate::error::{Error, Result};
 
-/// The type of elements.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Dtype {
-    F32,
-    F16,
-    Bf16,
-}
-
-impl Dtype {
-    pub fn parse(name: &str) -> Result<Self> {
-        match name {
-            "f32" | "float32" => Ok(Self::F32),
-            "f16" | "float16" => Ok(Self::F16),
-            "bf16" | "bfloat16" => Ok(Self::Bf16),
-            _ => Err(Error::element(format!("`{name}` is none of f32, f16 and bf16"))),
-        }
-    }
-
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::F32 => "f32",
-            Self::F16 => "f16",
-            Self::Bf16 => "bf16",
-        }
-    }
-
-    const fn size(self) -> usize {
-        match self {
-            Self::F32 => 4,
-            Self::F16 | Self::Bf16 => 2,
-        }
+/// The element type of a name.
+pub fn parse_dtype(name: &str) -> Result<ElementType> {
+    match name {
+        "f32" | "float32" => Ok(ElementType::F32),
+        "f16" | "float16" => Ok(ElementType::F16),
+        "bf16" | "bfloat16" => Ok(ElementType::Bf16),
+        _ => Err(Error::element(format!("`{name}` is none of f32, f16 and bf16"))),
     }
 }
 
-/// Evaluates an expression with `$type` as the element type of a [`Dtype`].
+pub const fn dtype_name(dtype: ElementType) -> &'static str {
+    match dtype {
+        ElementType::F32 => "f32",
+        ElementType::F16 => "f16",
+        ElementType::Bf16 => "bf16",
+    }
+}
+
+/// Bytes of an element.
+const fn size(dtype: ElementType) -> usize {
+    match dtype {
+        ElementType::F32 => 4,
+        ElementType::F16 | ElementType::Bf16 => 2,
+    }
+}
+
+/// Evaluates an expression with `$type` as the element type that is known at run time.
 macro_rules! for_dtype {
     ($dtype:expr, $type:ident => $result:expr) => {
         match $dtype {
-            $crate::array::Dtype::F32 => {
+            kv_attend::ElementType::F32 => {
                 type $type = f32;
                 $result
             }
-            $crate::array::Dtype::F16 => {
+            kv_attend::ElementType::F16 => {
                 type $type = half::f16;
                 $result
             }
-            $crate::array::Dtype::Bf16 => {
+            kv_attend::ElementType::Bf16 => {
                 type $type = half::bf16;
                 $result
             }
@@ -67,24 +59,24 @@ macro_rules! for_dtype {
 }
 pub(crate) use for_dtype;
 
-/// An element with its [`Dtype`].
+/// An element with its [`ElementType`].
 pub trait Typed: Element + codec_core::Element {
-    const DTYPE: Dtype;
+    const DTYPE: ElementType;
 }
 impl Typed for f32 {
-    const DTYPE: Dtype = Dtype::F32;
+    const DTYPE: ElementType = ElementType::F32;
 }
 impl Typed for f16 {
-    const DTYPE: Dtype = Dtype::F16;
+    const DTYPE: ElementType = ElementType::F16;
 }
 impl Typed for bf16 {
-    const DTYPE: Dtype = Dtype::Bf16;
+    const DTYPE: ElementType = ElementType::Bf16;
 }
 
 /// An array of Python, which stays alive and in place as long as this exists.
 pub struct Array {
     address: usize,
-    dtype: Dtype,
+    dtype: ElementType,
     shape: Vec<usize>,
     strides: Vec<usize>, // in elements
     writable: bool,
@@ -117,8 +109,8 @@ impl Array {
         let buffer = buffer(object)?;
         let format = buffer.format().to_string_lossy().into_owned();
         let dtype = match format.trim_start_matches(['@', '=', '<']) {
-            "f" => Dtype::F32,
-            "e" => Dtype::F16,
+            "f" => ElementType::F32,
+            "e" => ElementType::F16,
             _ => {
                 return Err(Error::element(format!(
                     "elements of the format `{format}`: expected f32 or f16; `View` gives others a type"
@@ -128,7 +120,7 @@ impl Array {
         if buffer.suboffsets().is_some_and(|offsets| offsets.iter().any(|&offset| offset >= 0)) {
             return Err(Error::element("rows of pointers to other rows: expected one block of memory"));
         }
-        let size = dtype.size() as isize;
+        let size = size(dtype) as isize;
         let strides = buffer.strides().iter().map(|&bytes| (bytes % size == 0).then_some(bytes / size));
         let strides: Option<Vec<isize>> = strides.collect();
         let strides = strides.ok_or_else(|| Error::element("a stride is not a whole number of elements"))?;
@@ -155,9 +147,9 @@ impl Array {
             ));
         }
         let dtype = match (tensor.code, tensor.bits, tensor.lanes) {
-            (DL_FLOAT, 32, 1) => Dtype::F32,
-            (DL_FLOAT, 16, 1) => Dtype::F16,
-            (DL_BFLOAT, 16, 1) => Dtype::Bf16,
+            (DL_FLOAT, 32, 1) => ElementType::F32,
+            (DL_FLOAT, 16, 1) => ElementType::F16,
+            (DL_BFLOAT, 16, 1) => ElementType::Bf16,
             (code, bits, _) => {
                 return Err(Error::element(format!(
                     "elements of {bits} bits (DLPack's type {code}): expected f32, f16 or bf16"
@@ -186,7 +178,7 @@ impl Array {
 
     fn new(
         address: usize,
-        dtype: Dtype,
+        dtype: ElementType,
         shape: Vec<usize>,
         strides: &[isize],
         writable: bool,
@@ -197,8 +189,11 @@ impl Array {
             let strides = contiguous(&shape);
             return Ok(Self { address: 64, dtype, shape, strides, writable, _owner: owner });
         }
-        if address == 0 || !address.is_multiple_of(dtype.size()) {
-            return Err(Error::element(format!("the memory is not aligned to elements of {}", dtype.name())));
+        if address == 0 || !address.is_multiple_of(size(dtype)) {
+            return Err(Error::element(format!(
+                "the memory is not aligned to elements of {}",
+                dtype_name(dtype)
+            )));
         }
         // The stride of a dimension of one element is never used.
         let strides =
@@ -208,7 +203,7 @@ impl Array {
         Ok(Self { address, dtype, shape, strides, writable, _owner: owner })
     }
 
-    pub const fn dtype(&self) -> Dtype {
+    pub const fn dtype(&self) -> ElementType {
         self.dtype
     }
 
@@ -261,7 +256,7 @@ impl Array {
 
     /// The elements in `f32`.
     pub fn floats(&self) -> std::borrow::Cow<'_, [f32]> {
-        if self.dtype == Dtype::F32 {
+        if self.dtype == ElementType::F32 {
             return self.contiguous();
         }
         for_dtype!(self.dtype, E => {
@@ -303,7 +298,7 @@ impl Array {
 
     /// Whether both have memory in common.
     pub fn overlaps(&self, other: &Self) -> bool {
-        let range = |array: &Self| (array.address, array.address + array.span() * array.dtype.size());
+        let range = |array: &Self| (array.address, array.address + array.span() * size(array.dtype));
         let ((a, a_end), (b, b_end)) = (range(self), range(other));
         a < b_end && b < a_end
     }
@@ -333,6 +328,17 @@ impl Output {
         array.shape = shape.to_vec();
         array.strides = contiguous(shape);
         Ok((view, Self(array)))
+    }
+
+    /// A new array of these elements.
+    pub fn of<'py>(
+        py: Python<'py>,
+        elements: impl Iterator<Item = f32>,
+        shape: &[usize],
+    ) -> Result<Bound<'py, PyAny>> {
+        let (view, mut out) = Self::zeros(py, shape)?;
+        out.elements_mut().iter_mut().zip(elements).for_each(|(out, x)| *out = x);
+        Ok(view)
     }
 
     /// The caller's array, which must have this shape and no memory in common with `inputs`; without one, a
@@ -384,7 +390,7 @@ impl Output {
     /// Lets `compute` write the elements in order, in `f32`: in place if they are contiguous, else through a
     /// copy.
     pub fn write<T>(&mut self, compute: impl FnOnce(&mut [f32]) -> Result<T>) -> Result<T> {
-        if self.0.dtype == Dtype::F32 && self.0.is_contiguous() {
+        if self.0.dtype == ElementType::F32 && self.0.is_contiguous() {
             return compute(self.elements_mut());
         }
         let mut floats = vec![0.0; self.0.shape.iter().product()];
@@ -433,7 +439,7 @@ const DL_BFLOAT: u8 = 4;
 pub struct View {
     buffer: PyUntypedBuffer,
     address: usize,
-    dtype: Dtype,
+    dtype: ElementType,
     #[pyo3(get)]
     shape: Vec<usize>,
     strides: Vec<usize>,
@@ -450,7 +456,7 @@ impl View {
         strides: Option<Vec<usize>>,
         offset: usize,
     ) -> Result<Self> {
-        let (buffer, dtype) = (self::buffer(buffer)?, Dtype::parse(dtype)?);
+        let (buffer, dtype) = (self::buffer(buffer)?, parse_dtype(dtype)?);
         if !buffer.is_c_contiguous() {
             return Err(Error::element("the buffer is not contiguous"));
         }
@@ -463,7 +469,7 @@ impl View {
         });
         let needed = match shape.contains(&0) {
             true => Some(0),
-            false => last.and_then(|last| last.checked_add(1)?.checked_mul(dtype.size())),
+            false => last.and_then(|last| last.checked_add(1)?.checked_mul(size(dtype))),
         };
         let available = buffer.len_bytes().saturating_sub(offset);
         if needed.is_none_or(|needed| needed > available) {
@@ -477,7 +483,7 @@ impl View {
 
     #[getter]
     fn dtype(&self) -> &'static str {
-        self.dtype.name()
+        dtype_name(self.dtype)
     }
 }
 

@@ -1,17 +1,14 @@
 //! The cache of a layer of one sequence, of a quantizer and an element type that are chosen at run time.
 
 use std::cell::Cell;
-use std::sync::Arc;
 
-use half::{bf16, f16};
-use kv_attend::owner::{Layer, Store};
-use kv_attend::{Attention, Element, Rows, Window, Workspace};
-use pq_core::{HeadCodes, sq};
+use kv_attend::Workspace;
+use kv_attend::owner::AnyLayer;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
 use crate::arguments;
-use crate::array::{Array, Dtype, Output, Typed};
+use crate::array::{Array, Output, dtype_name, for_dtype, parse_dtype};
 use crate::error::{Error, Result};
 use crate::layout::{Tokens, for_tokens};
 use crate::quantizers::{ProductQuantizer, ScalarQuantizer};
@@ -21,9 +18,7 @@ use crate::threads;
 #[pyclass(module = "kvcodes")]
 pub struct LayerCache {
     quantizer: Quantizer,
-    tokens: AnyLayer,
-    dtype: Dtype,
-    shape: [usize; 2], // heads, dim
+    tokens: Layer,
 }
 
 #[derive(FromPyObject)]
@@ -39,99 +34,22 @@ impl Quantizer {
             Self::Scalar(quantizer) => Self::Scalar(quantizer.clone_ref(py)),
         }
     }
-
-    fn scalar(&self) -> Option<&ScalarQuantizer> {
-        match self {
-            Self::Product(_) => None,
-            Self::Scalar(quantizer) => Some(quantizer.get()),
-        }
-    }
-
-    fn shape(&self) -> [usize; 2] {
-        match self {
-            Self::Product(quantizer) => [quantizer.get().books.len(), quantizer.get().dim()],
-            Self::Scalar(quantizer) => [quantizer.get().transforms.len(), quantizer.get().dim()],
-        }
-    }
 }
 
-/// A layer's tokens by codes and by the elements of exact rows.
+/// A layer's tokens by their codes.
 #[derive(Clone)]
-enum AnyLayer {
-    ProductF32(Layer<HeadCodes, f32>),
-    ProductF16(Layer<HeadCodes, f16>),
-    ProductBf16(Layer<HeadCodes, bf16>),
-    ScalarF32(Layer<sq::HeadCodes, f32>),
-    ScalarF16(Layer<sq::HeadCodes, f16>),
-    ScalarBf16(Layer<sq::HeadCodes, bf16>),
+enum Layer {
+    Product(AnyLayer<pq_core::HeadCodes>),
+    Scalar(AnyLayer<kv_owners::sq::Codes>),
 }
 
 macro_rules! for_layer {
     ($any:expr, $layer:ident => $result:expr) => {
         match $any {
-            AnyLayer::ProductF32($layer) => $result,
-            AnyLayer::ProductF16($layer) => $result,
-            AnyLayer::ProductBf16($layer) => $result,
-            AnyLayer::ScalarF32($layer) => $result,
-            AnyLayer::ScalarF16($layer) => $result,
-            AnyLayer::ScalarBf16($layer) => $result,
+            Layer::Product($layer) => $result,
+            Layer::Scalar($layer) => $result,
         }
     };
-}
-
-/// A way to make a layer of any type.
-trait Make {
-    fn make<S: Store<E, Error = pq_core::Error>, E: Element>(
-        &self,
-        shared: &[Arc<S::Shared>],
-    ) -> std::result::Result<Layer<S, E>, pq_core::Error>;
-}
-
-/// An empty one.
-impl Make for Window {
-    fn make<S: Store<E, Error = pq_core::Error>, E: Element>(
-        &self,
-        shared: &[Arc<S::Shared>],
-    ) -> std::result::Result<Layer<S, E>, pq_core::Error> {
-        Layer::new(shared, *self)
-    }
-}
-
-/// A saved one.
-impl Make for [u8] {
-    fn make<S: Store<E, Error = pq_core::Error>, E: Element>(
-        &self,
-        shared: &[Arc<S::Shared>],
-    ) -> std::result::Result<Layer<S, E>, pq_core::Error> {
-        Layer::from_bytes(self, shared)
-    }
-}
-
-impl AnyLayer {
-    fn new(
-        quantizer: &Quantizer,
-        dtype: Dtype,
-        layer: &(impl Make + ?Sized),
-    ) -> std::result::Result<Self, pq_core::Error> {
-        Ok(match quantizer {
-            Quantizer::Product(quantizer) => {
-                let books = &quantizer.get().books;
-                match dtype {
-                    Dtype::F32 => Self::ProductF32(layer.make(books)?),
-                    Dtype::F16 => Self::ProductF16(layer.make(books)?),
-                    Dtype::Bf16 => Self::ProductBf16(layer.make(books)?),
-                }
-            }
-            Quantizer::Scalar(quantizer) => {
-                let transforms = &quantizer.get().transforms;
-                match dtype {
-                    Dtype::F32 => Self::ScalarF32(layer.make(transforms)?),
-                    Dtype::F16 => Self::ScalarF16(layer.make(transforms)?),
-                    Dtype::Bf16 => Self::ScalarBf16(layer.make(transforms)?),
-                }
-            }
-        })
-    }
 }
 
 #[pymethods]
@@ -139,23 +57,28 @@ impl LayerCache {
     #[new]
     #[pyo3(signature = (quantizer, *, sinks=4, recent=64, batch=32, dtype="f32"))]
     fn new(quantizer: Quantizer, sinks: usize, recent: usize, batch: usize, dtype: &str) -> Result<Self> {
-        let (window, dtype) = (arguments::window(sinks, recent, batch)?, Dtype::parse(dtype)?);
-        let tokens = AnyLayer::new(&quantizer, dtype, &window)?;
-        Ok(Self { shape: quantizer.shape(), quantizer, tokens, dtype })
+        let (window, dtype) = (arguments::window(sinks, recent, batch)?, parse_dtype(dtype)?);
+        let tokens = match &quantizer {
+            Quantizer::Product(of) => Layer::Product(AnyLayer::new(dtype, &of.get().books, window)?),
+            Quantizer::Scalar(of) => Layer::Scalar(AnyLayer::new(dtype, &of.get().heads, window)?),
+        };
+        Ok(Self { quantizer, tokens })
     }
 
     fn append(&mut self, py: Python<'_>, keys: &Bound<'_, PyAny>, values: &Bound<'_, PyAny>) -> Result<()> {
         let (keys, values) = (Array::get(keys)?, Array::get(values)?);
         let [n, ..] = keys.dims::<3>("keys", TOKENS)?;
-        let [heads, dim] = self.shape;
-        let shape = [n, heads, dim];
-        keys.expect("keys", &shape)?;
-        values.expect("values", &shape)?;
-        let Self { quantizer, tokens, .. } = self;
-        let scalar = quantizer.scalar();
-        py.detach(|| {
-            threads::run_step(|| for_layer!(tokens, layer => append(layer, scalar, &keys, &values, shape)))
-        })
+        let (heads, [dim, dim_v]) = (self.heads(), self.dims());
+        keys.expect("keys", &[n, heads, dim])?;
+        values.expect("values", &[n, heads, dim_v])?;
+        let append = || {
+            for_layer!(&mut self.tokens, layer => for_dtype!(layer.element(), E => {
+                let (keys, values) = (Tokens::<E>::of(&keys, [n, heads, dim]), Tokens::<E>::of(&values, [n, heads, dim_v]));
+                layer.append(keys.rows()?.into(), values.rows()?.into())?;
+            }));
+            Ok(())
+        };
+        py.detach(|| threads::run_step(append))
     }
 
     #[pyo3(signature = (queries, *, scale=None, softcap=None, window=None, out=None))]
@@ -169,25 +92,20 @@ impl LayerCache {
         out: Option<&Bound<'py, PyAny>>,
     ) -> Result<Bound<'py, PyAny>> {
         let queries = Array::get(queries)?;
-        let shape @ [_, query_heads, query_dim] =
+        let shape @ [n, query_heads, query_dim] =
             queries.dims("queries", "(tokens, query heads, head_dim)")?;
-        let [heads, dim] = self.shape;
-        let group = arguments::group(query_heads, heads)?;
+        let (heads, [dim, dim_v]) = (self.heads(), self.dims());
+        arguments::check_group(query_heads, heads)?;
         if query_dim != dim {
             return Err(Error::argument(format!("queries have {query_dim} components, expected {dim}")));
         }
         let attention = arguments::attention(dim, scale, softcap, window)?;
-        let (result, mut out) = Output::get(py, out, &shape, &[&queries])?;
-        let scalar = self.quantizer.scalar();
+        let (result, mut out) = Output::get(py, out, &[n, query_heads, dim_v], &[&queries])?;
         py.detach(|| {
             threads::run_step(|| {
-                for_tokens!(&queries, shape, rows => out.write(|out| {
-                    for_layer!(&self.tokens, layer => attend(layer, &attention, rows, out))?;
-                    match scalar {
-                        Some(scalar) if self.len() > 0 => scalar.restore_outputs(group, out),
-                        _ => Ok(()),
-                    }
-                }))
+                for_tokens!(&queries, shape, rows => out.write(|out| with_workspace(|workspace| {
+                    for_layer!(&self.tokens, layer => Ok(layer.attend_into(&attention, rows.into(), workspace, out)?))
+                })))
             })
         })?;
         Ok(result)
@@ -199,8 +117,7 @@ impl LayerCache {
 
     fn copy(&self, py: Python<'_>) -> Self {
         let quantizer = self.quantizer.clone_ref(py);
-        let tokens = py.detach(|| self.tokens.clone());
-        Self { quantizer, tokens, dtype: self.dtype, shape: self.shape }
+        Self { quantizer, tokens: py.detach(|| self.tokens.clone()) }
     }
 
     fn __copy__(&self, py: Python<'_>) -> Self {
@@ -217,22 +134,20 @@ impl LayerCache {
 
     #[staticmethod]
     fn from_bytes(quantizer: Quantizer, data: &[u8]) -> Result<Self> {
-        // The bytes name their element type, and another one refuses them.
-        let other = pq_core::Error::BadField { what: "element type" };
-        let read = |dtype| (dtype, AnyLayer::new(&quantizer, dtype, data));
-        let mut all = [Dtype::F32, Dtype::F16, Dtype::Bf16].into_iter().map(read);
-        let found = all.find(|(_, tokens)| !matches!(tokens, Err(e) if *e == other));
-        let (dtype, tokens) = found.unwrap_or((Dtype::F32, Err(other)));
-        Ok(Self { shape: quantizer.shape(), tokens: tokens?, quantizer, dtype })
+        let tokens = match &quantizer {
+            Quantizer::Product(of) => Layer::Product(AnyLayer::from_bytes(data, &of.get().books)?),
+            Quantizer::Scalar(of) => Layer::Scalar(AnyLayer::from_bytes(data, &of.get().heads)?),
+        };
+        Ok(Self { quantizer, tokens })
     }
 
     fn __len__(&self) -> usize {
-        self.len()
+        for_layer!(&self.tokens, layer => layer.len())
     }
 
     #[getter]
     fn coded(&self) -> usize {
-        for_layer!(&self.tokens, layer => layer.heads()[0].compressed())
+        for_layer!(&self.tokens, layer => layer.compressed())
     }
 
     #[getter]
@@ -242,17 +157,17 @@ impl LayerCache {
 
     #[getter]
     fn heads(&self) -> usize {
-        self.shape[0]
+        for_layer!(&self.tokens, layer => layer.heads())
     }
 
     #[getter]
     fn dim(&self) -> usize {
-        self.shape[1]
+        self.dims()[0]
     }
 
     #[getter]
     fn dtype(&self) -> &'static str {
-        self.dtype.name()
+        dtype_name(for_layer!(&self.tokens, layer => layer.element()))
     }
 
     #[getter]
@@ -267,42 +182,18 @@ impl LayerCache {
 const TOKENS: &str = "(tokens, KV heads, head_dim)";
 
 impl LayerCache {
-    fn len(&self) -> usize {
-        for_layer!(&self.tokens, layer => layer.len())
+    /// Components of a key and of a value.
+    fn dims(&self) -> [usize; 2] {
+        for_layer!(&self.tokens, layer => layer.dims())
     }
 }
 
-/// Appends keys and values of any element type. With scalar codes, values are in the basis of the codes.
-fn append<S: Store<E, Error = pq_core::Error>, E: Typed>(
-    layer: &mut Layer<S, E>,
-    scalar: Option<&ScalarQuantizer>,
-    keys: &Array,
-    values: &Array,
-    shape: [usize; 3],
-) -> Result<()> {
-    let keys = Tokens::<E>::of(keys, shape);
-    match scalar {
-        None => layer.append(keys.rows()?, Tokens::of(values, shape).rows()?)?,
-        Some(scalar) => {
-            let mut values = values.floats().into_owned();
-            scalar.transform_values(&mut values)?;
-            let values: Vec<E> = values.into_iter().map(<E as Element>::from_f32).collect();
-            layer.append(keys.rows()?, Rows::contiguous(&values, shape[1] * shape[2])?)?
-        }
-    };
-    Ok(())
-}
-
-fn attend<S: Store<E, Error = pq_core::Error>, E: Element, Q: Element>(
-    layer: &Layer<S, E>,
-    attention: &Attention,
-    queries: Rows<'_, Q>,
-    out: &mut [f32],
-) -> Result<()> {
+/// Runs attention with the workspace of this thread.
+fn with_workspace<T>(attend: impl FnOnce(&mut Workspace) -> Result<T>) -> Result<T> {
     thread_local!(static WORKSPACE: Cell<Workspace> = Cell::default());
     // Taken, not borrowed: while a thread of the pool waits for others, it may begin another call.
     let mut workspace = WORKSPACE.take();
-    let result = layer.attend_into(attention, queries, &mut workspace, out);
+    let result = attend(&mut workspace);
     WORKSPACE.set(workspace);
-    Ok(result?)
+    result
 }

@@ -55,6 +55,12 @@ impl From<svd_core::Error> for Error {
     }
 }
 
+impl From<kv_owners::Error> for Error {
+    fn from(e: kv_owners::Error) -> Self {
+        of_family(e.code(), e.to_string())
+    }
+}
+
 impl From<codec_core::Error> for Error {
     fn from(e: codec_core::Error) -> Self {
         use codec_core::Error as E;

@@ -26,7 +26,7 @@ mod _kvcodes {
     #[pymodule_export]
     use crate::pq::{Codebook, Codes, attend, search};
     #[pymodule_export]
-    use crate::quantizers::{ProductQuantizer, ScalarQuantizer};
+    use crate::quantizers::{Basis, ProductQuantizer, ScalarQuantizer};
     #[pymodule_export]
     use crate::store::{Space, Store};
     #[pymodule_export]

@@ -1,17 +1,18 @@
-//! What the caches of a layer share for all sequences: codebooks of product codes, transforms of scalar
-//! codes.
+//! What the caches of a layer share for all sequences: codebooks of product codes; bases of scalar codes, and
+//! heads at some number of bits.
 
 use std::sync::Arc;
 
+use kv_owners::sq::{self, Bits, Samples};
 use pq_core::HeadBooks;
-use pq_core::sq::{HeadTransform, Shape, TransformParts, allot};
 use pyo3::prelude::*;
-use pyo3::types::PyList;
-use svd_core::Hadamard;
+use pyo3::types::{PyBytes, PyList};
 
-use crate::array::Array;
+use crate::array::{Array, Output};
 use crate::error::{Error, Result};
+use crate::layout::Tokens;
 use crate::pq::Codebook;
+use crate::threads;
 
 /// The codebooks of all KV heads of a layer.
 #[pyclass(frozen, module = "kvcodes")]
@@ -23,20 +24,16 @@ pub struct ProductQuantizer {
 impl ProductQuantizer {
     #[new]
     fn new(keys: Vec<Py<Codebook>>, values: Vec<Py<Codebook>>) -> Result<Self> {
-        if keys.len() != values.len() || keys.is_empty() {
+        if keys.len() != values.len() {
             return Err(Error::argument(format!(
                 "{} codebooks of keys and {} of values: expected one of each for every KV head",
                 keys.len(),
                 values.len()
             )));
         }
-        let dims = |books: &[Py<Codebook>]| books.iter().map(|book| book.get().dim()).collect::<Vec<_>>();
-        if [dims(&keys), dims(&values)].concat().windows(2).any(|dims| dims[0] != dims[1]) {
-            return Err(Error::argument("the codebooks of a layer differ in their dimension"));
-        }
         let book = |book: &Py<Codebook>| book.get().book().clone();
         let books = keys.iter().zip(&values).map(|(keys, values)| HeadBooks::new(book(keys), book(values)));
-        Ok(Self { books: books.map(Arc::new).collect() })
+        Self::of(books.map(Arc::new).collect())
     }
 
     #[getter]
@@ -45,7 +42,7 @@ impl ProductQuantizer {
     }
 
     #[getter]
-    pub fn dim(&self) -> usize {
+    fn dim(&self) -> usize {
         self.books[0].keys().shape().dim()
     }
 
@@ -56,120 +53,213 @@ impl ProductQuantizer {
         };
         4 * self.books.iter().map(of).sum::<usize>()
     }
+
+    fn to_bytes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        saved(py, self.books.iter().map(|books| books.to_bytes_checked::<f32>()))
+    }
+
+    #[staticmethod]
+    fn from_bytes(heads: Vec<Bound<'_, PyBytes>>) -> Result<Self> {
+        let read = |bytes: &Bound<'_, PyBytes>| Ok(Arc::new(HeadBooks::from_bytes(bytes.as_bytes())?));
+        Self::of(heads.iter().map(read).collect::<Result<_>>()?)
+    }
 }
 
-/// The transforms of all KV heads of a layer.
+impl ProductQuantizer {
+    fn of(books: Vec<Arc<HeadBooks>>) -> Result<Self> {
+        let dims = |books: &HeadBooks| [books.keys(), books.values()].map(|book| book.shape().dim());
+        check_heads(&books, |books| dims(books))?;
+        Ok(Self { books })
+    }
+}
+
+/// The basis of a head with scalar codes, for any number of bits.
+#[pyclass(frozen, module = "kvcodes")]
+pub struct Basis(sq::Basis);
+
+#[pymethods]
+impl Basis {
+    #[new]
+    #[pyo3(signature = (mean, basis, dual, sigma, value_mean, *, block=64))]
+    fn new(
+        mean: &Bound<'_, PyAny>,
+        basis: &Bound<'_, PyAny>,
+        dual: &Bound<'_, PyAny>,
+        sigma: &Bound<'_, PyAny>,
+        value_mean: &Bound<'_, PyAny>,
+        block: usize,
+    ) -> Result<Self> {
+        let [sigma, value_mean] = [Array::get(sigma)?, Array::get(value_mean)?];
+        let [dim] = sigma.dims("sigma", "(dim,)")?;
+        let [_] = value_mean.dims("value_mean", "(dim of the values,)")?;
+        let part = |what, part: &Bound<'_, PyAny>, shape: &[usize]| -> Result<Vec<f32>> {
+            let part = Array::get(part)?;
+            part.expect(what, shape)?;
+            Ok(part.floats().into_owned())
+        };
+        Ok(Self(sq::Basis {
+            block,
+            mean: part("mean", mean, &[dim])?,
+            basis: part("basis", basis, &[dim, dim])?,
+            dual: part("dual", dual, &[dim, dim])?,
+            sigma: sigma.floats().into_owned(),
+            value_mean: value_mean.floats().into_owned(),
+        }))
+    }
+
+    #[staticmethod]
+    #[pyo3(signature = (keys, queries, values, frequencies, *, block=64, rotated_from=None))]
+    fn fit_layer(
+        py: Python<'_>,
+        keys: &Bound<'_, PyAny>,
+        queries: &Bound<'_, PyAny>,
+        values: &Bound<'_, PyAny>,
+        frequencies: &Bound<'_, PyAny>,
+        block: usize,
+        rotated_from: Option<usize>,
+    ) -> Result<Vec<Self>> {
+        let [keys, queries] = [Array::get(keys)?, Array::get(queries)?];
+        let [values, frequencies] = [Array::get(values)?, Array::get(frequencies)?];
+        let of_keys @ [_, heads, dim] = keys.dims("keys", "(tokens, KV heads, head_dim)")?;
+        let of_queries @ [n, query_heads, _] = queries.dims("queries", "(tokens, query heads, head_dim)")?;
+        let of_values @ [m, _, dim_v] = values.dims("values", "(tokens, KV heads, dim of the values)")?;
+        let [_] = frequencies.dims("frequencies", "(head_dim / 2,)")?;
+        queries.expect("queries", &[n, query_heads, dim])?;
+        values.expect("values", &[m, heads, dim_v])?;
+        let fit = || -> Result<_> {
+            let keys = Tokens::<f32>::of(&keys, of_keys);
+            let queries = Tokens::<f32>::of(&queries, of_queries);
+            let values = Tokens::<f32>::of(&values, of_values);
+            let samples = Samples {
+                keys: keys.rows()?,
+                queries: queries.rows()?,
+                values: values.rows()?,
+                frequencies: &frequencies.floats(),
+                rotated_from,
+            };
+            Ok(sq::Basis::fit_layer(&samples, heads, block)?.into_iter().map(Self).collect())
+        };
+        py.detach(|| threads::run(fit))
+    }
+
+    #[getter]
+    fn mean<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyAny>> {
+        Output::of(py, self.0.mean.iter().copied(), &[self.0.mean.len()])
+    }
+
+    #[getter]
+    fn basis<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyAny>> {
+        Output::of(py, self.0.basis.iter().copied(), &[self.0.sigma.len(); 2])
+    }
+
+    #[getter]
+    fn dual<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyAny>> {
+        Output::of(py, self.0.dual.iter().copied(), &[self.0.sigma.len(); 2])
+    }
+
+    #[getter]
+    fn sigma<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyAny>> {
+        Output::of(py, self.0.sigma.iter().copied(), &[self.0.sigma.len()])
+    }
+
+    #[getter]
+    fn value_mean<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyAny>> {
+        Output::of(py, self.0.value_mean.iter().copied(), &[self.0.value_mean.len()])
+    }
+
+    #[getter]
+    const fn block(&self) -> usize {
+        self.0.block
+    }
+
+    fn to_bytes<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, &self.0.to_bytes())
+    }
+
+    #[staticmethod]
+    fn from_bytes(data: &[u8]) -> Result<Self> {
+        Ok(Self(sq::Basis::from_bytes(data)?))
+    }
+}
+
+/// The heads of a layer with scalar codes at some number of bits.
 #[pyclass(frozen, module = "kvcodes")]
 pub struct ScalarQuantizer {
-    pub transforms: Vec<Arc<HeadTransform>>, // at least one, of the same dimensions
-    pub value_means: Vec<f32>,               // (heads, dim)
-    pub hadamard: Hadamard,
+    pub heads: Vec<Arc<sq::Head>>, // at least one, of the same dimensions
 }
 
 #[pymethods]
 impl ScalarQuantizer {
     #[new]
-    #[pyo3(signature = (frequencies, means, bases, duals, sigmas, value_means, *, key_bits=3.0, value_bits=3, block=64, mean_error=None))]
-    #[expect(clippy::too_many_arguments, reason = "they have names in Python")]
+    #[pyo3(signature = (bases, frequencies, *, key_bits=3.0, value_bits=3, mean_error=None))]
     fn new(
+        bases: Vec<Py<Basis>>,
         frequencies: &Bound<'_, PyAny>,
-        means: &Bound<'_, PyAny>,
-        bases: &Bound<'_, PyAny>,
-        duals: &Bound<'_, PyAny>,
-        sigmas: &Bound<'_, PyAny>,
-        value_means: &Bound<'_, PyAny>,
         key_bits: f32,
         value_bits: u32,
-        block: usize,
         mean_error: Option<bool>,
     ) -> Result<Self> {
-        let [frequencies, means, bases] = [Array::get(frequencies)?, Array::get(means)?, Array::get(bases)?];
-        let [duals, sigmas, value_means] =
-            [Array::get(duals)?, Array::get(sigmas)?, Array::get(value_means)?];
-        let [heads, dim] = means.dims("means", "(heads, dim)")?;
-        if heads == 0 {
-            return Err(Error::argument("a layer without KV heads"));
-        }
-        frequencies.expect("frequencies", &[dim / 2])?;
-        bases.expect("bases", &[heads, dim, dim])?;
-        duals.expect("duals", &[heads, dim, dim])?;
-        sigmas.expect("sigmas", &[heads, dim])?;
-        value_means.expect("value_means", &[heads, dim])?;
-        if !(0.125..=8.0).contains(&key_bits) || (8.0 * key_bits).fract() != 0.0 {
-            return Err(Error::argument(format!("key_bits is {key_bits}, expected 0.125 to 8 in eighths")));
-        }
-        let value_shape = Shape::uniform(dim, value_bits)?;
-        // A slot is a bit for every sixteenth component.
-        let slots = ((key_bits * dim.div_ceil(16) as f32) as usize).max(1);
-        let [frequencies, means, bases, duals, sigmas] =
-            [&frequencies, &means, &bases, &duals, &sigmas].map(|array| array.floats());
-        let transform = |h: usize| -> Result<_> {
-            let mut order = vec![0; dim];
-            let keys = allot(&sigmas[h * dim..][..dim], slots, &mut order)?;
-            let columns = |maps: &[f32]| -> Vec<f32> {
-                let map = maps[h * dim * dim..][..dim * dim].chunks_exact(dim);
-                map.flat_map(|row| order.iter().map(move |&c| row[c])).collect()
-            };
-            Ok(Arc::new(HeadTransform::new(&TransformParts {
-                frequencies: &frequencies,
-                mean: &means[h * dim..][..dim],
-                basis: &columns(&bases),
-                dual: &columns(&duals),
-                keys,
-                values: value_shape,
-                block,
-                mean_error: mean_error.unwrap_or(value_bits <= 2),
-            })?))
-        };
-        let value_means = value_means.floats().into_owned();
-        if value_means.iter().any(|x| !x.is_finite()) {
-            return Err(Error::argument("value_means holds a NaN or an infinity"));
-        }
-        let transforms = (0..heads).map(transform).collect::<Result<_>>()?;
-        Ok(Self { transforms, value_means, hadamard: Hadamard::new(dim)? })
+        let frequencies = Array::get(frequencies)?;
+        let [_] = frequencies.dims("frequencies", "(head_dim / 2,)")?;
+        let frequencies = frequencies.floats();
+        let Bits { mean_error: usual, .. } = Bits::uniform(value_bits);
+        let bits = Bits { keys: key_bits, values: value_bits, mean_error: mean_error.unwrap_or(usual) };
+        let head = |basis: &Py<Basis>| Ok(basis.get().0.head(&frequencies, &bits)?);
+        Self::of(bases.iter().map(head).collect::<Result<_>>()?)
     }
 
     #[getter]
     fn heads(&self) -> usize {
-        self.transforms.len()
+        self.heads.len()
     }
 
     #[getter]
-    pub fn dim(&self) -> usize {
-        self.transforms[0].keys().dim()
+    fn dim(&self) -> usize {
+        self.heads[0].transform().keys().dim()
     }
 
     #[getter]
     fn nbytes(&self) -> usize {
-        4 * self.value_means.len() + self.transforms.iter().map(|transform| transform.size()).sum::<usize>()
+        self.heads.iter().map(|head| head.size()).sum()
     }
 
     /// Mean bits of a component of each head's keys and values, with padding and without steps and norms.
     #[getter]
     fn bits<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        PyList::new(py, self.transforms.iter().map(|head| (head.keys().bits(), head.values().bits())))
+        let transforms = self.heads.iter().map(|head| head.transform());
+        PyList::new(py, transforms.map(|of| (of.keys().bits(), of.values().bits())))
+    }
+
+    fn to_bytes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        saved(py, self.heads.iter().map(|head| head.to_bytes()))
+    }
+
+    #[staticmethod]
+    fn from_bytes(heads: Vec<Bound<'_, PyBytes>>) -> Result<Self> {
+        let read = |bytes: &Bound<'_, PyBytes>| Ok(sq::Head::from_bytes(bytes.as_bytes())?);
+        Self::of(heads.iter().map(read).collect::<Result<_>>()?)
     }
 }
 
 impl ScalarQuantizer {
-    /// Values (n, heads * dim) in the basis in which they are coded, without their mean.
-    pub fn transform_values(&self, values: &mut [f32]) -> Result<()> {
-        for row in values.chunks_exact_mut(self.value_means.len()) {
-            row.iter_mut().zip(&self.value_means).for_each(|(x, mean)| *x -= mean);
-        }
-        Ok(self.hadamard.forward(values)?)
+    fn of(heads: Vec<Arc<sq::Head>>) -> Result<Self> {
+        check_heads(&heads, |head| [head.transform().keys().dim(), head.value_mean().len()])?;
+        Ok(Self { heads })
     }
+}
 
-    /// Outputs of attention (n, heads, group, dim), back from that basis.
-    pub fn restore_outputs(&self, group: usize, outputs: &mut [f32]) -> Result<()> {
-        self.hadamard.inverse(outputs)?;
-        let dim = self.dim();
-        let means = self.value_means.chunks_exact(dim).cycle();
-        for (of_head, mean) in outputs.chunks_exact_mut(group * dim).zip(means) {
-            for row in of_head.chunks_exact_mut(dim) {
-                row.iter_mut().zip(mean).for_each(|(x, mean)| *x += mean);
-            }
+/// There is a head, and all have the same dimensions of keys and values.
+fn check_heads<T>(heads: &[T], dims: impl Fn(&T) -> [usize; 2]) -> Result<()> {
+    match heads {
+        [] => Err(Error::argument("a layer without KV heads")),
+        [first, rest @ ..] if rest.iter().any(|head| dims(head) != dims(first)) => {
+            Err(Error::argument("the heads of a layer differ in their dimensions"))
         }
-        Ok(())
+        _ => Ok(()),
     }
+}
+
+/// The saved bytes of each head.
+fn saved(py: Python<'_>, heads: impl ExactSizeIterator<Item = Vec<u8>>) -> PyResult<Bound<'_, PyList>> {
+    PyList::new(py, heads.map(|bytes| PyBytes::new(py, &bytes)))
 }

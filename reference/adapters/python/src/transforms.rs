@@ -128,10 +128,5 @@ fn gram(rows: &Array, what: &str) -> Result<Gram<PreRope>> {
 
 /// Rounds to single precision.
 fn single<'py>(py: Python<'py>, numbers: &[f64], shape: &[usize]) -> Result<Bound<'py, PyAny>> {
-    let (view, mut out) = Output::zeros(py, shape)?;
-    out.write(|out| {
-        out.iter_mut().zip(numbers).for_each(|(out, &x)| *out = x as f32);
-        Ok(())
-    })?;
-    Ok(view)
+    Output::of(py, numbers.iter().map(|&x| x as f32), shape)
 }

@@ -22,23 +22,9 @@ def product(keys: np.ndarray, values: np.ndarray, nbits: int = 7) -> kvcodes.Pro
 
 
 def scalar(keys: np.ndarray, values: np.ndarray, bits: int = 8) -> kvcodes.ScalarQuantizer:
-    rotations = [
-        kvcodes.Rotation.query_metric(
-            np.ascontiguousarray(keys[:, h]), rows(np.random.default_rng(1), 300, DIM)
-        )
-        for h in range(HEADS)
-    ]
-    part = lambda name: np.stack([np.asarray(getattr(rotation, name)) for rotation in rotations])
-    return kvcodes.ScalarQuantizer(
-        frequencies(),
-        np.zeros((HEADS, DIM), np.float32),
-        part("basis"),
-        part("dual"),
-        part("sigma"),
-        values.mean(0),
-        key_bits=bits,
-        value_bits=bits,
-    )
+    queries = rows(np.random.default_rng(1), 300, HEADS * GROUP, DIM)
+    bases = kvcodes.Basis.fit_layer(keys, queries, values, frequencies(), rotated_from=0)
+    return kvcodes.ScalarQuantizer(bases, frequencies(), key_bits=bits, value_bits=bits)
 
 
 @pytest.fixture
@@ -262,32 +248,92 @@ def test_saved_caches_are_verified(quantizer, context):
         kvcodes.LayerCache.from_bytes(other, data)
 
 
+def test_values_of_another_dimension(context):
+    keys, values, queries = context
+    values = np.ascontiguousarray(values[..., :16])
+    for quantizer in (product(keys, values), scalar(keys, values)):
+        cache = kvcodes.LayerCache(quantizer, recent=300)
+        cache.append(keys, values)
+        out = np.asarray(cache.attend(queries))
+        assert out.shape == (4, HEADS * GROUP, 16)
+        np.testing.assert_allclose(out, attention(queries, keys, values), atol=2e-5)
+        with pytest.raises(kvcodes.ArgumentError):
+            cache.append(keys, keys)
+
+
 def test_quantizers_check_their_parts(context):
-    keys, values, _ = context
+    keys, values, queries = context
     books = [kvcodes.Codebook.train(np.ascontiguousarray(keys[:, 0]), 4, 4)]
     narrow = [kvcodes.Codebook.train(np.ascontiguousarray(keys[:, 0, :16]), 4, 4)]
-    for sides in [([], []), (books, []), (books, narrow), (books * 2, books), (books + narrow, books * 2)]:
+    for sides in [([], []), (books, []), (books * 2, books), (books + narrow, books * 2)]:
         with pytest.raises(kvcodes.ArgumentError):
             kvcodes.ProductQuantizer(*sides)
-    maps, row = np.stack([np.eye(DIM, dtype=np.float32)] * HEADS), np.ones((HEADS, DIM), np.float32)
-    parts = dict(frequencies=frequencies(), means=row, bases=maps, duals=maps, sigmas=row, value_means=row)
-    quantizer = kvcodes.ScalarQuantizer(**parts, key_bits=2.5, value_bits=2)
+    maps, row = np.eye(DIM, dtype=np.float32), np.ones(DIM, np.float32)
+    parts = dict(mean=row, basis=maps, dual=maps, sigma=row, value_mean=row, block=64)
+    bits = dict(frequencies=frequencies(), key_bits=2.5, value_bits=2)
+    quantizer = kvcodes.ScalarQuantizer([kvcodes.Basis(**parts)] * HEADS, **bits)
     assert (quantizer.heads, quantizer.dim, quantizer.bits) == (HEADS, DIM, [(2.5, 2.0)] * HEADS)
     for wrong in [
-        dict(frequencies=frequencies()[1:]),
-        dict(means=row[:1]),
-        dict(bases=maps[:, :5]),
-        dict(duals=maps * np.nan),
-        dict(sigmas=row * np.inf),
-        dict(value_means=row * np.nan),
-        dict(key_bits=0.1),
-        dict(key_bits=float("nan")),
-        dict(value_bits=9),
+        dict(mean=row[:1]),
+        dict(mean=row[:0], basis=maps[:0, :0], dual=maps[:0, :0], sigma=row[:0]),
+        dict(basis=maps[:, :5]),
+        dict(dual=maps * np.nan),
+        dict(sigma=row * np.inf),
+        dict(value_mean=row * np.nan),
+        dict(value_mean=row[:0]),
         dict(block=48),
         dict(block=0),
     ]:
         with pytest.raises(kvcodes.ArgumentError):
-            kvcodes.ScalarQuantizer(**parts | wrong)
+            kvcodes.ScalarQuantizer([kvcodes.Basis(**parts | wrong)], **bits)
+    for wrong in [
+        dict(frequencies=frequencies()[1:]),
+        dict(key_bits=0.1),
+        dict(key_bits=8.125),
+        dict(key_bits=float("nan")),
+        dict(value_bits=0),
+        dict(value_bits=9),
+    ]:
+        with pytest.raises(kvcodes.ArgumentError):
+            kvcodes.ScalarQuantizer([kvcodes.Basis(**parts)], **bits | wrong)
+    with pytest.raises(kvcodes.ArgumentError):
+        kvcodes.ScalarQuantizer([], **bits)
+    samples = dict(keys=keys, queries=queries, values=values, frequencies=frequencies(), rotated_from=0)
+    assert len(kvcodes.Basis.fit_layer(**samples)) == HEADS
+    for wrong in [
+        dict(keys=keys[:0]),
+        dict(keys=keys[:, :0]),
+        dict(queries=queries[..., :16]),
+        dict(queries=queries[:, :5]),
+        dict(values=values[:, :1]),
+        dict(values=values * np.nan),
+        dict(frequencies=frequencies()[1:]),
+        dict(rotated_from=2**64 - 1),
+        dict(block=0),
+    ]:
+        with pytest.raises(kvcodes.ArgumentError):
+            kvcodes.Basis.fit_layer(**samples | wrong)
+
+
+def test_quantizers_are_saved(quantizer, context):
+    cache = kvcodes.LayerCache(quantizer)
+    cache.append(*context[:2])
+    restored = type(quantizer).from_bytes(quantizer.to_bytes())
+    assert (restored.nbytes, restored.to_bytes()) == (quantizer.nbytes, quantizer.to_bytes())
+    assert kvcodes.LayerCache.from_bytes(restored, cache.to_bytes()).to_bytes() == cache.to_bytes()
+    for heads in ([], [b""], [quantizer.to_bytes()[0][:-1]]):
+        with pytest.raises((kvcodes.ArgumentError, kvcodes.FormatError)):
+            type(quantizer).from_bytes(heads)
+
+
+def test_bases_are_saved(context):
+    keys, values, queries = context
+    basis, _ = kvcodes.Basis.fit_layer(keys, queries, values, frequencies())
+    parts = [np.asarray(getattr(basis, part)) for part in ("mean", "basis", "dual", "sigma", "value_mean")]
+    assert kvcodes.Basis.from_bytes(basis.to_bytes()).to_bytes() == basis.to_bytes()
+    assert kvcodes.Basis(*parts, block=basis.block).to_bytes() == basis.to_bytes()
+    with pytest.raises(kvcodes.FormatError):
+        kvcodes.Basis.from_bytes(basis.to_bytes()[:-1])
 
 
 def test_threads_attend_at_once(quantizer, context):

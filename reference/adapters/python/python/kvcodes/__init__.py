@@ -6,6 +6,7 @@ which ``numpy.asarray`` takes without a copy. Calls release the interpreter's lo
 argument while a call runs. """
 
 from ._kvcodes import (
+    Basis,
     Codebook,
     Codes,
     Frame,
@@ -25,6 +26,7 @@ from .errors import ArgumentError, ElementError, Error, FormatError, StoreError,
 
 __all__ = [
     "ArgumentError",
+    "Basis",
     "Codebook",
     "Codes",
     "ElementError",

@@ -96,27 +96,75 @@ class ProductQuantizer:
     def dim(self) -> int: ...
     @property
     def nbytes(self) -> int: ...
+    def to_bytes(self) -> list[bytes]:
+        """The bytes of the codebooks of each head."""
 
-class ScalarQuantizer:
-    """The transforms of a layer, for scalar codes of keys after RoPE and of values.
+    @staticmethod
+    def from_bytes(heads: Sequence[bytes]) -> ProductQuantizer: ...
 
-    ``frequencies`` (dim / 2,) are RoPE's radians per position, of pairs ``i`` and ``i + dim / 2``. ``means``
-    (heads, dim) are those of keys before RoPE; ``bases``, ``duals`` (heads, dim, dim) and ``sigmas`` (heads,
-    dim) those of ``Rotation.query_metric``, for keys without their mean and relative to the middle of their
-    block. The default of ``mean_error`` is whether values have 1 or 2 bits. """
+class Basis:
+    """The basis of a head with scalar codes, for any number of bits.
+
+    ``mean`` (dim,) is that of keys before RoPE; ``basis``, ``dual`` (dim, dim) and ``sigma`` (dim,) are those
+    of ``Rotation.query_metric``, for keys without their mean and relative to the middle of their block of
+    ``block`` tokens. """
 
     def __init__(
         self,
+        mean: Array,
+        basis: Array,
+        dual: Array,
+        sigma: Array,
+        value_mean: Array,
+        *,
+        block: int = 64,
+    ) -> None: ...
+    @staticmethod
+    def fit_layer(
+        keys: Array,
+        queries: Array,
+        values: Array,
         frequencies: Array,
-        means: Array,
-        bases: Array,
-        duals: Array,
-        sigmas: Array,
-        value_means: Array,
+        *,
+        block: int = 64,
+        rotated_from: int | None = None,
+    ) -> list[Basis]:
+        """Fits the bases of all KV heads to keys and values (tokens, KV heads, head_dim) and queries (tokens,
+        query heads, head_dim) of any text, without its first few tokens.
+
+        ``frequencies`` (head_dim / 2,) are RoPE's radians per position, of pairs ``i`` and
+        ``i + head_dim / 2``. Keys and queries are those before RoPE, or after it with the first of them at
+        position ``rotated_from``. """
+
+    @property
+    def mean(self) -> memoryview: ...
+    @property
+    def basis(self) -> memoryview: ...
+    @property
+    def dual(self) -> memoryview: ...
+    @property
+    def sigma(self) -> memoryview: ...
+    @property
+    def value_mean(self) -> memoryview: ...
+    @property
+    def block(self) -> int: ...
+    def to_bytes(self) -> bytes: ...
+    @staticmethod
+    def from_bytes(data: bytes) -> Basis: ...
+
+class ScalarQuantizer:
+    """The bases of a layer at some number of bits, for scalar codes of keys after RoPE and of values: a basis
+    for every KV head, and the ``frequencies`` that they were fitted with.
+
+    ``key_bits`` are in eighths. The default of ``mean_error`` is whether values have 1 or 2 bits. """
+
+    def __init__(
+        self,
+        bases: Sequence[Basis],
+        frequencies: Array,
         *,
         key_bits: float = 3.0,
         value_bits: int = 3,
-        block: int = 64,
         mean_error: bool | None = None,
     ) -> None: ...
     @property
@@ -127,6 +175,11 @@ class ScalarQuantizer:
     def nbytes(self) -> int: ...
     @property
     def bits(self) -> list[tuple[float, float]]: ...
+    def to_bytes(self) -> list[bytes]:
+        """The bytes of each head."""
+
+    @staticmethod
+    def from_bytes(heads: Sequence[bytes]) -> ScalarQuantizer: ...
 
 class LayerCache:
     """The keys and values of a layer of one sequence: the first ``sinks`` and at least the last ``recent``
@@ -160,8 +213,8 @@ class LayerCache:
     ) -> Any:
         """Attention of ``queries`` (tokens, query heads, head_dim), those of the last tokens, causally.
 
-        ``window`` is the number of tokens that a query sees, its own included. The result has the shape of
-        the queries. """
+        ``window`` is the number of tokens that a query sees, its own included. The result is (tokens, query
+        heads, dim of the values). """
 
     def truncate(self, len: int) -> None:
         """Keeps the first ``len`` tokens. Codes stay codes: the window refills from the next token on."""

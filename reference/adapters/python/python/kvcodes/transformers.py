@@ -28,11 +28,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from . import (
     ArgumentError,
+    Basis,
     Codebook,
     FormatError,
     LayerCache,
     ProductQuantizer,
-    Rotation,
     ScalarQuantizer,
     UnsupportedError,
 )
@@ -134,7 +134,8 @@ class Calibration:
         return entry.reshape(shape)
 
     def _scalar(self, geometry: _Geometry, layer: int, settings: dict[str, Any]) -> ScalarQuantizer:
-        dim, block = geometry.dim, settings["block"]
+        dim, bits = geometry.dim, dict(settings)
+        block = bits.pop("block")
         shapes = {
             "mean": (dim,),
             "basis": (dim, dim),
@@ -142,13 +143,13 @@ class Calibration:
             "sigma": (dim,),
             "value-mean": (dim,),
         }
-        parts = [
-            torch.stack(
-                [self._entry(f"sq/{block}/{layer}/{h}/{part}", *shape) for h in range(geometry.kv_heads)]
-            )
-            for part, shape in shapes.items()
-        ]
-        return ScalarQuantizer(geometry.frequencies, *parts, **settings)
+
+        def basis(head: int) -> Basis:
+            name = f"sq/{block}/{layer}/{head}"
+            parts = (self._entry(f"{name}/{part}", *shape) for part, shape in shapes.items())
+            return Basis(*parts, block=block)
+
+        return ScalarQuantizer([basis(h) for h in range(geometry.kv_heads)], geometry.frequencies, **bits)
 
     def _product(self, geometry: _Geometry, layer: int, settings: dict[str, Any]) -> ProductQuantizer:
         def book(side: str, head: int) -> Codebook:
@@ -198,18 +199,18 @@ def calibrate(
     entries: dict[str, torch.Tensor] = {}
 
     def record(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        rows = [x[0, :, SINKS:].float().cpu() for x in (query, key, value)]
-        before = -torch.arange(SINKS, SINKS + rows[0].shape[1])
-        queries, keys = (_rotate(x, before, geometry.frequencies) for x in rows[:2])
-        group = geometry.heads // geometry.kv_heads
-        for head in range(geometry.kv_heads):
-            of_head = (queries[head * group : (head + 1) * group].flatten(0, 1), keys[head], rows[2][head])
-            if "sq" in methods:
-                entries.update(
-                    _fit_scalar(f"sq/{block}/{layer}/{head}", block, geometry.frequencies, *of_head)
-                )
-            if "million" in methods:
-                entries.update(_fit_product(layer, head, books, geometry, *of_head[1:]))
+        queries, keys, values = (x[0, :, SINKS:].transpose(0, 1).float().cpu() for x in (query, key, value))
+        if "sq" in methods:
+            bases = Basis.fit_layer(
+                keys, queries, values, geometry.frequencies, block=block, rotated_from=SINKS
+            )
+            for head, basis in enumerate(bases):
+                entries.update(_parts(f"sq/{block}/{layer}/{head}", basis))
+        if "million" in methods:
+            before = -torch.arange(SINKS, SINKS + len(keys))
+            keys = _rotate(keys.transpose(0, 1), before, geometry.frequencies)
+            for head in range(geometry.kv_heads):
+                entries.update(_fit_product(layer, head, books, geometry, keys[head], values[:, head]))
 
     token = _RECORD.set(record)
     try:
@@ -231,27 +232,16 @@ def _mixed(texts: list[list[int]], n: int) -> list[int]:
     return [id for at in range(0, turns, 128) for text in texts for id in text[at : at + 128]]
 
 
-def _fit_scalar(
-    name: str,
-    block: int,
-    frequencies: torch.Tensor,
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-) -> dict[str, torch.Tensor]:
-    """The transform of a head, from rows (n, dim) before RoPE."""
-    mean = keys.double().mean(0).float()
-    # Where a key would be in its block, relative to the middle.
-    positions = torch.arange(len(keys)) % block - block // 2
-    rotation = Rotation.query_metric(_rotate(keys - mean, positions, frequencies), queries)
+def _parts(name: str, basis: Basis) -> dict[str, torch.Tensor]:
+    """The entries of a head's basis."""
     parts = {
-        "mean": mean,
-        "basis": _tensor(rotation.basis),
-        "dual": _tensor(rotation.dual),
-        "sigma": _tensor(rotation.sigma),
-        "value-mean": values.double().mean(0).float(),
+        "mean": basis.mean,
+        "basis": basis.basis,
+        "dual": basis.dual,
+        "sigma": basis.sigma,
+        "value-mean": basis.value_mean,
     }
-    return {f"{name}/{part}": rows for part, rows in parts.items()}
+    return {f"{name}/{part}": _tensor(rows) for part, rows in parts.items()}
 
 
 def _fit_product(
