@@ -4,9 +4,9 @@
 //
 // Results. A function returns KVC_OK or the code of an error, and then writes no output but NULL to a pointer to
 // a new handle; kvc_last_error has the text. Codes below 100 are the same in the whole family, 101-199 are those
-// of rows and attention, 201-299 of codes, 301-399 of rotations, 401-499 of the bitstream, 501-599 of the store
-// (the tables are in the documentation of the Rust crates kv-attend, codec-core and kv-store), 901-999 those of
-// this interface. No function unwinds or aborts.
+// of rows and attention, 201-299 of codes, 301-399 of rotations, 401-499 of the bitstream, 501-599 of the store,
+// 601-699 of scalar codes with bases (the tables are in the documentation of the Rust crates kv-attend, codec-core
+// and kv-store), 901-999 those of this interface. No function unwinds or aborts.
 //
 // Pointers. Those that a function documents are not NULL, unless their length is 0 or a comment says so; they are
 // aligned as their type is, and hold as many elements as the length next to them says. NULL and misaligned

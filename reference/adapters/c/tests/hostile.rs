@@ -21,6 +21,7 @@ const WORDS: usize = 1 << 13;
 struct Caller {
     state: u64,
     memory: Vec<u64>,
+    pages: Vec<u64>, // of page tables, which calls read while they write to the memory
     books: *mut kvc_books,
     heads: *mut kvc_heads,
     bases: *mut kvc_bases,
@@ -64,6 +65,7 @@ impl Caller {
         let mut caller = Self {
             state: 0x1234_5678_9abc_def1,
             memory: vec![0; WORDS],
+            pages: vec![0; WORDS],
             books: null_mut(),
             heads: null_mut(),
             bases: null_mut(),
@@ -192,9 +194,14 @@ impl Caller {
 
     /// A buffer of elements and its length: a part of the memory, empty, NULL or misaligned.
     fn buffer<T>(&mut self) -> (*mut T, usize) {
+        let memory = self.memory.as_mut_ptr();
+        self.part(memory)
+    }
+
+    fn part<T>(&mut self, memory: *mut u64) -> (*mut T, usize) {
         let most = WORDS * 8 / size_of::<T>() - 1;
         let sizes = [0, 1, 2, 7, 16, 31, 32, 64, 96, 512, 1024, TOKENS * HEADS * DIM, most];
-        let (base, len) = (self.memory.as_mut_ptr().cast::<T>(), self.of(&sizes).min(most));
+        let (base, len) = (memory.cast::<T>(), self.of(&sizes).min(most));
         match self.next() % 24 {
             0 => (null_mut(), len),
             1 => (base.wrapping_byte_add(1), len),
@@ -217,7 +224,13 @@ impl Caller {
         self.of(&[KVC_F32, KVC_F32, KVC_F32, KVC_F32, KVC_F16, KVC_BF16, 3, u32::MAX])
     }
 
+    /// Half of them fit: calls with several of them get beyond their arguments.
     fn rows(&mut self, components: usize) -> kvc_rows {
+        if self.one_in(2) {
+            let (data, rows) = (self.memory.as_ptr().cast(), self.of(&[1, 2, 16, 33, TOKENS]));
+            let (len, stride) = (rows * components, components);
+            return kvc_rows { data, len, rows, components, stride, element: KVC_F32 };
+        }
         let (data, len) = self.buffer::<f32>();
         let (rows, components) = (self.of(&[0, 1, 2, 16, 33, TOKENS, usize::MAX]), self.near(components));
         let stride = if self.one_in(3) { self.size() } else { components };
@@ -225,7 +238,8 @@ impl Caller {
     }
 
     fn place(&mut self) -> kvc_place {
-        let (pages, pages_len) = if self.one_in(2) { (null_mut(), 0) } else { self.buffer::<u32>() };
+        let table = self.pages.as_mut_ptr();
+        let (pages, pages_len) = if self.one_in(2) { (null_mut(), 0) } else { self.part::<u32>(table) };
         kvc_place {
             token_stride: self.near(HEADS * DIM),
             head_stride: self.near(DIM),
@@ -267,7 +281,7 @@ impl Caller {
         bytes
     }
 
-    /// Floats of any bits, or random ones.
+    /// Floats of any bits, or random ones; page numbers of any bits, or small ones.
     fn fill(&mut self) {
         let wild = self.one_in(6);
         for i in 0..WORDS {
@@ -275,6 +289,7 @@ impl Caller {
             let x = self.next();
             self.memory[i] =
                 if wild { x << 11 ^ x } else { u64::from(float(x)) << 32 | u64::from(float(x >> 9)) };
+            self.pages[i] = if wild { x << 11 ^ x } else { ((x % 4) << 32) | (x / 4 % 4) };
         }
     }
 }
@@ -627,7 +642,7 @@ fn every_function_answers_hostile_arguments_with_codes() {
     let functions = (0..).find(|&i| unsafe { call(i, &mut caller) }.is_none()).unwrap();
     assert_eq!(functions, 49);
     let mut codes = vec![std::collections::BTreeMap::<i32, usize>::new(); functions];
-    for round in 0..400 {
+    for round in 0..4000 {
         if round % 4 == 0 {
             caller.fill();
         }
