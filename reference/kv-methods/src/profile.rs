@@ -225,7 +225,14 @@ impl ProfileFile {
         let tensors = SafeTensors::deserialize(&file).map_err(|e| Error::file(path, e))?;
         let kinds = serde_json::from_str(field("texts"));
         let kinds = kinds.map_err(|e| Error::file(path, format!("names its texts wrongly: {e}")))?;
-        let mut profile = Profile { kinds, positions: field("positions").parse().ok(), ..Profile::default() };
+        let positions = match field("positions") {
+            "" => None,
+            number => {
+                let wrong = |e| Error::file(path, format!("names its positions wrongly: {e}"));
+                Some(number.parse().map_err(wrong)?)
+            }
+        };
+        let mut profile = Profile { kinds, positions, ..Profile::default() };
         for (key, view) in tensors.tensors() {
             match view.dtype() {
                 Dtype::F32 => {
@@ -303,6 +310,12 @@ mod tests {
         let other: Vec<u32> = (100..150).collect();
         let mixed = CalibrationText::mixed(&[("other", &other), ("text", &text)], 80);
         let profile = saved(Profile::new(&mixed, 100));
+        let mut damaged = std::fs::read(&path).unwrap();
+        let number = damaged.windows(5).position(|bytes| bytes == b"\"100\"").unwrap();
+        damaged[number..number + 5].copy_from_slice(b"\"1e2\"");
+        std::fs::write(&path, damaged).unwrap();
+        let error = Profile::load(&path, &model).unwrap_err().to_string();
+        assert!(error.contains("names its positions wrongly"), "{error}");
         let kinds: Vec<_> = profile.kinds().iter().map(|kind| (kind.name.as_str(), kind.tokens)).collect();
         assert_eq!(kinds, [("other", 40), ("text", 40)]);
         let warning = profile.overlap(&text, 39).unwrap();

@@ -3,7 +3,7 @@
 //! file is trusted.
 
 use std::cell::RefCell;
-use std::collections::{BTreeSet, HashMap, TryReserveError};
+use std::collections::{BTreeMap, BTreeSet, HashMap, TryReserveError};
 use std::path::{Path, PathBuf};
 
 use safetensors::Dtype;
@@ -144,13 +144,22 @@ impl Shard {
 impl SafetensorsFiles {
     pub fn open(dir: &Path) -> Result<Self> {
         let single = dir.join("model.safetensors");
-        let paths = if single.exists() { vec![single] } else { shards(dir)? };
+        let index = if single.exists() { None } else { Some(Index::open(dir)?) };
+        let paths = index.as_ref().map_or_else(|| vec![single], |index| index.shards(dir));
         let files = paths.iter().map(|path| Shard::open(path)).collect::<Result<Vec<_>>>()?;
         let mut file_of = HashMap::new();
-        for (i, shard) in files.iter().enumerate() {
-            file_of.extend(shard.header.offset_keys().into_iter().map(|name| (name, i)));
+        for (i, Shard { source, header, .. }) in files.iter().enumerate() {
+            for name in header.offset_keys() {
+                let tensor = Quoted(&name).to_string();
+                if let Some(other) = file_of.insert(name, i) {
+                    let other = files[other].source.path().display();
+                    return Err(source.error(format!("tensor {tensor} is in {other}, too")));
+                }
+            }
         }
-        Ok(Self { files, file_of })
+        let files = Self { files, file_of };
+        index.map_or(Ok(()), |index| index.check(&files))?;
+        Ok(files)
     }
 
     /// Why there is no tensor of this name. Quantized checkpoints store several others in its place.
@@ -219,31 +228,54 @@ pub(crate) fn not_finite(path: &Path, name: &str) -> Error {
     Error::file(path, format!("tensor `{name}` holds a NaN or an infinity"))
 }
 
-fn shards(dir: &Path) -> Result<Vec<PathBuf>> {
-    #[derive(serde::Deserialize)]
-    struct Index {
-        weight_map: HashMap<String, String>,
+/// The shards of a checkpoint, by the names of their tensors.
+struct Index {
+    path: PathBuf,
+    weight_map: BTreeMap<String, String>,
+}
+
+impl Index {
+    fn open(dir: &Path) -> Result<Self> {
+        #[derive(serde::Deserialize)]
+        struct Json {
+            weight_map: BTreeMap<String, String>,
+        }
+        let path = dir.join("model.safetensors.index.json");
+        if !path.exists() {
+            let neither = "holds neither model.safetensors nor model.safetensors.index.json";
+            let pickles = ["pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth"];
+            return Err(match pickles.iter().find(|name| dir.join(name).exists()) {
+                Some(name) => Error::file(dir, format!("{neither}; {name} must be converted to safetensors")),
+                None => Error::file(dir, neither),
+            });
+        }
+        let json = serde_json::from_slice(&files::read(&path)?).map_err(|e| Error::file(&path, e))?;
+        let Json { weight_map } = json;
+        if weight_map.is_empty() {
+            return Err(Error::file(&path, "names no shards"));
+        }
+        // A shard is a plain file name: the index must not point outside its folder.
+        match weight_map.values().find(|name| Path::new(name).file_name() != Some(name.as_ref())) {
+            Some(name) => Err(Error::file(&path, format!("shard {} is not a plain file name", Quoted(name)))),
+            None => Ok(Self { path, weight_map }),
+        }
     }
-    let path = dir.join("model.safetensors.index.json");
-    if !path.exists() {
-        let neither = "holds neither model.safetensors nor model.safetensors.index.json";
-        let pickles = ["pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth"];
-        return Err(match pickles.iter().find(|name| dir.join(name).exists()) {
-            Some(name) => Error::file(dir, format!("{neither}; {name} must be converted to safetensors")),
-            None => Error::file(dir, neither),
-        });
+
+    fn shards(&self, dir: &Path) -> Vec<PathBuf> {
+        let names: BTreeSet<&String> = self.weight_map.values().collect();
+        names.into_iter().map(|name| dir.join(name)).collect()
     }
-    let index: Index = serde_json::from_slice(&files::read(&path)?).map_err(|e| Error::file(&path, e))?;
-    let mut names: Vec<String> = index.weight_map.into_values().collect();
-    names.sort_unstable();
-    names.dedup();
-    if names.is_empty() {
-        return Err(Error::file(&path, "names no shards"));
-    }
-    // A shard is a plain file name: the index must not point outside its folder.
-    match names.iter().find(|name| Path::new(name).file_name() != Some(name.as_ref())) {
-        Some(name) => Err(Error::file(&path, format!("shard {} is not a plain file name", Quoted(name)))),
-        None => Ok(names.iter().map(|name| dir.join(name)).collect()),
+
+    /// Rejects an index that has a tensor in a file that does not hold it.
+    fn check(&self, of: &SafetensorsFiles) -> Result<()> {
+        for (tensor, shard) in &self.weight_map {
+            let file = of.file_of.get(tensor).map(|&file| of.files[file].source.path());
+            if file.and_then(Path::file_name) != Some(shard.as_ref()) {
+                let what = format!("tensor {} is not in {}", Quoted(tensor), Quoted(shard));
+                return Err(Error::file(&self.path, what));
+            }
+        }
+        Ok(())
     }
 }
 

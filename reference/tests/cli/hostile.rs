@@ -242,6 +242,14 @@ fn safetensors() {
     model_refused("a shard outside the folder", folder.path(), "not a plain file name");
     let folder = edited("sharded-f16", index, "weight_map", "weightmap");
     model_refused("an index without its map", folder.path(), index);
+    let folder = edited("sharded-f16", index, "model-00001-of", "model-00003-of");
+    model_refused("a tensor that is in another shard", folder.path(), "` is not in `model-00003-of-00003.");
+    let folder =
+        edited("sharded-f16", index, "\"weight_map\": {", "\"weight_map\": {\"a\": \"copy.safetensors\",");
+    let [shard, again] =
+        ["model-00001-of-00003.safetensors", "copy.safetensors"].map(|x| folder.path().join(x));
+    std::fs::copy(shard, again).unwrap();
+    model_refused("a tensor in two shards", folder.path(), "copy.safetensors, too");
     let folder = copy("gqa");
     std::fs::remove_file(folder.path().join("model.safetensors")).unwrap();
     model_refused("a folder without weights", folder.path(), "holds neither");
