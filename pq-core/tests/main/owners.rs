@@ -113,7 +113,9 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(32))]
 
     #[test]
-    fn attention_is_over_sinks_codes_and_window(window in windows(), seed: u64, n in 0_usize..300, first in 0_usize..300, kept in 0_usize..400) {
+    fn attention_is_over_sinks_codes_and_window(
+        window in windows(), seed: u64, n in 0_usize..300, first in 0_usize..300, kept in 0_usize..400,
+    ) {
         let (keys, values) = tokens::<f32>(seed, n);
         let queries = random::<f32>(seed ^ 2, HEADS * GROUP * DIM);
         let mut cache = LayerCache::new(&books(), window).unwrap();
@@ -165,8 +167,9 @@ proptest! {
                 let (row, h) = (i / HEADS, i % HEADS);
                 let cache = caches[row / query_tokens];
                 let position = cache.len() - query_tokens + row % query_tokens;
-                let [keys, values] = [(&keys, HEADS * DIM), (&values, HEADS * DIM_V)].map(|(x, row)| &x[..cache.len() * row]);
-                let expected = expected(&cache.heads()[h], h, [keys, values], queries.row(row), &attention, position);
+                let len = cache.len();
+                let rows = [&keys[..len * HEADS * DIM], &values[..len * HEADS * DIM_V]];
+                let expected = expected(&cache.heads()[h], h, rows, queries.row(row), &attention, position);
                 for (x, y) in out.iter().zip(&expected) {
                     prop_assert!((f64::from(*x) - y).abs() < 2e-4, "{:?}, row {}: {} {}", backend, i, x, y);
                 }
@@ -175,16 +178,19 @@ proptest! {
     }
 
     #[test]
-    fn the_state_depends_on_the_tokens_alone(window in windows(), seed: u64, cuts in prop::collection::vec(1_usize..90, 1..8)) {
+    fn the_state_depends_on_the_tokens_alone(
+        window in windows(), seed: u64, cuts in prop::collection::vec(1_usize..90, 1..8),
+    ) {
         let n = cuts.iter().sum();
         let (keys, values) = tokens::<f16>(seed, n);
         let books = books();
         let mut whole = LayerCache::new(&books, window).unwrap();
         append(&mut whole, &keys, &values);
-        let (mut parts, mut one_by_one) = (LayerCache::new(&books, window).unwrap(), LayerCache::new(&books, window).unwrap());
-        let (mut at, mut restored) = (0, LayerCache::new(&books, window).unwrap());
+        let empty = || LayerCache::new(&books, window).unwrap();
+        let (mut parts, mut one_by_one, mut restored, mut at) = (empty(), empty(), empty(), 0);
         for cut in cuts {
-            let (k, v) = (&keys[at * HEADS * DIM..(at + cut) * HEADS * DIM], &values[at * HEADS * DIM_V..(at + cut) * HEADS * DIM_V]);
+            let [k_row, v_row] = [HEADS * DIM, HEADS * DIM_V];
+            let (k, v) = (&keys[at * k_row..(at + cut) * k_row], &values[at * v_row..(at + cut) * v_row]);
             append(&mut parts, k, v);
             k.chunks(HEADS * DIM).zip(v.chunks(HEADS * DIM_V)).for_each(|(k, v)| append(&mut one_by_one, k, v));
             restored = LayerCache::from_bytes(&restored.to_bytes(), &books).unwrap();

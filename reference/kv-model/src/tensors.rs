@@ -147,14 +147,14 @@ impl SafetensorsFiles {
         let index = if single.exists() { None } else { Some(Index::open(dir)?) };
         let paths = index.as_ref().map_or_else(|| vec![single], |index| index.shards(dir));
         let files = paths.iter().map(|path| Shard::open(path)).collect::<Result<Vec<_>>>()?;
-        let mut file_of = HashMap::new();
+        let mut file_of: HashMap<String, usize> = HashMap::new();
         for (i, Shard { source, header, .. }) in files.iter().enumerate() {
             for name in header.offset_keys() {
-                let tensor = Quoted(&name).to_string();
-                if let Some(other) = file_of.insert(name, i) {
+                if let Some(&other) = file_of.get(&name) {
                     let other = files[other].source.path().display();
-                    return Err(source.error(format!("tensor {tensor} is in {other}, too")));
+                    return Err(source.error(format!("tensor {} is in {other}, too", Quoted(&name))));
                 }
+                file_of.insert(name, i);
             }
         }
         let files = Self { files, file_of };

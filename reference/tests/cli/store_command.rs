@@ -51,7 +51,8 @@ fn the_command_line_stores_and_loads() {
     let rows: Vec<Vec<&str>> = listed.lines().map(|line| line.split_whitespace().collect()).collect();
     let [header, row] = &rows[..] else { panic!("{listed}") };
     assert!(header.starts_with(&["space", "contexts", "chunks", "tokens"]), "{listed}");
-    let about = ["0", "tiny-llama-12m", "cachegen:mode=lossless:rows=f16,cachegen:bits=2", "100/20"]; // nothing is damaged
+    let levels = "cachegen:mode=lossless:rows=f16,cachegen:bits=2";
+    let about = ["0", "tiny-llama-12m", levels, "100/20"]; // nothing is damaged
     assert!(row[1] == "1" && row.ends_with(&about), "{listed}");
     let space = row[0];
     for manifest in std::fs::read_dir(folder.path().join("caches").join(space).join("chunks")).unwrap() {

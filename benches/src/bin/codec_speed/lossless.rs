@@ -19,7 +19,8 @@ const SAMPLE: usize = 2000;
 /// correlation. (tokens, channels)
 fn rows(tokens: usize, seed: u64) -> Vec<f32> {
     let mut shape = Normal(1);
-    let channels: Vec<(f64, f64)> = (0..CHANNELS).map(|_| (shape.next().exp(), shape.next())).collect(); // deviation, mean over deviation
+    // Deviations, and means relative to them.
+    let channels: Vec<(f64, f64)> = (0..CHANNELS).map(|_| (shape.next().exp(), shape.next())).collect();
     let mut normal = Normal(seed);
     let mut last = vec![0.0; CHANNELS];
     let mut rows = Vec::with_capacity(tokens * CHANNELS);

@@ -73,7 +73,8 @@ impl LayerCache {
         values.expect("values", &[n, heads, dim_v])?;
         let append = || {
             for_layer!(&mut self.tokens, layer => for_dtype!(layer.element(), E => {
-                let (keys, values) = (Tokens::<E>::of(&keys, [n, heads, dim]), Tokens::<E>::of(&values, [n, heads, dim_v]));
+                let keys = Tokens::<E>::of(&keys, [n, heads, dim]);
+                let values = Tokens::<E>::of(&values, [n, heads, dim_v]);
                 layer.append(keys.rows()?.into(), values.rows()?.into())?;
             }));
             Ok(())

@@ -156,8 +156,9 @@ enum ModeName {
     Paper,
     LmCache,
 }
-words!(ModeName, "transform" => ModeName::Transform, "lossless" => ModeName::Lossless, "channels" => ModeName::Channels, "common" => ModeName::Common,
-    "paper" => ModeName::Paper, "lmcache" => ModeName::LmCache);
+words!(ModeName, "transform" => ModeName::Transform, "lossless" => ModeName::Lossless,
+    "channels" => ModeName::Channels, "common" => ModeName::Common, "paper" => ModeName::Paper,
+    "lmcache" => ModeName::LmCache);
 
 /// [`ModelKind`] on the command line.
 #[derive(Clone, Copy, PartialEq)]
@@ -168,7 +169,8 @@ impl From<ModelKind> for Models {
         Self(kind)
     }
 }
-words!(Models, "families" => ModelKind::Families, "tables" => ModelKind::Tables, "context" => ModelKind::ContextTables);
+words!(Models, "families" => ModelKind::Families, "tables" => ModelKind::Tables,
+    "context" => ModelKind::ContextTables);
 
 /// [`Coder`] on the command line.
 #[derive(Clone, Copy, PartialEq)]
