@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 #[cfg(feature = "cuda")]
 use kv_device::Gpu;
-use kv_llama::{FetchedPerStep, Fit};
+use kv_llama::{FetchedPerStep, HeadFit};
 use kv_methods::{Method, Place, Profile, calibrated};
 use kv_model::{Config, Model, Rope};
 use serde::Serialize;
@@ -113,14 +113,14 @@ pub struct Row {
     pub kl_by_position: Vec<f64>,
     /// How well codes that were fitted to a calibration text fit this one; on the CPU.
     #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub fits: Vec<Fit>,
+    pub fits: Vec<HeadFit>,
 }
 
 impl Row {
     /// A warning if codes do not fit the text.
     #[must_use]
     pub fn misfits(&self) -> Option<String> {
-        Fit::warning(&format!("{} {}", self.name, self.setting.replace(':', " ")), &self.fits)
+        HeadFit::warning(&format!("{} {}", self.name, self.setting.replace(':', " ")), &self.fits)
     }
 }
 

@@ -1,5 +1,6 @@
 //! For crates that own caches: sinks, window, eviction, truncation, batches and serialization, generic over
-//! how the other tokens are compressed; pairs of keys and values; and the bytes of a cache by purpose.
+//! how the other tokens are compressed; pairs of keys and values; the bytes of a cache by purpose; and how
+//! well codes fit.
 //!
 //! A crate implements [`Store`] for its compressed tokens of one KV head. [`Windowed`] adds sinks and window,
 //! [`Layer`] holds the heads of a layer for one sequence ([`AnyLayer`] if the element type is chosen at run
@@ -9,6 +10,7 @@ mod any_layer;
 mod batch;
 mod bytes;
 mod exact_rows;
+mod fit;
 mod footprint;
 mod layer;
 #[cfg(feature = "serde")]
@@ -23,6 +25,7 @@ pub use batch::{attend_batch_into, attend_batch_into_with};
 pub use bytes::{Reader, Writer};
 pub use exact_rows::EvictedRows;
 use exact_rows::ExactRows;
+pub use fit::Fit;
 pub use footprint::Footprint;
 pub use layer::Layer;
 pub use side::{Pair, Side};

@@ -10,7 +10,7 @@ use kv_attend::owner::Footprint;
 use crate::Result;
 pub use exact::ExactCache;
 pub use fetched::{Fetched, FetchedPerStep};
-pub use fit::Fit;
+pub use fit::HeadFit;
 
 /// Rotated keys and values of a prompt, (n, n_kv_heads * head_dim) each.
 pub type PromptRows = (Vec<f32>, Vec<f32>);
@@ -96,7 +96,7 @@ pub trait KvCache: Send + Sync {
 
     /// How well codes that were fitted to a calibration text fit the tokens of this cache, for every layer,
     /// head and side of a method that has such codes. An engine may then take another profile or method.
-    fn fits(&self) -> Vec<Fit> {
+    fn fits(&self) -> Vec<HeadFit> {
         vec![]
     }
 

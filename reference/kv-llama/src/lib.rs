@@ -7,7 +7,7 @@ pub mod ops;
 mod rng;
 mod sample;
 
-pub use cache::{ExactCache, Fetched, FetchedPerStep, Fit, KvCache, PromptRows};
+pub use cache::{ExactCache, Fetched, FetchedPerStep, HeadFit, KvCache, PromptRows};
 pub use error::{BoxError, Error, Result};
 pub use forward::{Activations, Decoder, WATCHED, logits, prefill};
 pub use kv_attend::owner::{Footprint, Side};

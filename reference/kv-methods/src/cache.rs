@@ -12,7 +12,7 @@ mod store;
 
 use std::sync::Arc;
 
-use kv_llama::{Fetched, Fit, Footprint, KvCache, PromptRows};
+use kv_llama::{Fetched, Footprint, HeadFit, KvCache, PromptRows};
 use kv_model::{Config, LayerAttention, Rope};
 use pq_core::Window;
 use rayon::prelude::*;
@@ -240,7 +240,7 @@ impl KvCache for WindowedCache {
         total
     }
 
-    fn fits(&self) -> Vec<Fit> {
+    fn fits(&self) -> Vec<HeadFit> {
         self.layers.iter().enumerate().flat_map(|(l, layer)| layer.store.fits(l)).collect()
     }
 

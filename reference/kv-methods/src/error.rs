@@ -43,6 +43,17 @@ pub enum Error {
     Codec(#[from] codec_core::Error),
 }
 
+/// Errors of owners are those of the cores.
+impl From<kv_owners::Error> for Error {
+    fn from(e: kv_owners::Error) -> Self {
+        match e {
+            kv_owners::Error::Pq(e) => Self::Pq(e),
+            kv_owners::Error::Svd(e) => Self::Svd(e),
+            e => Self::Argument(e.to_string()),
+        }
+    }
+}
+
 /// The result of every call that can fail.
 pub type Result<T> = std::result::Result<T, Error>;
 

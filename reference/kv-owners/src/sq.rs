@@ -11,7 +11,7 @@ mod head;
 
 use kv_attend::owner::{AnyLayer, Layer};
 
-pub use basis::{Basis, Bits, Samples};
+pub use basis::{Basis, Bits, CodedKeys, Samples};
 pub use codes::Codes;
 pub use head::Head;
 

@@ -27,12 +27,16 @@ fn frequencies() -> Vec<f32> {
     (0..DIM / 2).map(|i| 0.001_f32.powf(2.0 * i as f32 / DIM as f32)).collect()
 }
 
+/// The mean of a component of a row (heads, dim).
+fn offset(component: usize) -> f32 {
+    (component as f32).sin()
+}
+
 /// Rows (n, heads, dim) whose components have deviations and means of their own.
 fn rows<E: Element>(seed: u64, n: usize, heads: usize, dim: usize) -> Vec<E> {
     let scale = |i: usize| 0.9_f32.powi((i % dim) as i32);
-    let offset = |i: usize| ((i % (heads * dim)) as f32).sin();
     let row = random(seed, n * heads * dim).into_iter().enumerate();
-    row.map(|(i, x)| E::from_f32(x * scale(i) + offset(i))).collect()
+    row.map(|(i, x)| E::from_f32(x * scale(i) + offset(i % (heads * dim)))).collect()
 }
 
 /// Rows of several heads, rotated to their positions.
@@ -161,6 +165,39 @@ fn what_is_saved_continues_bit_for_bit() {
             assert!(Basis::from_bytes(&bytes[..cut]).is_err() && Head::from_bytes(&bytes[..cut]).is_err());
         }
     }
+}
+
+/// Keys of three times the deviation are misfits: with `widen` the head gets more bits, and keeps them when
+/// the cache is saved; an empty cache has the head's bits again.
+#[test]
+fn keys_that_do_not_fit_get_more_bits() {
+    let n = 300;
+    let (keys, means) = (rows::<f32>(5, n, HEADS, DIM), (0..HEADS * DIM).map(offset).cycle());
+    let keys: Vec<f32> = keys.iter().zip(means).map(|(x, mean)| 3.0 * (x - mean) + mean).collect();
+    let (keys, values) = (rotated(&keys, HEADS, 0), rows::<f32>(6, n, HEADS, DIM_V));
+    let filled = |widen| {
+        let bits = Bits { widen, ..Bits::uniform(3) };
+        let heads: Vec<_> = bases().iter().map(|basis| basis.head(&frequencies(), &bits).unwrap()).collect();
+        let mut cache = LayerCache::new(&heads, WINDOW).unwrap();
+        let (k, v) = (Rows::contiguous(&keys, HEADS * DIM), Rows::contiguous(&values, HEADS * DIM_V));
+        cache.append(k.unwrap(), v.unwrap()).unwrap();
+        (heads, cache)
+    };
+    let fits =
+        |cache: &LayerCache<f32>| cache.heads().iter().map(|head| head.store().fit()).collect::<Vec<_>>();
+    let ((_, narrow), (heads, mut wide)) = (filled(false), filled(true));
+    for (before, after) in fits(&narrow).iter().zip(fits(&wide)) {
+        assert!(before.is_misfit() && before.added_bits == 0.0, "{before:?}");
+        assert!(!after.is_misfit() && after.added_bits > 0.0, "{after:?}");
+        assert_eq!((before.expected, before.tokens), (after.expected, after.tokens));
+    }
+    assert!(wide.size() > narrow.size());
+
+    let heads: Vec<_> = heads.iter().map(|head| Head::from_bytes(&head.to_bytes()).unwrap()).collect();
+    let restored = LayerCache::<f32>::from_bytes(&wide.to_bytes(), &heads).unwrap();
+    assert_eq!((restored.to_bytes(), fits(&restored)), (wide.to_bytes(), fits(&wide)));
+    wide.truncate(WINDOW.sinks);
+    assert!(fits(&wide).iter().all(|fit| fit.tokens == 0 && fit.added_bits == 0.0));
 }
 
 #[test]

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use clap::Args;
 use comfy_table::{Table, presets};
-use kv_llama::{FetchedPerStep, Fit};
+use kv_llama::{FetchedPerStep, HeadFit};
 use kv_methods::{Method, Place, calibrated};
 use kv_model::{Rope, Tokenizer};
 use kv_reference::compare;
@@ -82,7 +82,7 @@ struct Row {
     kl: f64,
     top1: f64,
     #[serde(skip_serializing_if = "Vec::is_empty")]
-    fits: Vec<Fit>,
+    fits: Vec<HeadFit>,
     #[serde(flatten)]
     fetched: FetchedPerStep,
     needle: Vec<AtDepth>,
@@ -92,7 +92,7 @@ struct Row {
 impl Row {
     fn misfits(&self) -> Option<String> {
         let method = format!("{} {}, {} tokens", self.name, self.setting.replace(':', " "), self.length);
-        Fit::warning(&method, &self.fits)
+        HeadFit::warning(&method, &self.fits)
     }
 }
 

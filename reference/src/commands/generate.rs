@@ -9,7 +9,7 @@ use clap::Args;
 use clap::builder::ArgPredicate;
 #[cfg(feature = "cuda")]
 use kv_device::Gpu;
-use kv_llama::{Decoder, Fit, KvCache, Sampler, Sampling};
+use kv_llama::{Decoder, HeadFit, KvCache, Sampler, Sampling};
 #[cfg(feature = "cuda")]
 use kv_llama_gpu::Weights;
 #[cfg(feature = "cuda")]
@@ -269,7 +269,7 @@ impl Generate {
 
     /// A warning if the method's codes do not fit the prompt.
     fn misfits(&self, cache: &dyn KvCache) -> Option<String> {
-        Fit::warning(&self.method.spec(), &cache.fits())
+        HeadFit::warning(&self.method.spec(), &cache.fits())
     }
 
     /// All methods that take entries of the profile: that of the cache, and the levels of the store.

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kv_llama::{FetchedPerStep, Fit, Footprint};
+use kv_llama::{FetchedPerStep, Footprint, HeadFit};
 use kv_methods::{Method, Profile};
 use kv_model::{Model, Rope};
 
@@ -37,5 +37,5 @@ pub(super) struct Measured {
     pub tokens: usize, // in the cache at the end
     pub footprint: Footprint,
     pub fetched: FetchedPerStep,
-    pub fits: Vec<Fit>,
+    pub fits: Vec<HeadFit>,
 }

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use kv_llama::{Decoder, Fit, KvCache, Side, logits, prefill};
+use kv_llama::{Decoder, HeadFit, KvCache, Side, logits, prefill};
 use kv_methods::{Error, Method, Prepared, Profile, calibrated, method_examples};
 use kv_model::{Model, Rope, RopeScaling};
 use kv_reference::eval::Prompt;
@@ -422,17 +422,20 @@ fn codes_that_do_not_fit_a_text_are_noticed() {
         };
         let fits = filled(&s.tokens[..100]).fits();
         assert_eq!(fits.len(), 2 * 2 * 2, "layers, heads and sides of {method}");
-        assert_eq!(Fit::warning(method, &fits), None, "{fits:?}");
+        assert_eq!(HeadFit::warning(method, &fits), None, "{fits:?}");
         let mut cache = filled(&others);
         let fits = cache.fits();
-        assert!(fits.iter().all(|fit| fit.tokens == 92), "all but sinks and window");
-        assert!(fits.iter().any(|fit| fit.side == Side::Keys && fit.is_misfit()), "{method}: {fits:?}");
-        let misfit = fits.iter().any(|fit| fit.side == Side::Values && fit.is_misfit());
+        assert!(fits.iter().all(|head| head.fit.tokens == 92), "all but sinks and window");
+        assert!(
+            fits.iter().any(|head| head.side == Side::Keys && head.fit.is_misfit()),
+            "{method}: {fits:?}"
+        );
+        let misfit = fits.iter().any(|head| head.side == Side::Values && head.fit.is_misfit());
         let has_own = method.starts_with("million") || method.contains("values=trained");
         assert_eq!(misfit, has_own, "{method}: {fits:?}");
-        assert!(Fit::warning(method, &fits).is_some());
+        assert!(HeadFit::warning(method, &fits).is_some());
         cache.truncate(0).unwrap();
-        assert!(cache.fits().iter().all(|fit| fit.tokens == 0 && !fit.is_misfit()));
+        assert!(cache.fits().iter().all(|head| head.fit.tokens == 0 && !head.fit.is_misfit()));
     }
     assert!(s.prefilled("int4:window=4:group=8", 100).cache.fits().is_empty(), "nothing of it is fitted");
 }
@@ -457,20 +460,21 @@ fn keys_that_do_not_fit_get_more_bits() {
         let cache = filled(s.model.as_ref().clone(), method);
         let fits = cache.fits();
         assert_eq!(fits.len(), 2 * 2, "layers and heads");
-        assert!(fits.iter().all(|fit| fit.side == Side::Keys && fit.added_bits == 0.0), "{fits:?}");
-        assert_eq!(Fit::warning(method, &fits), None, "{fits:?}");
+        assert!(fits.iter().all(|head| head.side == Side::Keys && head.fit.added_bits == 0.0), "{fits:?}");
+        assert_eq!(HeadFit::warning(method, &fits), None, "{fits:?}");
     }
     let [few, mut more] = [kept, widened].map(|method| filled(others.clone(), method));
     let (before, after) = (few.fits(), more.fits());
     for (before, after) in before.iter().zip(&after) {
-        assert_eq!((before.is_misfit(), before.added_bits), (before.head == 0, 0.0), "{before:?}");
+        let (first, before, after) = (before.head == 0, before.fit, after.fit);
+        assert_eq!((before.is_misfit(), before.added_bits), (first, 0.0), "{before:?}");
         assert_eq!(before.is_misfit(), after.added_bits > 0.0, "{before:?} {after:?}");
         assert!(after.found <= before.found && !after.is_misfit(), "{before:?} {after:?}");
     }
-    assert!(Fit::warning(widened, &after).unwrap().contains("have more bits"));
+    assert!(HeadFit::warning(widened, &after).unwrap().contains("have more bits"));
     assert!(more.footprint().kept > few.footprint().kept);
     more.truncate(4).unwrap();
-    assert!(more.fits().iter().all(|fit| fit.tokens == 0 && fit.added_bits == 0.0));
+    assert!(more.fits().iter().all(|head| head.fit.tokens == 0 && head.fit.added_bits == 0.0));
 }
 
 #[test]

@@ -211,12 +211,12 @@ fn codebooks_that_do_not_fit_are_noticed() {
     let other = run(&tokens(&log()));
     let [gaussian, trained, widened, kept] = specs.map(|spec| row(&other, spec));
     let misfits =
-        |row: &Row| row.fits.iter().filter(|fit| fit.side == Side::Values && fit.is_misfit()).count();
+        |row: &Row| row.fits.iter().filter(|head| head.side == Side::Values && head.fit.is_misfit()).count();
     assert!(trained.misfits().is_some() && misfits(trained) > 0, "{:?}", trained.fits);
     assert_eq!(misfits(gaussian), 0, "{:?}", gaussian.fits);
     assert!(gaussian.kl < trained.kl, "KL {}, {} by codebooks of speeches", gaussian.kl, trained.kl);
-    assert!(kept.fits.iter().any(|fit| fit.is_misfit()), "{:?}", kept.fits);
-    assert!(widened.fits.iter().all(|fit| !fit.is_misfit()), "{:?}", widened.fits);
+    assert!(kept.fits.iter().any(|head| head.fit.is_misfit()), "{:?}", kept.fits);
+    assert!(widened.fits.iter().all(|head| !head.fit.is_misfit()), "{:?}", widened.fits);
     assert!(widened.kl < kept.kl, "KL {}, {} with more bits", kept.kl, widened.kl);
     let same = run(&speech[2048..]);
     specs

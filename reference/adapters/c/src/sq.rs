@@ -131,7 +131,7 @@ pub unsafe extern "C" fn kvc_heads_new(
         let bases = &args::get(bases, "bases")?.0;
         let frequencies = args::slice(frequencies, frequencies_len, "frequencies")?;
         let kvc_bits { keys, values, mean_error } = *args::get(bits, "bits")?;
-        let bits = Bits { keys, values, mean_error: mean_error != 0 };
+        let bits = Bits { keys, values, mean_error: mean_error != 0, widen: false };
         let made: Result<_> = bases.iter().map(|basis| Ok(basis.head(frequencies, &bits)?)).collect();
         heads.write(kvc_heads(made?));
         Ok(())

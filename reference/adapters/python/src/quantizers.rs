@@ -203,7 +203,8 @@ impl ScalarQuantizer {
         let [_] = frequencies.dims("frequencies", "(head_dim / 2,)")?;
         let frequencies = frequencies.floats();
         let Bits { mean_error: usual, .. } = Bits::uniform(value_bits);
-        let bits = Bits { keys: key_bits, values: value_bits, mean_error: mean_error.unwrap_or(usual) };
+        let mean_error = mean_error.unwrap_or(usual);
+        let bits = Bits { keys: key_bits, values: value_bits, mean_error, widen: false };
         let head = |basis: &Py<Basis>| Ok(basis.get().0.head(&frequencies, &bits)?);
         Self::of(bases.iter().map(head).collect::<Result<_>>()?)
     }

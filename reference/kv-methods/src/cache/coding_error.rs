@@ -1,7 +1,7 @@
 //! The errors of codes: those to expect of a calibration, and those found on a sequence.
 
-use kv_attend::owner::Side;
-use kv_llama::Fit;
+use kv_attend::owner::{Fit, Side};
+use kv_llama::HeadFit;
 
 /// The error to expect of a codebook on other tokens, given that on the `n` tokens that it was trained on: each
 /// of its `ksub` centroids is the mean of some of them, which brings it as much nearer to these as it brings it
@@ -37,9 +37,9 @@ impl CodingError {
     }
 
     /// These rows beside the calibration, on which codes had the relative error `expected`.
-    pub fn fit(self, layer: usize, head: usize, side: Side, expected: f64) -> Fit {
+    pub fn fit(self, layer: usize, head: usize, side: Side, expected: f64) -> HeadFit {
         let (found, tokens) = (self.relative(), self.tokens);
-        Fit { layer, head, side, expected, found, tokens, added_bits: 0.0 }
+        HeadFit { layer, head, side, fit: Fit { expected, found, tokens, added_bits: 0.0 } }
     }
 
     /// The error relative to the rows; 0 for rows of zeros.
@@ -58,7 +58,7 @@ mod tests {
         assert_eq!(error.relative(), 0.0);
         error.add(2, [(3.0, 1.0), (4.0, 0.0)].into_iter());
         error.add(1, [(0.0, 0.5)].into_iter());
-        let fit = error.fit(1, 2, Side::Keys, 0.1);
+        let fit = error.fit(1, 2, Side::Keys, 0.1).fit;
         assert_eq!((fit.found, fit.ratio(), fit.tokens), (0.05, 0.5, 3));
     }
 }

@@ -2,7 +2,7 @@
 //! stores.
 
 use kv_attend::owner::Pair;
-use kv_llama::{Fetched, Fit, Footprint, PromptRows};
+use kv_llama::{Fetched, Footprint, HeadFit, PromptRows};
 use kv_model::Config;
 use svd_core::SoftmaxStats;
 
@@ -58,7 +58,7 @@ pub(crate) trait Store: Send + Sync {
         Fetched::default()
     }
     /// See [`KvCache::fits`](kv_llama::KvCache::fits); this is the store of layer `layer`.
-    fn fits(&self, _layer: usize) -> Vec<Fit> {
+    fn fits(&self, _layer: usize) -> Vec<HeadFit> {
         vec![]
     }
     /// An independent copy.

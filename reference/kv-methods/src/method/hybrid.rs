@@ -13,7 +13,7 @@ use std::sync::Arc;
 use kv_attend::owner::Side;
 #[cfg(feature = "cuda")]
 use kv_device::plan::{HybridPlan, Plan};
-use kv_llama::{Fetched, Fit, Footprint};
+use kv_llama::{Fetched, Footprint, HeadFit};
 use kv_model::{Config, Model, Rope};
 #[cfg(feature = "cuda")]
 use pq_core::Window;
@@ -289,7 +289,7 @@ impl Store for HybridStore {
         self.exact.fetched()
     }
 
-    fn fits(&self, layer: usize) -> Vec<Fit> {
+    fn fits(&self, layer: usize) -> Vec<HeadFit> {
         self.coded.fits(layer)
     }
 

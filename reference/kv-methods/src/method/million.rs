@@ -6,7 +6,7 @@ use std::sync::Arc;
 use kv_attend::owner::{Pair, Side};
 #[cfg(feature = "cuda")]
 use kv_device::plan::{CodedRows, Plan};
-use kv_llama::{Fit, Footprint};
+use kv_llama::{Footprint, HeadFit};
 use kv_model::{Config, Model, Rope};
 use pq_core::{
     CodebookBuf, CodedTokens, CodesBuf, Outlier, TrainOptions, decode_into, extract_outliers, lut_into,
@@ -308,7 +308,7 @@ impl Store for MillionStore {
         }
     }
 
-    fn fits(&self, layer: usize) -> Vec<Fit> {
+    fn fits(&self, layer: usize) -> Vec<HeadFit> {
         let fit = |head: usize, side: Side| {
             self.heads[head][side].error.fit(layer, head, side, self.errors[head][side])
         };

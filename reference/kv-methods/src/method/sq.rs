@@ -10,22 +10,24 @@ mod device;
 
 use std::fmt::Display;
 use std::str::FromStr;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
+use kv_attend::Backend;
 use kv_attend::owner::Side;
-use kv_llama::{Fit, Footprint};
+use kv_llama::{Footprint, HeadFit};
 use kv_model::{Config, Model, Rope};
-use pq_core::sq::{HeadCodes, HeadTransform, MAX_BLOCK, Shape, TILE, TransformParts, allot, rotate_by};
-use pq_core::{Backend, Evicted, SoftmaxStats};
+use kv_owners::sq::{Basis, Bits, Codes, Head};
+use pq_core::SoftmaxStats;
+use pq_core::sq::{MAX_BLOCK, Shape, TILE};
 use rayon::prelude::*;
-use svd_core::{Gram, Hadamard, PreRope, Rotation, Rows};
+use svd_core::{Hadamard, Rows};
 
 use super::kind::{Entry, Kind, Site};
 #[cfg(feature = "cuda")]
 use super::on_device::{DeviceKind, Limit};
 use super::settings::Switch;
-use crate::cache::{Geometry, Store, merge_part};
-use crate::calibrate::{Calibration, LayerSamples, mean_row, single};
+use crate::cache::{Geometry, Store};
+use crate::calibrate::{Calibration, LayerSamples};
 use crate::{Error, Profile, Result};
 
 pub(super) const SQ: Entry = Entry {
@@ -83,150 +85,47 @@ struct Sq {
     widen: Option<Switch>,
 }
 
-/// What all sequences share of one head.
-struct HeadPlan {
-    transform: Arc<HeadTransform>,
-    /// Standard deviations of the components of the keys' code on the calibration text, (head_dim,).
-    sigma: Vec<f32>,
-    /// Mean squared error of a score to expect of the codes of a key.
-    error: f64,
-    /// The transform with more bits for keys, each made when a prompt first needs it.
-    wider: Mutex<Vec<Arc<HeadTransform>>>,
-    value_mean: Vec<f32>, // (head_dim,)
-}
-
-impl HeadPlan {
-    /// The transform with the fewest bits for keys that bring an error of `ratio` times the expected one back
-    /// to that, or with 8 bits a component.
-    fn wider(&self, ratio: f64) -> Result<Arc<HeadTransform>> {
-        let dim = self.sigma.len();
-        let (mut order, slots) = (vec![0; dim], self.transform.keys().slots());
-        let most = 8 * dim.div_ceil(16);
-        for slots in slots + 1..=most {
-            let keys = allot(&self.sigma, slots, &mut order)?;
-            let sigma: Vec<f32> = order.iter().map(|&i| self.sigma[i]).collect();
-            if slots < most && ratio * keys.distortion(&sigma)? > self.error {
-                continue;
-            }
-            let mut made = self.wider.lock().unwrap_or_else(PoisonError::into_inner);
-            if let Some(transform) = made.iter().find(|made| made.keys().slots() == slots) {
-                return Ok(transform.clone());
-            }
-            let transform = Arc::new(self.transform.recoded(keys, &order)?);
-            made.push(transform.clone());
-            return Ok(transform);
-        }
-        Ok(self.transform.clone()) // has 8 bits a component
-    }
-}
-
-/// One head of a profile.
-struct SqHead {
-    /// The codes of its keys.
-    keys: Shape,
-    /// Standard deviations of the transformed keys' components, (head_dim,), in the order of the codes.
-    sigma: Vec<f32>,
-    /// Mean of the keys before RoPE, (head_dim,).
-    mean: Vec<f32>,
-    /// Multiplies keys, (head_dim, head_dim): columns in the order of the codes.
-    basis: Vec<f32>,
-    /// Multiplies queries, the same.
-    dual: Vec<f32>,
-    /// Mean of the values, (head_dim,).
-    value_mean: Vec<f32>,
-}
-
 impl Sq {
     /// The name of a profile's entry. Entries serve any bits.
     fn key(&self, l: usize, head: usize, part: &str) -> String {
         format!("sq/{}/{l}/{head}/{part}", self.block)
     }
 
-    /// Slots of the keys' codes: each is a bit for every sixteenth component.
-    fn slots(&self, head_dim: usize) -> usize {
-        ((self.keys.0 * head_dim.div_ceil(16) as f32) as usize).max(1)
+    /// Bits of the codes of a head.
+    fn bits(&self) -> Bits {
+        let widen = self.widen != Some(Switch::Off);
+        Bits { keys: self.keys.0, values: self.values, mean_error: self.mean_error, widen }
     }
 
-    /// The transform of a head's keys.
-    fn fit(&self, rope: &Rope, layer: &LayerSamples, geometry: Geometry, head: usize) -> Result<Fitted> {
-        let dim = geometry.head_dim;
-        let mut keys = geometry.head_rows(head, &layer.keys);
-        let mean = mean_row(&keys, dim);
-        for (i, key) in keys.chunks_exact_mut(dim).enumerate() {
-            key.iter_mut().zip(&mean).for_each(|(x, mean)| *x -= mean);
-            // Where the key would be in its block, relative to the middle.
-            let position = (i % self.block) as i64 - (self.block / 2) as i64;
-            rotate_by(rope.frequencies(), position, key)?;
-        }
-        let mut covariance: Gram<PreRope> = Gram::new(dim)?;
-        covariance.add_rows(Rows::contiguous(&keys, dim)?)?;
-        let rotation = Rotation::query_metric(&covariance, &layer.plain_query_grams[head])?;
-        let value_mean = mean_row(&geometry.head_rows(head, &layer.values), dim);
-        Ok(Fitted { mean, rotation, value_mean })
+    /// The basis of a head.
+    fn fit(&self, rope: &Rope, layer: &LayerSamples, geometry: Geometry, head: usize) -> Result<Basis> {
+        let (dim, kv_dim) = (geometry.head_dim, geometry.kv_dim());
+        let of_head = |rows| Rows::contiguous(rows, kv_dim)?.columns(head * dim, dim);
+        let (keys, values) = (of_head(&layer.keys)?, of_head(&layer.values)?);
+        Ok(Basis::fit(keys, &layer.plain_query_grams[head], values, rope.frequencies(), self.block)?)
     }
 
-    /// The heads of layer `l` in the profile.
-    fn heads(&self, config: &Config, profile: &Profile, l: usize) -> Result<Vec<SqHead>> {
+    /// The bases of layer `l` in the profile.
+    fn bases(&self, config: &Config, profile: &Profile, l: usize) -> Result<Vec<Basis>> {
         let dim = config.head_dim;
-        let head = |head: usize| -> Result<SqHead> {
-            let part = |part, len: usize| -> Result<&[f32]> {
+        let basis = |head: usize| -> Result<Basis> {
+            let part = |part, len: usize| -> Result<Vec<f32>> {
                 let entry = self.key(l, head, part);
                 let values = profile.floats(&entry)?;
                 let wrong = || Error::Profile(format!("`{entry}` has {} elements, not {len}", values.len()));
-                if values.len() == len { Ok(values) } else { Err(wrong()) }
+                if values.len() == len { Ok(values.to_vec()) } else { Err(wrong()) }
             };
-            let mut order = vec![0; dim];
-            let sigma = part("sigma", dim)?;
-            let keys =
-                allot(sigma, self.slots(dim), &mut order).map_err(|e| Error::Profile(e.to_string()))?;
-            let columns = |map: &[f32]| -> Vec<f32> {
-                map.chunks_exact(dim).flat_map(|row| order.iter().map(move |&c| row[c])).collect()
-            };
-            Ok(SqHead {
-                keys,
-                sigma: order.iter().map(|&c| sigma[c]).collect(),
-                mean: part("mean", dim)?.to_vec(),
-                basis: columns(part("basis", dim * dim)?),
-                dual: columns(part("dual", dim * dim)?),
-                value_mean: part("value-mean", dim)?.to_vec(),
-            })
-        };
-        (0..config.n_kv_heads).map(head).collect()
-    }
-
-    /// Layer `l` from the profile.
-    fn plan(&self, site: &Site<'_>, l: usize) -> Result<Vec<HeadPlan>> {
-        let rope = site.rope(l);
-        let plan = |head: SqHead| -> Result<HeadPlan> {
-            let transform = HeadTransform::new(&TransformParts {
-                frequencies: rope.frequencies(),
-                mean: &head.mean,
-                basis: &head.basis,
-                dual: &head.dual,
-                keys: head.keys,
-                values: Shape::uniform(site.config.head_dim, self.values)?,
+            Ok(Basis {
                 block: self.block,
-                mean_error: self.mean_error,
-            });
-            let transform = Arc::new(transform.map_err(|e| Error::Profile(e.to_string()))?);
-            let (sigma, value_mean) = (head.sigma, head.value_mean);
-            Ok(HeadPlan {
-                error: head.keys.distortion(&sigma)?,
-                transform,
-                sigma,
-                wider: Mutex::default(),
-                value_mean,
+                mean: part("mean", dim)?,
+                basis: part("basis", dim * dim)?,
+                dual: part("dual", dim * dim)?,
+                sigma: part("sigma", dim)?,
+                value_mean: part("value-mean", dim)?,
             })
         };
-        self.heads(site.config, site.profile, l)?.into_iter().map(plan).collect()
+        (0..config.n_kv_heads).map(basis).collect()
     }
-}
-
-/// One head's keys, fitted.
-struct Fitted {
-    mean: Vec<f32>,
-    rotation: Rotation,
-    value_mean: Vec<f32>,
 }
 
 impl Kind for Sq {
@@ -258,14 +157,14 @@ impl Kind for Sq {
             .flat_map(|l| (0..geometry.n_kv_heads).map(move |head| (l, head)))
             .collect();
         let fit = |&(l, head): &(usize, usize)| self.fit(rope.layer(l), &samples.layers[l], geometry, head);
-        let fitted = heads.par_iter().map(fit).collect::<Result<Vec<_>>>()?;
-        for ((l, head), Fitted { mean, rotation, value_mean }) in heads.into_iter().zip(fitted) {
+        let bases = heads.par_iter().map(fit).collect::<Result<Vec<_>>>()?;
+        for ((l, head), basis) in heads.into_iter().zip(bases) {
             let parts = [
-                ("mean", mean),
-                ("basis", single(rotation.basis())),
-                ("dual", single(rotation.dual())),
-                ("sigma", single(rotation.sigma())),
-                ("value-mean", value_mean),
+                ("mean", basis.mean),
+                ("basis", basis.basis),
+                ("dual", basis.dual),
+                ("sigma", basis.sigma),
+                ("value-mean", basis.value_mean),
             ];
             for (part, values) in parts {
                 profile.put_floats(self.key(l, head, part), values);
@@ -280,50 +179,17 @@ impl Kind for Sq {
     }
 
     fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {
-        let hadamard = Hadamard::new(site.config.head_dim)?;
         site.layers(|l| {
-            let plans = Arc::new(self.plan(site, l)?);
-            let heads = plans.iter().map(|plan| CodedHead::new(plan.transform.clone())).collect();
-            let (geometry, widen) = (site.geometry, self.widen != Some(Switch::Off));
-            Ok(SqStore { geometry, rope: site.rope(l), hadamard, widen, plans, heads })
+            let rope = site.rope(l);
+            let head = |basis: Basis| {
+                let head = basis.head(rope.frequencies(), &self.bits());
+                head.map_err(|e| Error::Profile(e.to_string()))
+            };
+            let bases = self.bases(site.config, site.profile, l)?.into_iter();
+            let shared = bases.map(head).collect::<Result<Vec<_>>>()?;
+            let heads = shared.iter().cloned().map(Codes::new).collect();
+            Ok(SqStore { geometry: site.geometry, rope, shared, heads })
         })
-    }
-}
-
-/// The codes of one head, and what they have lost of its keys.
-#[derive(Clone)]
-struct CodedHead {
-    codes: HeadCodes,
-    key_error: f64, // squared, of all tokens coded since the first one
-    tokens: usize,  // the same
-}
-
-impl CodedHead {
-    fn new(transform: Arc<HeadTransform>) -> Self {
-        Self { codes: HeadCodes::new(transform), key_error: 0.0, tokens: 0 }
-    }
-
-    /// See [`HeadCodes::append`].
-    fn append(&mut self, pos: usize, keys: &[f32], values: &[f32]) -> Result<()> {
-        let Evicted { tokens, key_error, .. } = self.codes.append(Backend::detect(), pos, keys, values)?;
-        self.key_error += key_error;
-        self.tokens += tokens;
-        Ok(())
-    }
-
-    /// How well the keys' codes fit.
-    fn fit(&self, layer: usize, head: usize, plan: &HeadPlan) -> Fit {
-        let (dim, slots) = (plan.sigma.len(), self.codes.transform().keys().slots());
-        let added = slots - plan.transform.keys().slots();
-        Fit {
-            layer,
-            head,
-            side: Side::Keys,
-            expected: plan.error,
-            found: self.key_error / self.tokens.max(1) as f64,
-            tokens: self.tokens,
-            added_bits: added as f64 / dim.div_ceil(16) as f64,
-        }
     }
 }
 
@@ -331,43 +197,26 @@ impl CodedHead {
 struct SqStore {
     geometry: Geometry,
     rope: Arc<Rope>,
-    hadamard: Hadamard,
-    widen: bool,
-    plans: Arc<Vec<HeadPlan>>,
-    heads: Vec<CodedHead>,
+    shared: Vec<Arc<Head>>,
+    heads: Vec<Codes>,
 }
 
 impl Store for SqStore {
     fn push(&mut self, pos: usize, k: &[f32], v: &[f32]) -> Result<()> {
-        let (dim, kv_dim) = (self.geometry.head_dim, self.geometry.kv_dim());
-        let rotated = self.rope.rotated(k, kv_dim, pos);
-        for (head, (plan, coded)) in self.plans.iter().zip(&mut self.heads).enumerate() {
-            let keys = self.geometry.head_rows(head, &rotated);
-            let mut values = self.geometry.head_rows(head, v);
-            for row in values.chunks_exact_mut(dim) {
-                row.iter_mut().zip(&plan.value_mean).for_each(|(x, mean)| *x -= mean);
-            }
-            self.hadamard.forward(&mut values)?;
-            let is_first = coded.tokens == 0;
-            coded.append(pos, &keys, &values)?;
-            let fit = coded.fit(0, head, plan);
-            if self.widen && is_first && fit.is_misfit() {
-                *coded = CodedHead::new(plan.wider(fit.ratio())?);
-                coded.append(pos, &keys, &values)?;
-            }
+        let rotated = self.rope.rotated(k, self.geometry.kv_dim(), pos);
+        for (head, codes) in self.heads.iter_mut().enumerate() {
+            let [keys, values] = [&rotated[..], v].map(|rows| self.geometry.head_rows(head, rows));
+            codes.append(Backend::detect(), pos, &keys, values)?;
         }
         Ok(())
     }
 
     fn len(&self) -> usize {
-        self.heads[0].codes.len()
+        self.heads[0].codes().len()
     }
 
     fn truncate(&mut self, len: usize) -> Result<()> {
-        if len == 0 {
-            self.heads = self.plans.iter().map(|plan| CodedHead::new(plan.transform.clone())).collect();
-        }
-        self.heads.iter_mut().for_each(|head| head.codes.truncate(len));
+        self.heads.iter_mut().for_each(|codes| codes.truncate(len));
         Ok(())
     }
 
@@ -379,36 +228,23 @@ impl Store for SqStore {
         out: &mut [f32],
         stats: &mut [SoftmaxStats],
     ) -> Result<()> {
-        let (plan, codes) = (&self.plans[head], &self.heads[head].codes);
+        let codes = &self.heads[head];
         let mut scratch = vec![0.0; codes.scratch_len(stats.len())];
-        let (mut part, mut part_stats) = (vec![0.0; out.len()], vec![SoftmaxStats::EMPTY; stats.len()]);
-        let range = first..codes.len();
-        codes.attend_into(Backend::detect(), q, range, None, &mut scratch, &mut part, &mut part_stats)?;
-        merge_part((&part, &part_stats), out, stats, |part, weight, row| {
-            row.copy_from_slice(part);
-            self.hadamard.inverse(row)?;
-            row.iter_mut().zip(&plan.value_mean).for_each(|(x, mean)| *x += weight * mean);
-            Ok(())
-        })
+        Ok(codes.attend_into(Backend::detect(), q, first..self.len(), None, &mut scratch, out, stats)?)
     }
 
     fn footprint(&self) -> Footprint {
-        let vectors = 2 * 4 * self.geometry.head_dim; // deviations of keys, mean of values
-        let of_head = |(plan, head): (&HeadPlan, &CodedHead)| {
-            let (own, wider) = (&plan.transform, head.codes.transform());
-            let widened = if Arc::ptr_eq(own, wider) { 0 } else { wider.size() };
-            own.size() + widened + vectors
-        };
         Footprint {
-            kept: self.heads.iter().map(|head| head.codes.size()).sum(),
-            shared: self.plans.iter().zip(&self.heads).map(of_head).sum(),
+            kept: self.heads.iter().map(|codes| codes.codes().size()).sum(),
+            shared: self.shared.iter().map(|head| head.size()).sum(),
             ..Footprint::default()
         }
     }
 
-    fn fits(&self, layer: usize) -> Vec<Fit> {
-        let heads = self.plans.iter().zip(&self.heads).enumerate();
-        heads.map(|(head, (plan, coded))| coded.fit(layer, head, plan)).collect()
+    fn fits(&self, layer: usize) -> Vec<HeadFit> {
+        let fit =
+            |(head, codes): (usize, &Codes)| HeadFit { layer, head, side: Side::Keys, fit: codes.fit() };
+        self.heads.iter().enumerate().map(fit).collect()
     }
 
     fn clone_box(&self) -> Box<dyn Store> {

@@ -40,6 +40,13 @@ pub struct Bits {
     pub values: u32,
     /// Whether blocks keep the mean of the error of their values, 16 bits a component: worth it up to 2 bits.
     pub mean_error: bool,
+    /// Whether a sequence whose keys do not fit the basis, by [`Fit::is_misfit`], has as many more bits for
+    /// those of this head as bring their error back to the expected one. That is decided by the first tokens
+    /// that leave the window, at least 64 of them at once, so it depends on how a prompt is divided among
+    /// appends.
+    ///
+    /// [`Fit::is_misfit`]: kv_attend::owner::Fit::is_misfit
+    pub widen: bool,
 }
 
 /// 4 bits.
@@ -50,11 +57,35 @@ impl Default for Bits {
 }
 
 impl Bits {
-    /// The same bits for keys and values, with the mean of the error up to 2.
+    /// The same bits for keys and values of all sequences, with the mean of the error up to 2.
     #[must_use]
     pub const fn uniform(bits: u32) -> Self {
-        Self { keys: bits as f32, values: bits, mean_error: bits <= 2 }
+        Self { keys: bits as f32, values: bits, mean_error: bits <= 2, widen: false }
     }
+
+    /// Slots of the codes of keys of `dim` components: each is a bit for every sixteenth component.
+    ///
+    /// # Errors
+    /// [`Error::KeyBits`].
+    pub fn key_slots(&self, dim: usize) -> Result<usize, Error> {
+        if !((0.125..=8.0).contains(&self.keys) && (8.0 * self.keys).fract() == 0.0) {
+            return Err(Error::KeyBits { bits: self.keys });
+        }
+        Ok(((self.keys * dim.div_ceil(16) as f32) as usize).max(1))
+    }
+}
+
+/// The basis of a head's keys in the order of their codes.
+#[derive(Clone, Debug, PartialEq)]
+pub struct CodedKeys {
+    /// The codes.
+    pub shape: Shape,
+    /// Multiplies keys: (dim, dim), row-major.
+    pub basis: Vec<f32>,
+    /// Multiplies queries: the same.
+    pub dual: Vec<f32>,
+    /// Deviations of the components: (dim,).
+    pub sigma: Vec<f32>,
 }
 
 /// The basis of a head, for any number of bits. Its parts are plain numbers, which an engine may store as it
@@ -96,9 +127,8 @@ impl Basis {
         heads: usize,
         block: usize,
     ) -> Result<Vec<Self>, Error> {
-        check_block(block)?;
         let dims = samples.dims(heads)?;
-        let fit = |head: usize| Self::fit(samples, heads, head, dims, block);
+        let fit = |head: usize| Self::fit_head(samples, heads, head, dims, block);
         #[cfg(feature = "rayon")]
         {
             use rayon::prelude::*;
@@ -108,31 +138,57 @@ impl Basis {
         (0..heads).map(fit).collect()
     }
 
-    fn fit<E: Element>(
+    fn fit_head<E: Element>(
         samples: &Samples<'_, E>,
         heads: usize,
         head: usize,
         [dim, dim_v]: [usize; 2],
         block: usize,
     ) -> Result<Self, Error> {
-        let mut keys = samples.plain(samples.keys.columns(head * dim, dim)?)?;
-        let mean = mean_row(&keys, dim);
-        for (i, key) in keys.chunks_exact_mut(dim).enumerate() {
-            key.iter_mut().zip(&mean).for_each(|(x, mean)| *x -= mean);
-            // Where the key would be in its block, relative to the middle.
-            let position = (i % block) as i64 - (block / 2) as i64;
-            rotate_by(samples.frequencies, position, key)?;
-        }
-        let mut covariance: Gram<PreRope> = Gram::new(dim)?;
-        covariance.add_rows(Rows::contiguous(&keys, dim)?)?;
+        let keys = samples.plain(samples.keys.columns(head * dim, dim)?)?;
         let mut metric: Gram<PreRope> = Gram::new(dim)?;
         let group = samples.queries.components() / (heads * dim);
         for query_head in head * group..(head + 1) * group {
             let queries = samples.plain(samples.queries.columns(query_head * dim, dim)?)?;
             metric.add_rows(Rows::contiguous(&queries, dim)?)?;
         }
-        let rotation = Rotation::query_metric(&covariance, &metric)?;
-        let value_mean = mean_row(&floats(samples.values.columns(head * dim_v, dim_v)?), dim_v);
+        let values = samples.values.columns(head * dim_v, dim_v)?;
+        Self::fit(Rows::contiguous(&keys, dim)?, &metric, values, samples.frequencies, block)
+    }
+
+    /// Fits the basis of one head, given the second moment `metric` of the queries of its group before RoPE:
+    /// [`fit_layer`](Self::fit_layer).
+    ///
+    /// # Shapes
+    /// `keys` (n, dim) before RoPE, `values` (m, dim of the values), n and m at least 1; `frequencies`
+    /// (dim / 2,).
+    /// # Errors
+    /// As [`fit_layer`](Self::fit_layer).
+    pub fn fit<K: Element, V: Element>(
+        keys: Rows<'_, K>,
+        metric: &Gram<PreRope>,
+        values: Rows<'_, V>,
+        frequencies: &[f32],
+        block: usize,
+    ) -> Result<Self, Error> {
+        check_block(block)?;
+        for (what, rows) in [("keys", keys.rows()), ("values", values.rows())] {
+            if rows == 0 {
+                return Err(kv_attend::Error::Zero { what }.into());
+            }
+        }
+        let (dim, dim_v, mut keys) = (keys.components(), values.components(), floats(keys));
+        let mean = mean_row(&keys, dim);
+        for (i, key) in keys.chunks_exact_mut(dim).enumerate() {
+            key.iter_mut().zip(&mean).for_each(|(x, mean)| *x -= mean);
+            // Where the key would be in its block, relative to the middle.
+            let position = (i % block) as i64 - (block / 2) as i64;
+            rotate_by(frequencies, position, key)?;
+        }
+        let mut covariance: Gram<PreRope> = Gram::new(dim)?;
+        covariance.add_rows(Rows::contiguous(&keys, dim)?)?;
+        let rotation = Rotation::query_metric(&covariance, metric)?;
+        let value_mean = mean_row(&floats(values), dim_v);
         check_finite("mean of the values", &value_mean)?;
         Ok(Self {
             block,
@@ -144,22 +200,14 @@ impl Basis {
         })
     }
 
-    /// The shared state of the head's caches at some number of bits. `frequencies` are those of
-    /// [`Samples::frequencies`].
+    /// The basis of the keys in the order of codes of `slots` slots ([`Bits::key_slots`]).
     ///
     /// # Errors
-    /// [`Error::KeyBits`]; those of [`allot`], [`Shape::new`] and [`HeadTransform::new`], for bits of values
-    /// outside their range and parts that do not fit together; [`svd_core::Error::TooLarge`] for values that
-    /// have no Hadamard transform.
-    pub fn head(&self, frequencies: &[f32], bits: &Bits) -> Result<Arc<Head>, Error> {
+    /// Those of [`allot`]; [`kv_attend::Error::Length`] for maps of another size.
+    pub fn coded_keys(&self, slots: usize) -> Result<CodedKeys, Error> {
         let dim = self.sigma.len();
-        if !((0.125..=8.0).contains(&bits.keys) && (8.0 * bits.keys).fract() == 0.0) {
-            return Err(Error::KeyBits { bits: bits.keys });
-        }
-        // Slots are bits for every sixteenth component.
-        let slots = bits.keys * dim.div_ceil(16) as f32;
         let mut order = vec![0; dim];
-        let keys = allot(&self.sigma, (slots as usize).max(1), &mut order)?;
+        let shape = allot(&self.sigma, slots, &mut order)?;
         for (what, map) in [("basis", &self.basis), ("dual", &self.dual)] {
             if map.len() != dim * dim {
                 let (expected, actual) = (dim * dim, map.len());
@@ -169,18 +217,31 @@ impl Basis {
         let columns = |map: &[f32]| -> Vec<f32> {
             map.chunks_exact(dim).flat_map(|row| order.iter().map(move |&c| row[c])).collect()
         };
+        let sigma = order.iter().map(|&c| self.sigma[c]).collect();
+        Ok(CodedKeys { shape, basis: columns(&self.basis), dual: columns(&self.dual), sigma })
+    }
+
+    /// The shared state of the head's caches at some number of bits. `frequencies` are those of
+    /// [`Samples::frequencies`].
+    ///
+    /// # Errors
+    /// [`Error::KeyBits`]; those of [`allot`], [`Shape::new`] and [`HeadTransform::new`], for bits of values
+    /// outside their range and parts that do not fit together; [`svd_core::Error::TooLarge`] for values that
+    /// have no Hadamard transform.
+    pub fn head(&self, frequencies: &[f32], bits: &Bits) -> Result<Arc<Head>, Error> {
+        let CodedKeys { shape, basis, dual, sigma } = self.coded_keys(bits.key_slots(self.sigma.len())?)?;
         check_finite("mean of the values", &self.value_mean)?;
         let transform = HeadTransform::new(&TransformParts {
             frequencies,
             mean: &self.mean,
-            basis: &columns(&self.basis),
-            dual: &columns(&self.dual),
-            keys,
+            basis: &basis,
+            dual: &dual,
+            keys: shape,
             values: Shape::uniform(self.value_mean.len(), bits.values)?,
             block: self.block,
             mean_error: bits.mean_error,
         })?;
-        Head::new(transform, &self.value_mean)
+        Head::new(transform, sigma, &self.value_mean, bits.widen)
     }
 
     /// The basis as bytes, with a checksum.

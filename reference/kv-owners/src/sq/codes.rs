@@ -1,8 +1,9 @@
 //! The coded tokens of a head, whose values come and go in their own basis.
 
+use std::ops::Range;
 use std::sync::Arc;
 
-use kv_attend::owner::{EvictedRows, Queries, Reader, Store, Writer};
+use kv_attend::owner::{EvictedRows, Fit, Queries, Reader, Store, Writer};
 use kv_attend::{Backend, Element, Rows, SoftmaxStats};
 use pq_core::Evicted;
 use pq_core::sq::HeadCodes;
@@ -13,18 +14,142 @@ use crate::Error;
 /// Query heads that are attended together: their statistics are on the stack.
 const HEADS: usize = 16;
 
-/// [`HeadCodes`] with the transforms of a [`Head`].
+/// [`HeadCodes`] with the transforms of a [`Head`], and what coding has lost.
 #[derive(Clone, Debug)]
 pub struct Codes {
     head: Arc<Head>,
     codes: HeadCodes,
+    key_error: f64, // squared, of all tokens coded since the first one
+    tokens: usize,  // the same
 }
 
 impl Codes {
+    /// No tokens.
+    #[must_use]
+    pub fn new(head: Arc<Head>) -> Self {
+        Self { codes: HeadCodes::new(head.transform().clone()), head, key_error: 0.0, tokens: 0 }
+    }
+
     /// The codes.
     #[must_use]
     pub const fn codes(&self) -> &HeadCodes {
         &self.codes
+    }
+
+    /// How well the codes of the keys fit them: errors are mean squares of the error of a score.
+    #[must_use]
+    pub fn fit(&self) -> Fit {
+        let [own, slots] = [self.head.transform(), self.codes.transform()].map(|made| made.keys().slots());
+        Fit {
+            expected: self.head.expected_error(),
+            found: self.key_error / self.tokens.max(1) as f64,
+            tokens: self.tokens,
+            added_bits: (slots - own) as f64 / self.codes.transform().keys().dim().div_ceil(16) as f64,
+        }
+    }
+
+    /// Codes whole blocks of tokens: [`HeadCodes::append`] of values that are plain. The first ones decide
+    /// whether the codes of the keys have more bits: [`Bits::widen`](super::Bits::widen).
+    ///
+    /// # Shapes
+    /// `keys` (n, dim) after RoPE, the first at position `first`; `values` (n, dim of the values).
+    /// # Errors
+    /// As [`HeadCodes::append`].
+    pub fn append(
+        &mut self,
+        backend: Backend,
+        first: usize,
+        keys: &[f32],
+        mut values: Vec<f32>,
+    ) -> Result<Evicted, Error> {
+        self.head.forward(&mut values)?;
+        let is_first = self.tokens == 0;
+        let evicted = self.append_coded(backend, first, keys, &values)?;
+        let fit = self.fit();
+        if !(self.head.widens() && is_first && fit.is_misfit()) {
+            return Ok(evicted);
+        }
+        let transform = self.head.wider(fit.ratio())?;
+        *self = Self { codes: HeadCodes::new(transform), ..Self::new(self.head.clone()) };
+        self.append_coded(backend, first, keys, &values)
+    }
+
+    fn append_coded(
+        &mut self,
+        backend: Backend,
+        first: usize,
+        keys: &[f32],
+        values: &[f32],
+    ) -> Result<Evicted, Error> {
+        let evicted = self.codes.append(backend, first, keys, values)?;
+        self.key_error += evicted.key_error;
+        self.tokens += evicted.tokens;
+        Ok(evicted)
+    }
+
+    /// Drops all tokens from index `len` on. Without any left, the codes have the head's bits again.
+    pub fn truncate(&mut self, len: usize) {
+        match len {
+            0 => *self = Self::new(self.head.clone()),
+            _ => self.codes.truncate(len),
+        }
+    }
+
+    /// Elements of the scratch of [`attend_into`](Self::attend_into) for `group` query heads.
+    #[must_use]
+    pub fn scratch_len(&self, group: usize) -> usize {
+        let heads = group.min(HEADS);
+        self.codes.scratch_len(heads).saturating_add(heads * self.head.value_mean().len())
+    }
+
+    /// Adds the tokens of `range` to the `out` and `stats` of a group of query heads:
+    /// [`HeadCodes::attend_into`] with plain values.
+    ///
+    /// # Shapes
+    /// `scaled` (group, dim): queries after RoPE, scaled; `scratch` at least
+    /// [`scratch_len`](Self::scratch_len), best at a cache line; `out` (group, dim of the values); `stats`
+    /// (group,).
+    /// # Errors
+    /// As [`HeadCodes::attend_into`].
+    #[expect(clippy::too_many_arguments, reason = "those of HeadCodes::attend_into")]
+    pub fn attend_into(
+        &self,
+        backend: Backend,
+        scaled: &[f32],
+        range: Range<usize>,
+        softcap: Option<f32>,
+        scratch: &mut [f32],
+        out: &mut [f32],
+        stats: &mut [SoftmaxStats],
+    ) -> Result<(), Error> {
+        let (dim, dim_v) = (self.codes.transform().keys().dim(), self.head.value_mean().len());
+        let heads = stats.len().min(HEADS);
+        for (what, actual, row) in [("queries", scaled.len(), dim), ("out", out.len(), dim_v)] {
+            let expected = stats.len().saturating_mul(row);
+            if actual != expected {
+                return Err(kv_attend::Error::Length { what, expected, actual }.into());
+            }
+        }
+        let codes_len = scratch.len().checked_sub(heads * dim_v).ok_or(kv_attend::Error::TooShort {
+            what: "scratch",
+            needed: self.scratch_len(stats.len()),
+            actual: scratch.len(),
+        })?;
+        // The parts of the scratch keep its alignment: codes first.
+        let (scratch, parts) = scratch.split_at_mut(codes_len);
+        let outs = out.chunks_mut(HEADS * dim_v).zip(stats.chunks_mut(HEADS));
+        for (scaled, (out, stats)) in scaled.chunks(HEADS * dim).zip(outs) {
+            let (part, part_stats) = (&mut parts[..out.len()], &mut [SoftmaxStats::EMPTY; HEADS]);
+            let part_stats = &mut part_stats[..stats.len()];
+            part.fill(0.0);
+            self.codes.attend_into(backend, scaled, range.clone(), softcap, scratch, part, part_stats)?;
+            let rows = out.chunks_exact_mut(dim_v).zip(stats);
+            for ((part, part_stats), (out, stats)) in part.chunks_exact_mut(dim_v).zip(part_stats).zip(rows) {
+                self.head.inverse(part_stats.sum, part)?;
+                stats.merge(out, *part_stats, part)?;
+            }
+        }
+        Ok(())
     }
 }
 
@@ -38,7 +163,7 @@ impl<E: Element> Store<E> for Codes {
     const QUERIES: usize = HEADS;
 
     fn new(head: Arc<Head>) -> Self {
-        Self { codes: HeadCodes::new(head.transform().clone()), head }
+        Self::new(head)
     }
 
     fn dims(&self) -> [usize; 2] {
@@ -62,18 +187,15 @@ impl<E: Element> Store<E> for Codes {
             parts.iter().flat_map(|rows| rows.iter().flatten()).map(|x| x.to_f32()).collect()
         };
         let [keys, values] = evicted.sides();
-        let (keys, mut values) = (whole(keys), whole(values));
-        self.head.forward(&mut values)?;
-        Ok(self.codes.append(backend, evicted.first(), &keys, &values)?)
+        Self::append(self, backend, evicted.first(), &whole(keys), whole(values))
     }
 
     fn truncate(&mut self, len: usize) {
-        self.codes.truncate(len);
+        Self::truncate(self, len);
     }
 
     fn scratch_len(&self, _query_tokens: usize, group: usize) -> usize {
-        let heads = group.min(HEADS);
-        self.codes.scratch_len(heads).saturating_add(heads * self.head.value_mean().len())
+        Self::scratch_len(self, group)
     }
 
     fn attend_into(
@@ -86,33 +208,20 @@ impl<E: Element> Store<E> for Codes {
     ) -> Result<(), Error> {
         let [dim, dim_v] = Store::<E>::dims(&self.codes);
         let (group, softcap) = (queries.group(), queries.attention().softcap);
-        // The parts of the scratch keep its alignment: codes first.
-        let (scratch, parts) = scratch.split_at_mut(scratch.len() - group.min(HEADS) * dim_v);
         let each_token = queries.scaled().chunks_exact(group * dim);
         let outs = out.chunks_exact_mut(group * dim_v).zip(stats.chunks_exact_mut(group));
         for (i, (scaled, (out, stats))) in each_token.zip(outs).enumerate() {
             let range = queries.visible(i, self.codes.len());
-            let outs = out.chunks_mut(HEADS * dim_v).zip(stats.chunks_mut(HEADS));
-            for (scaled, (out, stats)) in scaled.chunks(HEADS * dim).zip(outs) {
-                let (part, part_stats) = (&mut parts[..out.len()], &mut [SoftmaxStats::EMPTY; HEADS]);
-                let part_stats = &mut part_stats[..stats.len()];
-                part.fill(0.0);
-                let range = range.clone();
-                self.codes.attend_into(backend, scaled, range, softcap, scratch, part, part_stats)?;
-                let rows = out.chunks_exact_mut(dim_v).zip(stats);
-                for ((part, part_stats), (out, stats)) in
-                    part.chunks_exact_mut(dim_v).zip(part_stats).zip(rows)
-                {
-                    self.head.inverse(part_stats.sum, part)?;
-                    stats.merge(out, *part_stats, part)?;
-                }
-            }
+            Self::attend_into(self, backend, scaled, range, softcap, scratch, out, stats)?;
         }
         Ok(())
     }
 
     fn write(&self, writer: &mut Writer) {
         writer.u64(self.head.id());
+        writer.usize(self.codes.transform().keys().slots());
+        writer.u64(self.key_error.to_bits());
+        writer.usize(self.tokens);
         Store::<E>::write(&self.codes, writer);
     }
 
@@ -120,7 +229,12 @@ impl<E: Element> Store<E> for Codes {
         if reader.u64()? != head.id() {
             return Err(kv_attend::Error::BadField { what: "mean of the values" }.into());
         }
-        let codes = <HeadCodes as Store<E>>::read(reader, head.transform())?;
-        Ok(Self { head: head.clone(), codes })
+        let transform = head.with_slots(reader.usize()?)?;
+        let (key_error, tokens) = (f64::from_bits(reader.u64()?), reader.usize()?);
+        if !(key_error.is_finite() && key_error >= 0.0) {
+            return Err(kv_attend::Error::BadField { what: "error of the keys" }.into());
+        }
+        let codes = <HeadCodes as Store<E>>::read(reader, &transform)?;
+        Ok(Self { head: head.clone(), codes, key_error, tokens })
     }
 }

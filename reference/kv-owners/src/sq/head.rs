@@ -1,9 +1,9 @@
 //! What the caches of all sequences share of a head.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use kv_attend::owner::{Reader, Writer};
-use pq_core::sq::HeadTransform;
+use pq_core::sq::{HeadTransform, Shape, allot};
 use svd_core::Hadamard;
 
 use crate::Error;
@@ -12,22 +12,41 @@ const MAGIC: [u8; 4] = *b"SQHD";
 const VERSION: u32 = 1;
 
 /// The transforms of a head's keys and values at some number of bits: [`Basis::head`](super::Basis::head).
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub struct Head {
     transform: Arc<HeadTransform>,
-    hadamard: Hadamard,   // of the values
+    sigma: Vec<f32>, // deviations of the components of keys in the order of their codes, (dim,)
+    expected: f64,   // mean squared error of a score
+    widen: bool,     // for a sequence that does not fit
+    hadamard: Hadamard, // of the values
     value_mean: Vec<f32>, // (dim of the values,)
-    id: u64,              // of the mean
+    id: u64,         // of the mean
+    /// The transform with more bits for keys, each made when a sequence first needs it.
+    wider: Mutex<Vec<Arc<HeadTransform>>>,
 }
 
 impl Head {
-    pub(super) fn new(transform: HeadTransform, value_mean: &[f32]) -> Result<Arc<Self>, Error> {
+    pub(super) fn new(
+        transform: HeadTransform,
+        sigma: Vec<f32>,
+        value_mean: &[f32],
+        widen: bool,
+    ) -> Result<Arc<Self>, Error> {
         let hadamard = Hadamard::new(transform.values().dim())?;
         // FNV-1a, 32 bits at a time.
         let id = value_mean.iter().fold(0xcbf2_9ce4_8422_2325, |id: u64, x| {
             (id ^ u64::from(x.to_bits())).wrapping_mul(0x100_0000_01b3)
         });
-        Ok(Arc::new(Self { transform: Arc::new(transform), hadamard, value_mean: value_mean.to_vec(), id }))
+        Ok(Arc::new(Self {
+            expected: transform.keys().distortion(&sigma)?,
+            transform: Arc::new(transform),
+            sigma,
+            widen,
+            hadamard,
+            value_mean: value_mean.to_vec(),
+            id,
+            wider: Mutex::default(),
+        }))
     }
 
     /// The transform of the keys, and the shapes of the codes.
@@ -40,6 +59,55 @@ impl Head {
     #[must_use]
     pub fn value_mean(&self) -> &[f32] {
         &self.value_mean
+    }
+
+    /// The mean squared error of a score to expect of the code of a key.
+    #[must_use]
+    pub const fn expected_error(&self) -> f64 {
+        self.expected
+    }
+
+    /// Whether a sequence whose keys do not fit has more bits.
+    pub(super) const fn widens(&self) -> bool {
+        self.widen
+    }
+
+    /// The transform with the fewest bits for keys that bring an error of `ratio` times the expected one back
+    /// to that, or with 8 bits a component.
+    pub(super) fn wider(&self, ratio: f64) -> Result<Arc<HeadTransform>, Error> {
+        let (least, most) = (self.transform.keys().slots() + 1, most_slots(self.sigma.len()));
+        for slots in least..most {
+            let (keys, order) = self.allot(slots)?;
+            let sigma: Vec<f32> = order.iter().map(|&i| self.sigma[i]).collect();
+            if ratio * keys.distortion(&sigma)? <= self.expected {
+                return self.with_slots(slots);
+            }
+        }
+        self.with_slots(most.max(least - 1))
+    }
+
+    /// The transform with `slots` slots for keys, no fewer than its own.
+    pub(super) fn with_slots(&self, slots: usize) -> Result<Arc<HeadTransform>, Error> {
+        let own = self.transform.keys().slots();
+        if slots == own {
+            return Ok(self.transform.clone());
+        }
+        if !(own..=most_slots(self.sigma.len())).contains(&slots) {
+            return Err(kv_attend::Error::BadField { what: "slots of keys" }.into());
+        }
+        let mut made = self.wider.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(transform) = made.iter().find(|made| made.keys().slots() == slots) {
+            return Ok(transform.clone());
+        }
+        let (keys, order) = self.allot(slots)?;
+        let transform = Arc::new(self.transform.recoded(keys, &order)?);
+        made.push(transform.clone());
+        Ok(transform)
+    }
+
+    fn allot(&self, slots: usize) -> Result<(Shape, Vec<usize>), Error> {
+        let mut order = vec![0; self.sigma.len()];
+        Ok((allot(&self.sigma, slots, &mut order)?, order))
     }
 
     /// Identifies the mean of the values in saved caches; the transform has an id of its own.
@@ -62,10 +130,13 @@ impl Head {
         Ok(())
     }
 
-    /// Bytes of the transforms.
+    /// Bytes of the transforms, those with more bits that sequences needed included.
     #[must_use]
     pub fn size(&self) -> usize {
-        self.transform.size() + size_of_val(&self.value_mean[..]) + size_of::<Hadamard>()
+        let vectors = size_of_val(&self.value_mean[..]) + size_of_val(&self.sigma[..]);
+        let wider = self.wider.lock().unwrap_or_else(PoisonError::into_inner);
+        let wider: usize = wider.iter().map(|transform| transform.size()).sum();
+        self.transform.size() + wider + vectors + size_of::<Hadamard>()
     }
 
     /// The head as bytes, with a checksum, for [`from_bytes`](Self::from_bytes): caches that were saved under
@@ -76,23 +147,37 @@ impl Head {
         let transform = self.transform.to_bytes();
         writer.usize(transform.len());
         writer.bytes(&transform);
+        writer.elements(self.sigma.iter().copied());
         writer.elements(self.value_mean.iter().copied());
+        writer.u32(self.widen.into());
         writer.finish_checked()
     }
 
     /// Reads what [`to_bytes`](Self::to_bytes) wrote.
     ///
     /// # Errors
-    /// Those of [`HeadTransform::from_bytes`].
+    /// Those of [`HeadTransform::from_bytes`]; [`kv_attend::Error::BadField`].
     pub fn from_bytes(bytes: &[u8]) -> Result<Arc<Self>, Error> {
         let mut reader = Reader::new("a head of scalar codes", MAGIC, VERSION, bytes)?;
         let len = reader.usize()?;
         let transform = HeadTransform::from_bytes(reader.bytes(len)?)?;
+        let sigma = reader.elements(transform.keys().dim())?;
         let value_mean = reader.elements(transform.values().dim())?;
+        let widen = match reader.u32()? {
+            0 => false,
+            1 => true,
+            _ => return Err(kv_attend::Error::BadField { what: "more bits for keys that do not fit" }.into()),
+        };
         reader.finish()?;
+        check_finite("deviations of the keys", &sigma)?;
         check_finite("mean of the values", &value_mean)?;
-        Self::new(transform, &value_mean)
+        Self::new(transform, sigma, &value_mean, widen)
     }
+}
+
+/// Slots of 8 bits a component.
+const fn most_slots(dim: usize) -> usize {
+    8 * dim.div_ceil(16)
 }
 
 pub(super) fn check_finite(what: &'static str, values: &[f32]) -> Result<(), Error> {

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use half::f16;
 use kv_attend::owner::{Pair, Side};
 use kv_llama::ops::dot;
-use kv_llama::{Fit, Footprint};
+use kv_llama::{Footprint, HeadFit};
 use kv_model::Rope;
 use pq_core::{
     CodebookBuf, CodedTokens, CodesBuf, Luts, RopeMeanBuf, Start, TrainOptions, decode_into, decode_norm,
@@ -398,7 +398,7 @@ impl Store for TransformedStore {
         footprint
     }
 
-    fn fits(&self, layer: usize) -> Vec<Fit> {
+    fn fits(&self, layer: usize) -> Vec<HeadFit> {
         let fit = |head: usize, side: Side| {
             let expected = self.plan.heads[head][side].error.into();
             self.heads[head][side].error.fit(layer, head, side, expected)

@@ -2,10 +2,11 @@
 
 use kv_device::plan::{Plan, ScalarHead, ScalarPlan};
 use kv_model::{Config, Model};
+use kv_owners::sq::{Basis, CodedKeys};
 use pq_core::Window;
 use svd_core::Hadamard;
 
-use super::{Sq, SqHead};
+use super::Sq;
 use crate::calibrate::single;
 use crate::method::fold_values::{ValueFold, fold_values};
 use crate::method::on_device::{DeviceKind, Limit};
@@ -33,14 +34,23 @@ impl DeviceKind for Sq {
     }
 
     fn plan(&self, config: &Config, profile: Option<&Profile>) -> Result<Plan> {
+        let slots = self.bits().key_slots(config.head_dim)?;
         let plan = ScalarPlan {
-            key_slots: self.slots(config.head_dim),
+            key_slots: slots,
             value_bits: self.values as usize,
             mean_errors: self.mean_error,
             value_map: single(Hadamard::new(config.head_dim)?.rotation()?.basis()),
         };
+        let head = |Basis { mean, value_mean, .. }, CodedKeys { shape, basis, dual, .. }| ScalarHead {
+            keys: shape,
+            key_mean: mean,
+            basis,
+            dual,
+            value_mean,
+        };
         let layer = |profile, l| -> Result<Vec<ScalarHead>> {
-            Ok(self.heads(config, profile, l)?.into_iter().map(ScalarHead::from).collect())
+            let coded = |basis: Basis| Ok(head(basis.clone(), basis.coded_keys(slots)?));
+            self.bases(config, profile, l)?.into_iter().map(coded).collect()
         };
         let layers = |profile| (0..config.n_layers).map(|l| layer(profile, l)).collect::<Result<Vec<_>>>();
         Ok(Plan::Scalar(plan, profile.map(layers).transpose()?))
@@ -51,14 +61,8 @@ impl DeviceKind for Sq {
         let rotation = Hadamard::new(dim)?.rotation()?;
         let (basis, dual) = (rotation.basis_map(dim)?, rotation.dual_map(dim)?);
         let fold =
-            |head: SqHead| ValueFold { mean: head.value_mean, basis: basis.clone(), dual: dual.clone() };
-        let layer = |l| Ok(self.heads(&model.config, profile, l)?.into_iter().map(fold).collect());
+            |head: Basis| ValueFold { mean: head.value_mean, basis: basis.clone(), dual: dual.clone() };
+        let layer = |l| Ok(self.bases(&model.config, profile, l)?.into_iter().map(fold).collect());
         fold_values(model, layer).map(Some)
-    }
-}
-
-impl From<SqHead> for ScalarHead {
-    fn from(SqHead { keys, mean, basis, dual, value_mean, .. }: SqHead) -> Self {
-        Self { keys, key_mean: mean, basis, dual, value_mean }
     }
 }
