@@ -15,6 +15,7 @@ use super::product::ROWS;
 use super::relative::{Queries, transform_keys};
 use super::rotate::rotate_by;
 use super::values::{Values, decode_values_into, encode_values_into_with, mean_error_into};
+use crate::assign::finite;
 use crate::error::{check_at_least, check_len, count_rows};
 use crate::simd::Run;
 use crate::{Attention, Backend, Error, Evicted, SoftmaxStats};
@@ -366,7 +367,8 @@ impl HeadCodes {
 
 /// The squared distance of rows from what their codes decode to.
 fn squared_error(rows: &[f32], decoded: &[f32]) -> f64 {
-    rows.iter().zip(decoded).map(|(x, y)| f64::from(x - y) * f64::from(x - y)).sum()
+    let error = |(&x, &y): (&f32, &f32)| f64::from(finite(x)) - f64::from(y);
+    rows.iter().zip(decoded).map(|pair| error(pair) * error(pair)).sum()
 }
 
 /// Blocks after which queries are rotated from the start again: rounding errors of turns add up.

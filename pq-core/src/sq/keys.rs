@@ -5,6 +5,7 @@ use super::exp2::{encode_step, step};
 use super::level::{STEPS, code, floor, half_range, level};
 use super::plan::KeyPlan;
 use super::shape::{COLUMNS, LANES, MAX_DIM, QUAD, Shape, TILE, check_block};
+use crate::assign::finite;
 use crate::error::{check_len, count_rows};
 use crate::simd::{Kernel, Run};
 use crate::{Backend, Error};
@@ -88,7 +89,8 @@ impl<'a> Keys<'a> {
 /// Codes the transformed keys of a block.
 ///
 /// The step of a component is the best of nine multiples, by the squared error of the block, of the step that
-/// fits a Gaussian of its deviation: tails are clipped if that pays.
+/// fits a Gaussian of its deviation: tails are clipped if that pays. A NaN or infinite component counts as 0, so
+/// that it changes no other token of the block.
 ///
 /// # Shapes
 /// `rows` (n, dim), n at most [`MAX_BLOCK`](super::MAX_BLOCK), in the order of
@@ -156,8 +158,8 @@ impl Kernel for Encode<'_, '_> {
             for (codes, row) in codes.iter_mut().zip(rows.chunks_exact(shape.dim())) {
                 for (quad, (codes, row)) in codes.chunks_exact_mut(QUAD).zip(row.chunks(QUAD)).enumerate() {
                     let bits = shape.width(QUAD * quad);
-                    for ((c, x), per_step) in codes.iter_mut().zip(row).zip(&per_step[QUAD * quad..]) {
-                        *c = code(*x, *per_step, bits);
+                    for ((c, &x), per_step) in codes.iter_mut().zip(row).zip(&per_step[QUAD * quad..]) {
+                        *c = code(finite(x), *per_step, bits);
                     }
                 }
             }
@@ -214,14 +216,15 @@ fn choose_steps(shape: &Shape, rows: &[f32], group: usize) -> [u8; LANES] {
     steps
 }
 
-/// One vector of components: the first 16 of `row`, zeros where it has fewer.
+/// One vector of components: the first 16 of `row`, zeros where it has fewer or they are not finite.
 #[inline(always)]
 fn lanes(row: &[f32]) -> [f32; LANES] {
-    row.first_chunk().copied().unwrap_or_else(|| {
+    let lanes = row.first_chunk().copied().unwrap_or_else(|| {
         let mut lanes = [0.0; LANES];
         lanes[..row.len()].copy_from_slice(row);
         lanes
-    })
+    });
+    lanes.map(finite)
 }
 
 /// Decodes keys to transformed rows, for tests and for comparisons: attention does not need it.

@@ -8,6 +8,7 @@ use super::exp2;
 use super::level::{STEPS, code, floor, half_range, level};
 use super::plan::ValuePlan;
 use super::shape::{LANES, MAX_BLOCK, MAX_DIM, QUAD, Shape, TILE, check_block};
+use crate::assign::finite;
 use crate::error::{check_len, count_rows};
 use crate::simd::{Kernel, Run};
 use crate::softmax::max;
@@ -198,7 +199,8 @@ fn uniform(shape: &Shape) -> Result<u32, Error> {
     prefix.and(shape.uniform_width()).ok_or(Error::ShapeMismatch)
 }
 
-/// Codes the values of a block, in a Hadamard basis and without their mean.
+/// Codes the values of a block, in a Hadamard basis and without their mean. A NaN or infinite component counts as
+/// 0. Norms are those of [`encode_norm`]: values that are longer than 2^8, or shorter than 2^-8, take these norms.
 ///
 /// # Shapes
 /// `rows` (n, dim), n at most [`MAX_BLOCK`](super::MAX_BLOCK); `norms` (n,) and `words`
@@ -260,11 +262,11 @@ impl Kernel for Encode<'_, '_> {
             for ((codes, row), norm) in codes.iter_mut().zip(rows.chunks_exact(dim)).zip(norms) {
                 let mut squares = [0.0; LANES];
                 for row in row.chunks(LANES) {
-                    squares.iter_mut().zip(row).for_each(|(sum, x)| *sum += x * x);
+                    squares.iter_mut().zip(row).for_each(|(sum, &x)| *sum += finite(x) * finite(x));
                 }
                 *norm = encode_norm(libm::sqrtf(squares.iter().sum()));
                 let per_step = 1.0 / (exp2::norm(*norm) * unit_step(dim, bits));
-                codes.iter_mut().zip(row).for_each(|(c, &x)| *c = code(x, per_step, bits));
+                codes.iter_mut().zip(row).for_each(|(c, &x)| *c = code(finite(x), per_step, bits));
             }
             shape.value_fields(|field| {
                 for (unit, codes) in codes.chunks_exact(QUAD).enumerate() {
@@ -314,7 +316,7 @@ pub fn decode_values_into(values: &Values<'_>, rows: &mut [f32]) -> Result<(), E
 /// nothing at 3 and more.
 ///
 /// # Shapes
-/// `rows` (n, dim), that `values` code; `error` (dim,), fully written, rounded to nearest.
+/// `rows` (n, dim), that `values` code; `error` (dim,), fully written, rounded to the nearest finite number.
 /// # Errors
 /// [`Error::Length`]; `error` is then untouched.
 /// # Cost
@@ -330,12 +332,15 @@ pub fn mean_error_into(values: &Values<'_>, rows: &[f32], error: &mut [f16]) -> 
         let decoded = &mut decoded[..rows.len()];
         decode_values_into(&Values { norms, words, ..*values }, decoded)?;
         for (row, decoded) in rows.chunks_exact(dim).zip(decoded.chunks_exact(dim)) {
-            for (sum, (x, y)) in sums.iter_mut().zip(row.iter().zip(decoded)) {
-                *sum += x - y;
+            for (sum, (&x, y)) in sums.iter_mut().zip(row.iter().zip(decoded)) {
+                *sum += finite(x) - y;
             }
         }
     }
-    error.iter_mut().zip(sums).for_each(|(error, sum)| *error = f16::from_f32(sum / values.n() as f32));
+    // An infinity would be one in the sum of all tokens.
+    let [least, most] = [f16::MIN, f16::MAX].map(f16::to_f32);
+    let mean = |sum: f32| f16::from_f32((sum / values.n() as f32).clamp(least, most));
+    error.iter_mut().zip(sums).for_each(|(error, sum)| *error = mean(sum));
     Ok(())
 }
 

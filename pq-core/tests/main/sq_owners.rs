@@ -125,7 +125,7 @@ fn attend(cache: &LayerCache<f32>, attention: &Attention, queries: &[f32]) -> Ve
 
 /// Heads of models, multiples of 16 and others.
 fn dims() -> impl Strategy<Value = [usize; 2]> {
-    let dim = || prop::sample::select(vec![8, 10, 16, 32, 80, 96, 100, 112]);
+    let dim = || prop::sample::select(vec![2, 8, 10, 16, 24, 32, 80, 96, 100, 112, 256]);
     prop_oneof![Just(DIMS), (dim(), dim()).prop_map(|(dim, dim_v)| [dim, dim_v])]
 }
 
@@ -343,5 +343,92 @@ fn wrong_parts_are_errors() {
         (TransformParts { dual: &[f32::NAN; 256], ..parts }, Error::NotFinite { what: "dual", index: 0 }),
     ] {
         assert_eq!(HeadTransform::new(&wrong).err(), Some(error));
+    }
+}
+
+/// Attention over rows of edge values: those of a side, from token 10 on and of one head.
+fn attended(dims: [usize; 2], change: impl Fn(usize, &mut [f32], &mut [f32])) -> (Vec<f32>, Vec<f64>) {
+    let (n, attention) = (131, Attention::scaled(0.2));
+    let mut tokens = Tokens::random(dims, 9, n);
+    let [keys, values] = &mut tokens.rows;
+    let rows = keys.chunks_exact_mut(HEADS * dims[0]).zip(values.chunks_exact_mut(HEADS * dims[1]));
+    rows.enumerate().for_each(|(t, (key, value))| change(t, &mut key[..dims[0]], &mut value[..dims[1]]));
+    let queries = tokens.queries(5, 1);
+    let transforms = transforms(dims, 8, 64, true);
+    let mut cache = LayerCache::<f32>::new(&transforms, Window { sinks: 1, recent: 2, batch: 1 }).unwrap();
+    let evicted = tokens.append(&mut cache, 0, n);
+    assert!(evicted.key_error.is_finite() && evicted.value_error.is_finite(), "{evicted:?}");
+    (attend(&cache, &attention, &queries), tokens.exact(&attention, &queries, n))
+}
+
+fn distance(out: &[f32], exact: &[f64]) -> f64 {
+    let largest = exact.iter().fold(0.0_f64, |m, x| m.max(x.abs()));
+    let of = |(x, y): (&f32, &f64)| if x.is_nan() { f64::INFINITY } else { (f64::from(*x) - y).abs() };
+    out.iter().zip(exact).map(of).fold(0.0, f64::max) / largest.max(1e-30)
+}
+
+/// A NaN or an infinity counts as 0: other tokens, also those of its block, have their codes as if it were not there.
+#[test]
+fn what_is_not_finite_spoils_its_own_token_alone() {
+    for dims in [DIMS, [2, 24], [80, 2], [256, 16]] {
+        for wrong in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            let spoilt = attended(dims, |t, key, value| {
+                if t == 20 {
+                    (key[1], value[dims[1] - 1]) = (wrong, wrong);
+                }
+            });
+            // The key is its mean, as far as the codes say, and the value is short of a component.
+            let mended = attended(dims, |t, key, value| {
+                if t == 20 {
+                    key.copy_from_slice(&mean_key(0, dims[0]));
+                    sq::rotate_by(&frequencies(dims[0]), 20, key).unwrap();
+                    value[dims[1] - 1] = 0.0;
+                }
+            });
+            assert!(distance(&spoilt.0, &mended.1) < 0.02, "{dims:?}, {wrong}");
+        }
+    }
+}
+
+/// Rows of every size that a byte of a norm or of a step reaches are coded alike, and beyond it attention is finite.
+#[test]
+fn rows_of_edge_values_are_coded() {
+    for dims in [DIMS, [2, 24], [80, 2], [256, 16]] {
+        for (size, most) in [
+            (0.0, 0.0),
+            (1e-40, 1e30),
+            (1e-6, 1e30),
+            (0.01, 0.02),
+            (1.0, 0.02),
+            (5.0, 0.02),
+            (1e4, 1e30),
+            (1e30, 1e30),
+        ] {
+            let (out, exact) = attended(dims, |_, _, value| value.iter_mut().for_each(|x| *x *= size));
+            let head = |x: usize| x < GROUP * dims[1]; // the values of the other are as they were
+            let [own, others]: [Vec<usize>; 2] =
+                [true, false].map(|own| (0..out.len()).filter(|&i| head(i) == own).collect());
+            let pick =
+                |at: &[usize]| -> (Vec<f32>, Vec<f64>) { at.iter().map(|&i| (out[i], exact[i])).unzip() };
+            let ((out, exact), (other, other_exact)) = (pick(&own), pick(&others));
+            assert!(distance(&other, &other_exact) < 0.02, "{dims:?}, {size}");
+            assert!(out.iter().all(|x| x.is_finite()), "{dims:?}, {size}");
+            match size == 0.0 {
+                true => assert!(out.iter().all(|x| x.abs() < 1e-3), "{dims:?}: {out:?}"),
+                false => {
+                    assert!(distance(&out, &exact) <= most, "{dims:?}, {size}: {}", distance(&out, &exact))
+                }
+            }
+        }
+        // All tokens equal, and keys of no length.
+        let (out, exact) = attended(dims, |_, key, value| {
+            key.fill(0.25);
+            value.fill(-0.5);
+        });
+        assert!(distance(&out, &exact) < 0.02, "{dims:?}");
+        let (out, exact) = attended(dims, |_, key, _| key.fill(0.0));
+        assert!(distance(&out, &exact) < 0.02, "{dims:?}");
+        let (out, _) = attended(dims, |t, key, _| key[0] = if t % 7 == 0 { 1e30 } else { key[0] });
+        assert!(out.iter().all(|x| x.is_finite()), "{dims:?}");
     }
 }
