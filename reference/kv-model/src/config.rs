@@ -3,6 +3,7 @@
 mod from_json;
 
 use crate::family::{AttentionKeys, Family};
+use crate::rope::frequencies;
 
 /// The shape of a model, and its differences from a Llama.
 #[derive(Clone, Debug, PartialEq)]
@@ -179,7 +180,12 @@ impl Config {
         keys: &AttentionKeys,
         n_layers: usize,
     ) -> std::result::Result<Vec<LayerAttention>, String> {
-        (0..n_layers.min(MOST_LAYERS)).map(|l| (family.attention)(keys, family, l)).collect()
+        let layer = |l: usize| {
+            let attention = (family.attention)(keys, family, l)?;
+            keys.check_type(l, attention)?;
+            Ok(attention)
+        };
+        (0..n_layers.min(MOST_LAYERS)).map(layer).collect()
     }
 
     /// Rejects shapes beyond any model, so that products of sizes cannot overflow later.
@@ -239,8 +245,18 @@ impl Config {
             }
             RopeScaling::Divisors(divisors) => divisors.iter().map(|&x| f64::from(x)).collect(),
         };
-        match factors.iter().find(|x| !(x.is_finite() && **x > 0.0)) {
-            Some(x) => Err(format!("rope scaling: {x} is not a positive number")),
+        if let Some(x) = factors.iter().find(|x| !(x.is_finite() && **x > 0.0)) {
+            return Err(format!("rope scaling: {x} is not a positive number"));
+        }
+        // Quotients and squares of positive numbers may be none in single precision.
+        let factor = self.rope_scaling.score_factor();
+        if !(factor as f32).is_normal() {
+            return Err(format!("rope scaling: {factor} is no factor of scores"));
+        }
+        match frequencies(&self).into_iter().find(|&x| !(x as f32).is_finite()) {
+            Some(x) => {
+                Err(format!("rope scaling: frequencies of {x} radians per position are not supported"))
+            }
             None => Ok(self),
         }
     }

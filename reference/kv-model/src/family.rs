@@ -182,6 +182,15 @@ impl AttentionKeys {
         }
     }
 
+    /// Rejects an entry of `layer_types` that says otherwise than the settings that decide.
+    pub fn check_type(&self, l: usize, LayerAttention { window, .. }: LayerAttention) -> Result<(), String> {
+        match (self.has_window(l, window.is_some())?, window) {
+            (true, None) => Err(format!("layer_types gives layer {l} a window that the other keys do not")),
+            (false, Some(_)) => Err(format!("layer_types gives layer {l} no window, unlike the other keys")),
+            _ => Ok(()),
+        }
+    }
+
     /// The window of layer `l`, which has one.
     fn window(window: Option<usize>, l: usize) -> Result<usize, String> {
         window.ok_or_else(|| format!("layer {l} has a window, but there is no sliding_window"))

@@ -17,6 +17,19 @@ pub fn open(path: &Path) -> Result<File> {
     File::open(path).map_err(|e| Error::io(path, e))
 }
 
+/// Whether there is something of this name. A link to nothing is something: reading it is an error, whereas a file
+/// that is not there may have been optional.
+///
+/// # Errors
+/// [`Error::Io`] when the folder cannot be searched.
+pub fn exists(path: &Path) -> Result<bool> {
+    match fs::symlink_metadata(path) {
+        Ok(_) => Ok(true),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(false),
+        Err(e) => Err(Error::io(path, e)),
+    }
+}
+
 /// The bytes of a regular file.
 ///
 /// # Errors
@@ -35,20 +48,39 @@ pub fn read_text(path: &Path) -> Result<String> {
     String::from_utf8(read(path)?).map_err(|e| Error::file(path, e.utf8_error()))
 }
 
-/// The text of standard input, which may be a pipe.
+/// The first `most` bytes of a text file, up to the end of a character, and whether there are more, which are not
+/// read.
 ///
 /// # Errors
-/// [`Error::Io`], and [`Error::File`] for invalid UTF-8 and for more than `most` bytes, of which no more are
-/// read.
-pub fn read_stdin(most: usize) -> Result<String> {
-    let name = Path::new("standard input");
+/// As [`read_text`].
+pub fn read_text_start(path: &Path, most: usize) -> Result<(String, bool)> {
+    text_start(path, open(path)?, most)
+}
+
+/// The same of standard input, which may be a pipe.
+///
+/// # Errors
+/// [`Error::Io`], and [`Error::File`] for invalid UTF-8.
+pub fn read_stdin_start(most: usize) -> Result<(String, bool)> {
+    text_start(Path::new("standard input"), io::stdin().lock(), most)
+}
+
+fn text_start(name: &Path, input: impl Read, most: usize) -> Result<(String, bool)> {
     let mut bytes = vec![];
-    let mut input = io::stdin().lock().take(most as u64 + 1);
-    input.read_to_end(&mut bytes).map_err(|e| Error::io(name, e))?;
-    if bytes.len() > most {
-        return Err(Error::file(name, format!("has more than {most} bytes")));
+    input.take(most as u64 + 1).read_to_end(&mut bytes).map_err(|e| Error::io(name, e))?;
+    let more = bytes.len() > most;
+    bytes.truncate(most);
+    match String::from_utf8(bytes) {
+        Ok(text) => Ok((text, more)),
+        // The cut may be inside a character.
+        Err(e) if more && e.utf8_error().error_len().is_none() => {
+            let end = e.utf8_error().valid_up_to();
+            let mut bytes = e.into_bytes();
+            bytes.truncate(end);
+            String::from_utf8(bytes).map(|text| (text, true)).map_err(|e| Error::file(name, e.utf8_error()))
+        }
+        Err(e) => Err(Error::file(name, e.utf8_error())),
     }
-    String::from_utf8(bytes).map_err(|e| Error::file(name, e.utf8_error()))
 }
 
 /// Checks that [`write_atomically`] can write to `path`, so that no long work is lost to a mistyped path.
@@ -196,6 +228,45 @@ mod tests {
         assert!(matches!(read(&folder.path().join("nowhere")), Err(Error::Io { .. })));
         #[cfg(unix)]
         assert!(matches!(read(Path::new("/dev/null")), Err(Error::File { .. })));
+    }
+
+    #[test]
+    fn the_start_of_a_text_ends_with_a_character() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("file");
+        fs::write(&file, "a\u{e9}\u{1f600}").unwrap();
+        let start = |most: usize| read_text_start(&file, most).unwrap();
+        for (most, text, more) in [
+            (0, "", true),
+            (1, "a", true),
+            (2, "a", true),
+            (3, "a\u{e9}", true),
+            (6, "a\u{e9}", true),
+            (7, "a\u{e9}\u{1f600}", false),
+            (8, "a\u{e9}\u{1f600}", false),
+        ] {
+            assert_eq!(start(most), (text.to_owned(), more), "{most}");
+        }
+        for wrong in [&b"a\xff and more"[..], b"\xf0\x9f"] {
+            fs::write(&file, wrong).unwrap();
+            assert!(matches!(read_text_start(&file, 4), Err(Error::File { .. })));
+        }
+    }
+
+    #[test]
+    fn only_a_missing_file_does_not_exist() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("file");
+        assert!(!exists(&file).unwrap());
+        fs::write(&file, b"").unwrap();
+        assert!(exists(&file).unwrap() && exists(folder.path()).unwrap());
+        #[cfg(unix)]
+        {
+            let link = folder.path().join("link");
+            std::os::unix::fs::symlink("nowhere", &link).unwrap();
+            assert!(exists(&link).unwrap());
+            assert!(matches!(exists(&file.join("inside")), Err(Error::Io { .. })));
+        }
     }
 
     #[cfg(unix)]

@@ -7,6 +7,7 @@ mod family;
 pub mod files;
 #[cfg_attr(not(feature = "tokenizers"), allow(dead_code))] // the parts that describe a tokenizer
 mod gguf;
+mod json;
 mod matrix;
 mod model;
 mod rope;

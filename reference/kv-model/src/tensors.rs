@@ -12,7 +12,7 @@ use sha2::{Digest as _, Sha256};
 
 use crate::error::Quoted;
 use crate::source::Source;
-use crate::{Error, Matrix, Result, files};
+use crate::{Error, Matrix, Result, files, json};
 
 /// A source of named tensors.
 pub(crate) trait Tensors {
@@ -128,8 +128,7 @@ impl Shard {
         let data_start = 8 + length;
         // `Metadata` checks that the tensors follow each other without gaps and have the lengths that their
         // shapes imply.
-        let header: Metadata =
-            serde_json::from_slice(&source.read(8..data_start)?).map_err(|e| source.error(e))?;
+        let header: Metadata = json::parse(&source.read(8..data_start)?).map_err(|e| source.error(e))?;
         if header.data_len() as u64 != source.len() - data_start {
             return Err(source.error(format!(
                 "holds {} bytes of tensors, its header describes {}",
@@ -144,7 +143,7 @@ impl Shard {
 impl SafetensorsFiles {
     pub fn open(dir: &Path) -> Result<Self> {
         let single = dir.join("model.safetensors");
-        let index = if single.exists() { None } else { Some(Index::open(dir)?) };
+        let index = if files::exists(&single)? { None } else { Some(Index::open(dir)?) };
         let paths = index.as_ref().map_or_else(|| vec![single], |index| index.shards(dir));
         let files = paths.iter().map(|path| Shard::open(path)).collect::<Result<Vec<_>>>()?;
         let mut file_of: HashMap<String, usize> = HashMap::new();
@@ -241,7 +240,7 @@ impl Index {
             weight_map: BTreeMap<String, String>,
         }
         let path = dir.join("model.safetensors.index.json");
-        if !path.exists() {
+        if !files::exists(&path)? {
             let neither = "holds neither model.safetensors nor model.safetensors.index.json";
             let pickles = ["pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth"];
             return Err(match pickles.iter().find(|name| dir.join(name).exists()) {
@@ -249,8 +248,7 @@ impl Index {
                 None => Error::file(dir, neither),
             });
         }
-        let json = serde_json::from_slice(&files::read(&path)?).map_err(|e| Error::file(&path, e))?;
-        let Json { weight_map } = json;
+        let Json { weight_map } = json::read(&path)?;
         if weight_map.is_empty() {
             return Err(Error::file(&path, "names no shards"));
         }

@@ -191,14 +191,15 @@ impl Generate {
 
     /// The text of the prompt.
     fn prompt(&self) -> Result<String> {
-        let mut text = match (&self.prompt, &self.file) {
+        let (name, (mut text, more)) = match (&self.prompt, &self.file) {
             (Some(prompt), _) if prompt != "-" => return Ok(prompt.clone()),
-            (None, Some(path)) if !is_stdin(path) => of_option("--file", files::read_text(path))?,
-            _ => files::read_stdin(MOST_TEXT)?,
+            (None, Some(path)) if !is_stdin(path) => {
+                (path.as_path(), of_option("--file", files::read_text_start(path, MOST_TEXT))?)
+            }
+            _ => (Path::new("standard input"), files::read_stdin_start(MOST_TEXT)?),
         };
-        if let Some(path) = self.file.as_ref().filter(|_| text.len() > MOST_TEXT) {
-            let (bytes, most) = (text.len(), MOST_TEXT);
-            return Err(Error::file(path, format!("has {bytes} bytes, of which a prompt takes {most}")));
+        if more {
+            return Err(Error::file(name, format!("has more than {MOST_TEXT} bytes")));
         }
         text.truncate(text.trim_end_matches('\n').len());
         Ok(text)

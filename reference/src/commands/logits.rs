@@ -3,7 +3,7 @@
 use clap::Args;
 use kv_llama::{logits, prefill};
 use kv_model::Rope;
-use kv_reference::Result;
+use kv_reference::{Error, Result};
 use serde::Serialize;
 
 use super::{Files, JsonArgs, ModelArgs, Stdout, load};
@@ -40,6 +40,9 @@ impl Logits {
             Some(text) => checkpoint.tokenizer()?.encode(text)?,
             None => self.tokens,
         };
+        if tokens.is_empty() {
+            return Err(Error::argument("there are no tokens: --text is empty"));
+        }
         checkpoint.check_tokens(&tokens)?;
         checkpoint.check_context(tokens.len())?;
         let model = load(checkpoint)?;

@@ -40,14 +40,12 @@ fn mixed(texts: &[(String, Vec<u32>)], n: usize) -> CalibrationText {
 
 /// The name of a file and its tokens.
 fn read(path: &Path, tokenizer: &Tokenizer) -> Result<(String, Vec<u32>)> {
-    let text = of_option("--text", files::read_text(path))?;
+    let (text, more) = of_option("--text", files::read_text_start(path, MOST_TEXT))?;
     let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-    let end = (0..=MOST_TEXT.min(text.len())).rev().find(|&end| text.is_char_boundary(end));
-    let used = &text[..end.unwrap_or(0)];
-    if used.len() < text.len() {
+    if more {
         print_error(format_args!("kv: of {name} the first {} MiB are used\n", MOST_TEXT >> 20));
     }
-    Ok((name, tokenizer.encode(used)?))
+    Ok((name, tokenizer.encode(&text)?))
 }
 
 /// The option that selects the text.

@@ -113,6 +113,7 @@ fn refusals_name_the_option_and_the_way_out() {
         ),
         (&["compare", "--methods", "million:k=0x8"], "method million: k=0x8: m must not be zero"),
         (&["compare", "--methods", "pqcache:code=3x4"], "method pqcache: code=3x4: dimension "),
+        (&["logits", "--text", ""], "there are no tokens: --text is empty"),
         (&["compare", "--json", "-"], "--json -: name a file"),
         (&["compare", "--json", "/nonexistent/x.json"], "--json: /nonexistent/x.json: "),
         (&["calibrate", "/nonexistent/p"], "FILE: /nonexistent/p: "),

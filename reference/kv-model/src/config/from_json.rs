@@ -3,27 +3,25 @@
 use std::path::Path;
 
 use serde::Deserialize;
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 use super::{Config, RopeScaling, Yarn};
 use crate::error::Quoted;
 use crate::family::{AttentionBias, AttentionKeys, Family, Given};
-use crate::{Error, Result, files};
+use crate::{Error, Result, json};
 
 impl Config {
     /// Reads the `config.json` of a Hugging Face folder, and the tokens that end a text from its
     /// `generation_config.json`.
     pub(crate) fn from_folder(dir: &Path) -> Result<Self> {
         let path = dir.join("config.json");
-        let value: Value = serde_json::from_slice(&files::read(&path)?).map_err(|e| Error::file(&path, e))?;
-        let config = Self::from_value(&value).and_then(Self::validated);
+        let config = Self::from_value(&json::read(&path)?).and_then(Self::validated);
         let mut config = config.map_err(|what| Error::file(&path, what))?;
         let path = dir.join("generation_config.json");
-        if path.exists() {
-            let value: Value =
-                serde_json::from_slice(&files::read(&path)?).map_err(|e| Error::file(&path, e))?;
-            let ends = token_ids("eos_token_id", &value["eos_token_id"]);
-            config.eos_tokens.extend(ends.map_err(|what| Error::file(&path, what))?);
+        if let Some(generation) = json::read_optional::<Map<String, Value>>(&path)? {
+            let ends = generation.get("eos_token_id").map(|ends| token_ids("eos_token_id", ends));
+            let ends = ends.transpose().map_err(|what| Error::file(&path, what))?;
+            config.eos_tokens.extend(ends.into_iter().flatten());
         }
         Ok(config)
     }
@@ -120,20 +118,23 @@ impl RawConfig {
     fn rope(&self, max_seq_len: usize) -> std::result::Result<(Option<f64>, RopeScaling), String> {
         let places = [&self.rope_parameters, &self.rope_scaling];
         let places: Vec<&Value> = places.into_iter().flatten().filter(|value| !value.is_null()).collect();
-        let partial = places.iter().map(|place| place["partial_rotary_factor"].as_f64());
-        if partial.chain([self.partial_rotary_factor]).flatten().any(|x| x != 1.0) {
-            return Err("a partial_rotary_factor is not supported".into());
-        }
-        let thetas = places.iter().map(|place| place["rope_theta"].as_f64()).chain([self.rope_theta]);
-        let thetas: Vec<f64> = thetas.flatten().collect();
-        if thetas.windows(2).any(|pair| pair[0] != pair[1]) {
-            return Err("`rope_theta` differs from that of `rope_parameters`".into());
-        }
         let original = self.original_max_position_embeddings;
         let scalings = places.iter().map(|place| rope_scaling(place, max_seq_len, original));
         let scalings = scalings.collect::<std::result::Result<Vec<_>, _>>()?;
         if scalings.windows(2).any(|pair| pair[0] != pair[1]) {
             return Err("`rope_scaling` differs from `rope_parameters`".into());
+        }
+        let in_places = |key: &str| -> std::result::Result<Vec<_>, _> {
+            places.iter().map(|place| given(place, key)).collect()
+        };
+        let partial = in_places("partial_rotary_factor")?.into_iter().chain([self.partial_rotary_factor]);
+        if partial.flatten().any(|x| x != 1.0) {
+            return Err("a partial_rotary_factor is not supported".into());
+        }
+        let thetas = in_places("rope_theta")?.into_iter().chain([self.rope_theta]);
+        let thetas: Vec<f64> = thetas.flatten().collect();
+        if thetas.windows(2).any(|pair| pair[0] != pair[1]) {
+            return Err("`rope_theta` differs from that of `rope_parameters`".into());
         }
         Ok((thetas.first().copied(), scalings.into_iter().next().unwrap_or(RopeScaling::None)))
     }
@@ -150,16 +151,17 @@ fn rope_scaling(
     if let Some((name, _)) = fields.iter().find(|(_, field)| field.is_object()) {
         return Err(format!("rope scaling of its own for {} is not supported", Quoted(name)));
     }
-    let given = |key: &str| match &value[key] {
-        Value::Null => Ok(None),
-        given => given.as_f64().map(Some).ok_or_else(|| format!("rope scaling: `{key}` is not a number")),
-    };
+    let given = |key: &str| given(value, key);
     let number = |key: &str| given(key)?.ok_or_else(|| format!("rope scaling: `{key}` is missing"));
     let original_max_seq_len = || -> std::result::Result<f64, String> {
         let inside = given("original_max_position_embeddings")?;
         Ok(original.or(inside).unwrap_or(max_seq_len as f64))
     };
-    match value["rope_type"].as_str().or(value["type"].as_str()) {
+    let kind = ["rope_type", "type"].map(|key| &value[key]).into_iter().find(|kind| !kind.is_null());
+    let kind = kind.map(|kind| kind.as_str().ok_or("rope scaling: its type is not a text")).transpose()?;
+    match kind {
+        // `transformers` knows no such scaling either.
+        None if fields.contains_key("factor") => Err("rope scaling has a `factor` but no `rope_type`".into()),
         None | Some("default") => Ok(RopeScaling::None),
         Some("linear") => Ok(RopeScaling::Linear { factor: number("factor")? }),
         Some("llama3") => Ok(RopeScaling::Llama3 {
@@ -177,6 +179,14 @@ fn rope_scaling(
             let supported = "only `linear`, `llama3` and `yarn`";
             Err(format!("rope scaling {} is not supported, {supported}", Quoted(other)))
         }
+    }
+}
+
+/// The number of a key of rotary embeddings, if it is given.
+fn given(value: &Value, key: &str) -> std::result::Result<Option<f64>, String> {
+    match &value[key] {
+        Value::Null => Ok(None),
+        given => given.as_f64().map(Some).ok_or_else(|| format!("rope scaling: `{key}` is not a number")),
     }
 }
 
@@ -293,6 +303,27 @@ mod tests {
     }
 
     #[test]
+    fn types_of_layers_agree_with_the_other_keys() {
+        let types = |family: &str, kind: &str, mut parts: Value| {
+            parts["layer_types"] = vec![kind; 30].into();
+            of(family, &parts).map(|config| config.attention[0].window)
+        };
+        let window = json!({"sliding_window": 7});
+        let enabled = json!({"sliding_window": 7, "use_sliding_window": true});
+        for family in ["llama", "qwen2", "qwen3", "smollm3"] {
+            assert_eq!(types(family, "full_attention", json!({})), Ok(None), "{family}");
+            let error = types(family, "sliding_attention", json!({})).unwrap_err();
+            assert!(error.contains("gives layer 0 a window"), "{family}: {error}");
+            assert!(types(family, "linear_attention", json!({})).unwrap_err().contains("linear_attention"));
+        }
+        assert!(types("qwen2", "sliding_attention", window.clone()).is_err());
+        assert_eq!(types("qwen2", "sliding_attention", enabled), Ok(Some(7)));
+        assert_eq!(types("mistral", "sliding_attention", window.clone()), Ok(Some(7)));
+        let error = types("mistral", "full_attention", window).unwrap_err();
+        assert!(error.contains("gives layer 0 no window"), "{error}");
+    }
+
+    #[test]
     fn rope_is_read_from_every_place() {
         let rope = |parts: Value| of("llama", &parts).map(|config| (config.rope_theta, config.rope_scaling));
         let linear = RopeScaling::Linear { factor: 4.0 };
@@ -327,6 +358,16 @@ mod tests {
             ),
             (json!({"rope_scaling": {"type": "dynamic", "factor": 2.0}}), "dynamic"),
             (json!({"rope_scaling": {"type": "longrope"}}), "longrope"),
+            (json!({"rope_scaling": {"factor": 4.0}}), "has a `factor` but no `rope_type`"),
+            (json!({"rope_scaling": {"type": 3, "factor": 4.0}}), "its type is not a text"),
+            (json!({"rope_parameters": {"rope_theta": "1e6"}}), "`rope_theta` is not a number"),
+            (
+                json!({"rope_scaling": {"partial_rotary_factor": "0.5"}}),
+                "`partial_rotary_factor` is not a number",
+            ),
+            (json!({"rope_scaling": {"type": "linear", "factor": 1e-300}}), "frequencies"),
+            (json!({"rope_scaling": {"type": "yarn", "factor": 4, "attention_factor": 1e30}}), "of scores"),
+            (json!({"rope_scaling": {"type": "yarn", "factor": 4, "attention_factor": 1e-30}}), "of scores"),
         ] {
             assert!(rope(parts.clone()).unwrap_err().contains(what), "{parts}");
         }

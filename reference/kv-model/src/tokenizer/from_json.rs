@@ -3,11 +3,13 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
+use serde::Deserialize;
 use serde_json::Value;
 use serde_json::value::RawValue;
 
 use super::library::guarded;
-use crate::{Error, Result, files};
+use crate::error::Quoted;
+use crate::{Error, Result, json};
 
 /// Maximum factor by which the steps around the model may lengthen a text. Real files stay below 10: spaces
 /// become three bytes, bytes become characters of two.
@@ -17,8 +19,7 @@ pub(super) fn load(path: &Path) -> Result<tokenizers::Tokenizer> {
     let error = |e: serde_json::Error| Error::file(path, e);
     // The whole file is validated as JSON before the library sees it. Values stay text, so that numbers reach
     // the library unchanged.
-    let mut fields: BTreeMap<String, Box<RawValue>> =
-        serde_json::from_slice(&files::read(path)?).map_err(error)?;
+    let mut fields: BTreeMap<String, Box<RawValue>> = json::read(path)?;
     // Settings saved from training. transformers disables both in every call: a prompt is neither truncated
     // nor padded.
     fields.remove("truncation");
@@ -32,7 +33,36 @@ pub(super) fn load(path: &Path) -> Result<tokenizers::Tokenizer> {
         }
     }
     let text = serde_json::to_vec(&fields).map_err(error)?;
-    guarded(|| tokenizers::Tokenizer::from_bytes(text)).map_err(|what| Error::file(path, what))
+    let library = guarded(|| tokenizers::Tokenizer::from_bytes(text));
+    let library = library.map_err(|what| Error::file(path, what))?;
+    let added = fields.get("added_tokens").map(|added| serde_json::from_str(added.get()));
+    let added: Option<Vec<Added>> = added.transpose().map_err(error)?.flatten();
+    check_numbers(&library, &added.unwrap_or_default()).map_err(|what| Error::file(path, what))?;
+    Ok(library)
+}
+
+/// What the file says about an added token.
+#[derive(Deserialize)]
+struct Added {
+    id: u32,
+    content: String,
+}
+
+/// Rejects tokens of one number, and added tokens that the library numbers otherwise than the file: it numbers those
+/// that the model does not have in their order.
+fn check_numbers(library: &tokenizers::Tokenizer, added: &[Added]) -> std::result::Result<(), String> {
+    let mut all: Vec<_> = library.get_vocab(true).into_iter().map(|(token, id)| (id, token)).collect();
+    all.sort_unstable();
+    if let Some([(id, a), (_, b)]) = all.windows(2).find(|pair| pair[0].0 == pair[1].0) {
+        return Err(format!("tokens {} and {} both have the number {id}", Quoted(a), Quoted(b)));
+    }
+    // The library leaves out tokens without a text.
+    let named = added.iter().filter(|token| !token.content.is_empty());
+    let wrong = |token: &&Added| library.token_to_id(&token.content) != Some(token.id);
+    match { named }.find(wrong) {
+        Some(Added { id, content }) => Err(format!("cannot give token {} its number {id}", Quoted(content))),
+        None => Ok(()),
+    }
 }
 
 /// Upper bound of the factor by which a step, with all its nested steps in sequence, lengthens a text.
