@@ -253,3 +253,54 @@ fn saved_bases_without_components_make_no_head() {
         assert_eq!(read.head(frequencies, &Bits::default()).map(drop).map_err(|error| error.code()), Err(1));
     }
 }
+
+/// Bases fitted to rows of which nothing can be learnt serve rows like them, for heads of every length; what cannot
+/// be fitted is an error.
+#[test]
+fn degenerate_samples_make_bases_that_serve_or_errors() {
+    let attention = Attention::scaled(0.2);
+    for [dim, dim_v, group] in [[2, 1, 1], [2, 24, 3], [24, 2, 20], [80, 80, 2], [256, 256, 1]] {
+        let frequencies: Vec<f32> = (0..dim / 2).map(|i| 0.01_f32.powi(i as i32)).collect();
+        for (what, size, noise) in [
+            ("zeros", 0.0, 0.0),
+            ("equal", 1.5, 0.0),
+            ("tiny", 1e-40, 1e-40),
+            ("small", 0.01, 0.01),
+            ("plain", 1.0, 1.0),
+        ] {
+            let rows = |seed: u64, n: usize, components: usize| -> Vec<f32> {
+                random(seed, n * components).iter().map(|x| size + noise * x).collect()
+            };
+            for n in [1, 90] {
+                let (keys, values) = (rows(1, n, dim), rows(3, n, dim_v));
+                let queries = rows(2, n, group * dim);
+                let samples = Samples {
+                    keys: Rows::contiguous(&keys, dim).unwrap(),
+                    queries: Rows::contiguous(&queries, group * dim).unwrap(),
+                    values: Rows::contiguous(&values, dim_v).unwrap(),
+                    frequencies: &frequencies,
+                    rotated_from: None,
+                };
+                let case = format!("{what}, {n} rows of {dim} and {dim_v}");
+                let bases = Basis::fit_layer(&samples, 1, 32).unwrap();
+                let head = bases[0].head(&frequencies, &Bits::uniform(8)).unwrap();
+                let mut cache = LayerCache::<f32>::new(&[head], WINDOW).unwrap();
+                let mut rotated = rows(5, 90, dim);
+                for (t, key) in rotated.chunks_exact_mut(dim).enumerate() {
+                    pq_core::sq::rotate_by(&frequencies, t as i64, key).unwrap();
+                }
+                let values = rows(6, 90, dim_v);
+                let parts =
+                    [(&rotated, dim), (&values, dim_v)].map(|(x, row)| Rows::contiguous(x, row).unwrap());
+                cache.append(parts[0], parts[1]).unwrap();
+                let queries = rows(7, 1, group * dim);
+                let mut out = vec![f32::NAN; group * dim_v];
+                let queries = Rows::from(&queries[..]);
+                cache.attend_into(&attention, queries, &mut Workspace::default(), &mut out).unwrap();
+                // Values are near their mean.
+                let most = (2.0 * noise + 0.01 * size).max(1e-3);
+                assert!(out.iter().all(|x| (x - size).abs() <= most), "{case}: {out:?}");
+            }
+        }
+    }
+}
