@@ -19,6 +19,7 @@ mod caches;
 mod configurations;
 mod determinism;
 mod headers;
+mod histories;
 mod hybrid_bound;
 mod offload;
 mod profiles;

@@ -70,6 +70,24 @@ impl GroupBits {
     }
 }
 
+impl Grouped {
+    /// Replaces the first `n` exact rows by decoded ones.
+    fn replace_exact(&mut self, n: usize, kv_dim: usize, keys: &[f32], values: &[f32]) -> Result<()> {
+        let exact = self.exact.keys.len() / kv_dim;
+        self.rows.truncate(self.rows.tokens() - exact)?;
+        self.rows.push(self.pos, keys, values)?;
+        self.exact.iter_mut().for_each(|rows| drop(rows.drain(..n * kv_dim)));
+        self.pos += n;
+        self.rows.push(self.pos, &self.exact.keys, &self.exact.values)
+    }
+
+    fn truncate(&mut self, len: usize, kv_dim: usize) -> Result<()> {
+        let coded = self.rows.tokens() - self.exact.keys.len() / kv_dim;
+        self.exact.iter_mut().for_each(|rows| rows.truncate(len.saturating_sub(coded) * kv_dim));
+        self.rows.truncate(len)
+    }
+}
+
 impl Store for CacheGenStore {
     fn push(&mut self, pos: usize, k: &[f32], v: &[f32]) -> Result<()> {
         let Grouped { pos: first, rows, exact } = &mut self.grouped;
@@ -88,9 +106,13 @@ impl Store for CacheGenStore {
         let others = first.and_then(|first| before.get_mut(first..)).unwrap_or_default();
         let mut group: Vec<&mut Grouped> = others.iter_mut().filter_map(|store| store.grouped()).collect();
         group.push(&mut self.grouped);
-        let tokens = group[0].exact.keys.len() / kv_dim;
-        if group.len() != self.layers || group.iter().any(|rows| rows.exact.keys.len() != tokens * kv_dim) {
+        if group.len() != self.layers {
             return Err(Error::argument("layers that are coded together must all be coded"));
+        }
+        // After a step that failed in between, some layers may have tokens that others still have in their window.
+        let tokens = group.iter().map(|layer| layer.exact.keys.len() / kv_dim).min().unwrap_or(0);
+        if tokens == 0 {
+            return Ok(());
         }
         let pos = group[0].pos;
         let rows = Pair::of(|side| {
@@ -104,10 +126,7 @@ impl Store for CacheGenStore {
                 let tokens = decoded[side].chunks_exact(self.layers * kv_dim);
                 tokens.flat_map(|token| &token[l * kv_dim..][..kv_dim]).copied().collect::<Vec<f32>>()
             };
-            let (keys, values) = (own(Side::Keys), own(Side::Values));
-            layer.rows.truncate(layer.rows.tokens() - tokens)?;
-            layer.rows.push(pos, &keys, &values)?;
-            layer.exact = Pair::of(|_| vec![]);
+            layer.replace_exact(tokens, kv_dim, &own(Side::Keys), &own(Side::Values))?;
         }
         Ok(())
     }
@@ -129,7 +148,7 @@ impl Store for CacheGenStore {
             }
             bits.chunks.retain(|chunk| chunk.valid > 0);
         }
-        self.grouped.rows.truncate(len)
+        self.grouped.truncate(len, self.geometry.kv_dim())
     }
 
     fn attend(
