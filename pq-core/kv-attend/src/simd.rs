@@ -63,6 +63,11 @@ pub trait Simd: Copy {
     /// # Safety
     /// `LANES` elements from `p` on are readable.
     unsafe fn load_bf16(self, p: *const u16) -> Self::F32;
+    /// Loads `LANES` signed bytes and converts them.
+    ///
+    /// # Safety
+    /// `LANES` bytes from `p` on are readable.
+    unsafe fn load_i8(self, p: *const i8) -> Self::F32;
     /// Stores a register.
     ///
     /// # Safety

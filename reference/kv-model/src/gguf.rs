@@ -20,7 +20,7 @@ use crate::tensors::{Tensors, check_finite, not_finite};
 use crate::{Config, Matrix, RopeScaling, Yarn};
 use crate::{Error, Result};
 pub(crate) use blocks::Layout;
-pub use blocks::{decode_q4_0, decode_q8_0};
+pub use blocks::{Codes, Group, decode_q4_0, decode_q8_0};
 use header::{Header, List, TEXT, Value};
 
 /// Maximum entries of a vocabulary and of its parallel lists.

@@ -2,7 +2,7 @@
 
 use std::borrow::Cow;
 
-use crate::gguf::Layout;
+use crate::gguf::{Codes, Layout};
 
 /// A matrix that multiplies vectors from the left, row-major: in single precision, or as the blocks of a GGUF file,
 /// which are decoded a few rows at a time.
@@ -87,6 +87,17 @@ impl Matrix {
         }
     }
 
+    /// The rows, if they are kept in blocks of codes.
+    #[must_use]
+    pub fn as_codes(&self) -> Option<CodedRows<'_>> {
+        match &self.numbers {
+            Numbers::F32(_) => None,
+            Numbers::Blocks { layout, bytes } => {
+                Some(CodedRows { unpack: layout.unpack()?, bytes, row: layout.bytes(self.n_in).ok()? })
+            }
+        }
+    }
+
     /// All numbers (n_out, n_in).
     #[must_use]
     pub fn to_f32(&self) -> Cow<'_, [f32]> {
@@ -123,6 +134,24 @@ impl Matrix {
                 layout.decode(&bytes[first * row..][..out.len() / self.n_in * row], out);
             }
         }
+    }
+}
+
+/// The rows of a matrix in blocks of codes.
+#[derive(Clone, Copy, Debug)]
+pub struct CodedRows<'a> {
+    unpack: fn(&mut Codes, &[u8]),
+    bytes: &'a [u8],
+    row: usize, // bytes of a row
+}
+
+impl CodedRows<'_> {
+    /// Replaces `codes` by those of a row.
+    ///
+    /// # Panics
+    /// When there is no such row.
+    pub fn unpack(&self, row: usize, codes: &mut Codes) {
+        (self.unpack)(codes, &self.bytes[row * self.row..][..self.row]);
     }
 }
 

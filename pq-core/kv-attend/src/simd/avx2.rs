@@ -42,6 +42,10 @@ impl Simd for Avx2 {
         op!(_mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(_mm_loadu_si128(p.cast())))))
     }
     #[inline(always)]
+    unsafe fn load_i8(self, p: *const i8) -> __m256 {
+        op!(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(p.cast()))))
+    }
+    #[inline(always)]
     unsafe fn store(self, p: *mut f32, x: __m256) {
         op!(_mm256_storeu_ps(p, x));
     }

@@ -42,6 +42,10 @@ impl Simd for Avx512 {
         op!(_mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(p.cast())))))
     }
     #[inline(always)]
+    unsafe fn load_i8(self, p: *const i8) -> __m512 {
+        op!(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(p.cast()))))
+    }
+    #[inline(always)]
     unsafe fn store(self, p: *mut f32, x: __m512) {
         op!(_mm512_storeu_ps(p, x));
     }

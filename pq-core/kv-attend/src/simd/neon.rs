@@ -55,6 +55,13 @@ impl Simd for Neon {
         op!(vreinterpretq_f32_u32(vshlq_n_u32::<16>(vmovl_u16(vld1_u16(p)))))
     }
     #[inline(always)]
+    unsafe fn load_i8(self, p: *const i8) -> float32x4_t {
+        op!({
+            let bytes = vreinterpret_s8_s32(vdup_n_s32(p.cast::<i32>().read_unaligned()));
+            vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(bytes))))
+        })
+    }
+    #[inline(always)]
     unsafe fn store(self, p: *mut f32, x: float32x4_t) {
         op!(vst1q_f32(p, x));
     }

@@ -6,6 +6,7 @@ use gemm_common::Parallelism;
 use kv_model::Matrix;
 use rayon::prelude::*;
 
+use super::dot_codes::dot_codes;
 use super::dot_rows::dot_rows;
 use super::product;
 
@@ -16,7 +17,7 @@ const PARALLEL_FROM: usize = 1 << 17;
 /// 30 % slower on two cores; from 2^18 on it takes as long as with one share per thread.
 const SHARE: usize = 4 * PARALLEL_FROM;
 
-/// Numbers of a share that are decoded at a time: they stay in the first-level cache.
+/// Numbers of a share in half precision that are decoded at a time: they stay in the first-level cache.
 const TILE: usize = 1 << 12;
 
 /// Numbers that are multiplied at a time with several vectors. The order in which gemm sums depends on the number of
@@ -56,6 +57,9 @@ fn multiply_one(weight: &Matrix, x: &[f32], y: &mut [f32]) {
 fn multiply_share(weight: &Matrix, first: usize, x: &[f32], y: &mut [f32]) {
     if let Some(numbers) = weight.as_f32() {
         return dot_rows(&numbers[first * x.len()..][..y.len() * x.len()], x, y);
+    }
+    if let Some(rows) = weight.as_codes() {
+        return dot_codes(rows, first, x, y);
     }
     let tile = rows_of(TILE, x.len());
     let mut rows = vec![0.0; tile.min(y.len()) * x.len()];

@@ -2,13 +2,15 @@
 
 mod codes;
 mod k_quants;
+mod simple;
 
 use std::fmt;
 
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
-use codes::{Group, decode_codes, nibbles, with_fifth_bits};
+use codes::Block;
+pub use codes::{Codes, Group};
 
 /// The block layout of a ggml type.
 #[derive(Clone, Copy)]
@@ -16,11 +18,15 @@ pub(crate) struct Layout {
     kind: u32,    // the type's number
     block: usize, // elements per block
     size: usize,  // bytes per block
-    decode: Decode,
+    form: Form,
 }
 
-/// Decodes whole blocks.
-type Decode = fn(&[u8], &mut [f32]);
+/// What blocks hold, and what reads whole ones.
+#[derive(Clone, Copy)]
+enum Form {
+    Floats(fn(&[u8], &mut [f32])),
+    Codes(fn(&mut Codes, &[u8])),
+}
 
 /// The types by their numbers; gaps have no name.
 const NAMES: [&str; 40] = [
@@ -29,26 +35,30 @@ const NAMES: [&str; 40] = [
     "I16", "I32", "I64", "F64", "IQ1_M", "BF16", "", "", "", "TQ1_0", "TQ2_0", "", "", "", "MXFP4",
 ];
 
+const Q4_0: Layout = Layout::of_codes::<simple::Q4_0, _, _, _>(2);
+const Q8_0: Layout = Layout::of_codes::<simple::Q8_0, _, _, _>(8);
+
 impl Layout {
     /// The layout of a ggml type.
     pub fn of(kind: u32) -> Result<Self, String> {
-        let (block, size, decode): (_, _, Decode) = match kind {
-            0 => (1, 4, |b, out| floats(b, out, f32::from_le_bytes)),
-            1 => (1, 2, decode_f16),
-            2 => (32, 18, decode_q4_0),
-            3 => (32, 20, |b, out| decode_codes(b, out, q4_1)),
-            6 => (32, 22, |b, out| decode_codes(b, out, q5_0)),
-            7 => (32, 24, |b, out| decode_codes(b, out, q5_1)),
-            8 => (32, 34, decode_q8_0),
-            10 => (256, 84, |b, out| decode_codes(b, out, k_quants::q2)),
-            11 => (256, 110, |b, out| decode_codes(b, out, k_quants::q3)),
-            12 => (256, 144, |b, out| decode_codes(b, out, k_quants::q4)),
-            13 => (256, 176, |b, out| decode_codes(b, out, k_quants::q5)),
-            14 => (256, 210, |b, out| decode_codes(b, out, k_quants::q6)),
-            20 => (32, 18, |b, out| decode_codes(b, out, iq4_nl)),
-            28 => (1, 8, |b, out| floats(b, out, |x| f64::from_le_bytes(x) as f32)),
-            30 => (1, 2, |b, out| floats(b, out, |x| bf16::from_le_bytes(x).to_f32())),
-            39 => (32, 17, |b, out| decode_codes(b, out, mxfp4)),
+        let floats = |size, decode| Self { kind, block: 1, size, form: Form::Floats(decode) };
+        Ok(match kind {
+            0 => floats(4, |b, out| decode_floats(b, out, f32::from_le_bytes)),
+            1 => floats(2, decode_f16),
+            2 => Q4_0,
+            3 => Self::of_codes::<simple::Q4_1, _, _, _>(kind),
+            6 => Self::of_codes::<simple::Q5_0, _, _, _>(kind),
+            7 => Self::of_codes::<simple::Q5_1, _, _, _>(kind),
+            8 => Q8_0,
+            10 => Self::of_codes::<k_quants::Q2, _, _, _>(kind),
+            11 => Self::of_codes::<k_quants::Q3, _, _, _>(kind),
+            12 => Self::of_codes::<k_quants::Q4, _, _, _>(kind),
+            13 => Self::of_codes::<k_quants::Q5, _, _, _>(kind),
+            14 => Self::of_codes::<k_quants::Q6, _, _, _>(kind),
+            20 => Self::of_codes::<simple::Iq4Nl, _, _, _>(kind),
+            28 => floats(8, |b, out| decode_floats(b, out, |x| f64::from_le_bytes(x) as f32)),
+            30 => floats(2, |b, out| decode_floats(b, out, |x| bf16::from_le_bytes(x).to_f32())),
+            39 => Self::of_codes::<simple::Mxfp4, _, _, _>(kind),
             _ => {
                 let name = NAMES.get(kind as usize).filter(|name| !name.is_empty());
                 let name = name.map_or_else(|| kind.to_string(), |name| (*name).to_owned());
@@ -57,8 +67,13 @@ impl Layout {
                      Q2_K to Q6_K)"
                 ));
             }
-        };
-        Ok(Self { kind, block, size, decode })
+        })
+    }
+
+    const fn of_codes<B: Block<SIZE, N, GROUPS>, const SIZE: usize, const N: usize, const GROUPS: usize>(
+        kind: u32,
+    ) -> Self {
+        Self { kind, block: 32 * N, size: SIZE, form: Form::Codes(Codes::unpack::<B, SIZE, N, GROUPS>) }
     }
 
     /// Whether elements take less than single precision.
@@ -74,10 +89,27 @@ impl Layout {
         (n / self.block).checked_mul(self.size).ok_or_else(|| "its size does not fit this machine".into())
     }
 
-    /// Decodes whole blocks: `out` has as many elements as `bytes` hold.
+    /// Decodes whole blocks: as many as `bytes` and `out` both have.
     pub fn decode(self, bytes: &[u8], out: &mut [f32]) {
-        debug_assert_eq!(bytes.len() / self.size * self.block, out.len());
-        (self.decode)(bytes, out);
+        let unpack = match self.form {
+            Form::Floats(decode) => return decode(bytes, out),
+            Form::Codes(unpack) => unpack,
+        };
+        const BLOCKS: usize = 4096; // elements at a time: their codes stay in the first-level cache
+        let blocks = BLOCKS / self.block;
+        let mut codes = Codes::default();
+        for (bytes, out) in bytes.chunks(blocks * self.size).zip(out.chunks_mut(blocks * self.block)) {
+            unpack(&mut codes, bytes);
+            codes.decode(out);
+        }
+    }
+
+    /// What reads whole blocks as codes, in types that are made of them.
+    pub const fn unpack(self) -> Option<fn(&mut Codes, &[u8])> {
+        match self.form {
+            Form::Floats(_) => None,
+            Form::Codes(unpack) => Some(unpack),
+        }
     }
 
     /// As [`Self::decode`], into a new list.
@@ -105,62 +137,16 @@ impl fmt::Debug for Layout {
 
 /// Decodes Q4_0 blocks (32 elements in 18 bytes): as many as `bytes` and `out` both have.
 pub fn decode_q4_0(bytes: &[u8], out: &mut [f32]) {
-    decode_codes(bytes, out, q4_0);
+    Q4_0.decode(bytes, out);
 }
 
 /// Decodes Q8_0 blocks (32 elements in 34 bytes): as many as `bytes` and `out` both have.
 pub fn decode_q8_0(bytes: &[u8], out: &mut [f32]) {
-    decode_codes(bytes, out, q8_0);
-}
-
-#[inline(always)]
-fn q4_0(b: &[u8; 18], codes: &mut [i8; 32]) -> [Group; 1] {
-    nibbles(&b[2..], codes, |q| q as i8 - 8);
-    [Group::scaled(half(b))]
-}
-
-#[inline(always)]
-fn q8_0(b: &[u8; 34], codes: &mut [i8; 32]) -> [Group; 1] {
-    codes.iter_mut().zip(&b[2..]).for_each(|(code, &q)| *code = q as i8);
-    [Group::scaled(half(b))]
-}
-
-#[inline(always)]
-fn q4_1(b: &[u8; 20], codes: &mut [i8; 32]) -> [Group; 1] {
-    nibbles(&b[4..], codes, |q| q as i8);
-    [Group { scale: half(b), offset: half(&b[2..]) }]
-}
-
-#[inline(always)]
-fn q5_0(b: &[u8; 22], codes: &mut [i8; 32]) -> [Group; 1] {
-    with_fifth_bits(&b[2..], codes, 16);
-    [Group::scaled(half(b))]
-}
-
-#[inline(always)]
-fn q5_1(b: &[u8; 24], codes: &mut [i8; 32]) -> [Group; 1] {
-    with_fifth_bits(&b[4..], codes, 0);
-    [Group { scale: half(b), offset: half(&b[2..]) }]
-}
-
-#[inline(always)]
-fn iq4_nl(b: &[u8; 18], codes: &mut [i8; 32]) -> [Group; 1] {
-    /// The levels.
-    const LEVELS: [i8; 16] = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113];
-    nibbles(&b[2..], codes, |q| LEVELS[usize::from(q)]);
-    [Group::scaled(half(b))]
-}
-
-#[inline(always)]
-fn mxfp4(b: &[u8; 17], codes: &mut [i8; 32]) -> [Group; 1] {
-    /// The values of 4-bit floats (E2M1), doubled.
-    const E2M1: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
-    nibbles(&b[1..], codes, |q| E2M1[usize::from(q)]);
-    [Group::scaled(f64::powi(2.0, i32::from(b[0]) - 128) as f32)]
+    Q8_0.decode(bytes, out);
 }
 
 /// Decodes elements of `N` bytes.
-fn floats<const N: usize>(bytes: &[u8], out: &mut [f32], to_f32: impl Fn([u8; N]) -> f32) {
+fn decode_floats<const N: usize>(bytes: &[u8], out: &mut [f32], to_f32: impl Fn([u8; N]) -> f32) {
     bytes.as_chunks::<N>().0.iter().zip(out).for_each(|(&x, out)| *out = to_f32(x));
 }
 
@@ -171,18 +157,6 @@ fn decode_f16(bytes: &[u8], out: &mut [f32]) {
         bytes.as_chunks().0.iter().zip(&mut some).for_each(|(&x, some)| *some = f16::from_le_bytes(x));
         some[..out.len()].convert_to_f32_slice(out);
     }
-}
-
-/// The half-precision number at the start of `bytes`.
-#[inline(always)]
-fn half(bytes: &[u8]) -> f32 {
-    let bits = u32::from(u16::from_le_bytes([bytes[0], bytes[1]]));
-    // The exponent's bias differs by 112. The product is exact, of subnormal numbers, too.
-    let magnitude = match bits & 0x7c00 {
-        0x7c00 => f32::from_bits(0x7f80_0000 | (bits & 0x3ff) << 13),
-        _ => f32::from_bits((bits & 0x7fff) << 13) * f32::from_bits((127 + 112) << 23),
-    };
-    f32::from_bits(magnitude.to_bits() | (bits & 0x8000) << 16)
 }
 
 #[cfg(test)]
@@ -209,14 +183,6 @@ mod tests {
         let refused = |kind| Layout::of(kind).err().unwrap();
         assert!(refused(16).starts_with("ggml type IQ2_XXS is") && refused(4).starts_with("ggml type 4 is"));
         assert!(refused(99).starts_with("ggml type 99 is"));
-    }
-
-    #[test]
-    fn halves_are_exact() {
-        for bits in 0..=u16::MAX {
-            let (got, expected) = (half(&bits.to_le_bytes()), f16::from_bits(bits).to_f32());
-            assert!(got.to_bits() == expected.to_bits() || got.is_nan() && expected.is_nan(), "{bits:04x}");
-        }
     }
 
     /// Against `gguf.quants.dequantize` of the `gguf` package, on pseudo-random blocks: the digest of the numbers.
