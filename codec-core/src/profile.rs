@@ -294,12 +294,12 @@ impl Profile {
     /// rounded to the nearest of them, ties to even.
     ///
     /// # Shapes
-    /// `info`: [`Self::frame_info`]; at a lossy level, its element type is replaced by that of the rows. `rows`
-    /// (layers,): the tokens in the layout of `place`.
+    /// `info`: [`Self::frame_info`]; at a lossy level, its element type is replaced by that of the rows.
+    /// `rows` (layers,): the tokens in the layout of `place`.
     /// # Errors
     /// [`Error::WrongModel`] for an `info` of another model, [`Error::OutOfBounds`] for a level that the
-    /// profile does not have, [`Error::WrongCoding`] for an `info` that is lossless where the level is not, or
-    /// the reverse, [`Error::WrongPlane`] for rows of the other 16-bit type than a level without loss, and
+    /// profile does not have, [`Error::WrongCoding`] for an `info` that is lossless where the level is not,
+    /// or the reverse, [`Error::WrongPlane`] for rows of the other 16-bit type than a level without loss, and
     /// those of [`encode_frame_into`]; `out` is then unchanged.
     pub fn encode_into<E: Element>(
         &self,
@@ -345,21 +345,33 @@ impl Profile {
         keys: &mut [E],
         values: &mut [E],
     ) -> Result<(), Error> {
+        self.decode_plane_to(frame, layer, Side::Keys, rope, place, keys)?;
+        self.decode_plane_to(frame, layer, Side::Values, None, place, values)
+    }
+
+    /// Decodes the keys or the values of a layer: see [`Self::decode_layer_to`]. One plane at a time, `out`
+    /// may hold the rows of other planes between those of this one.
+    ///
+    /// # Errors
+    /// As there; [`Error::NotBeforeRope`] for a `rope` of values.
+    pub fn decode_plane_to<E: Element>(
+        &self,
+        frame: &Frame<'_>,
+        layer: usize,
+        side: Side,
+        rope: Option<&RopeTable<'_>>,
+        place: &Place<'_>,
+        out: &mut [E],
+    ) -> Result<(), Error> {
         self.check_model(frame.info())?;
         self.check_layer(layer)?;
-        let level = self.level(frame.info().level.into())?;
-        for (side, rope, out) in [(Side::Keys, rope, keys), (Side::Values, None, values)] {
-            let i = plane_index(layer, side);
-            match level {
-                Level::Lossy(planes) => {
-                    frame.decode_plane_to(&planes[i].view(), layer, side, rope, place, out)?;
-                }
-                Level::Lossless(planes) => {
-                    frame.decode_elements_to(&planes[i].view(), layer, side, rope, place, out)?;
-                }
+        let i = plane_index(layer, side);
+        match self.level(frame.info().level.into())? {
+            Level::Lossy(planes) => frame.decode_plane_to(&planes[i].view(), layer, side, rope, place, out),
+            Level::Lossless(planes) => {
+                frame.decode_elements_to(&planes[i].view(), layer, side, rope, place, out)
             }
         }
-        Ok(())
     }
 
     fn check_model(&self, info: &FrameInfo) -> Result<(), Error> {

@@ -105,6 +105,19 @@ impl KvStore {
         self.wait(self.store.find_or_damage(space, tokens))
     }
 
+    /// A chunk, if it is stored: see [`AsyncStore::stat`].
+    ///
+    /// # Errors
+    /// As there; [`Error::Cancelled`].
+    pub fn stat(&self, space: &Space, key: ChunkKey) -> Result<Option<StoredChunk>> {
+        self.wait(self.store.stat(space, key))
+    }
+
+    /// The verified frame of a level: see [`AsyncStore::load`].
+    pub(crate) fn frame(&self, space: &Space, chunk: &StoredChunk, level: usize) -> Result<Bytes> {
+        self.wait(async { self.store.frame(space, chunk, level, &Arc::default()).await })
+    }
+
     /// Stores a chunk: see [`AsyncStore::put_chunk`].
     ///
     /// # Errors

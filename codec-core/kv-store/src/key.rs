@@ -174,6 +174,27 @@ impl Space {
         self.name
     }
 
+    /// The space of other caches of the same model, profile and grid: rows that differ though their tokens do
+    /// not, as those of an adapter, of a shard of the model, or of a tenant that shares no caches. `salt`
+    /// says what they differ by; without it they are never found.
+    #[must_use]
+    pub fn salted(&self, salt: &[u8]) -> Self {
+        Self { name: self.derived(b"kv-store-salted", salt), ..*self }
+    }
+
+    /// The first chunk under a name that an engine has made, instead of one that is made of its tokens: see
+    /// [`Pages`](crate::Pages).
+    pub(crate) fn named(&self, name: &[u8]) -> ChunkKey {
+        let id = self.derived(b"kv-store-named", name);
+        ChunkKey { id, parent: self.name, tokens: 0..self.grid.chunk }
+    }
+
+    /// A digest of its name and `of`, in a domain of its own.
+    fn derived(&self, domain: &[u8], of: &[u8]) -> ChunkId {
+        let hash = Sha256::new().chain_update(domain).chain_update(self.name.0).chain_update(of);
+        ChunkId(hash.finalize().into())
+    }
+
     /// Levels of every chunk, the least lossy first.
     #[must_use]
     pub const fn levels(&self) -> usize {
@@ -301,9 +322,27 @@ pub(crate) mod tests {
             space("model2", GRID),
             space("model", Grid { chunk: 10, tail: 10 }),
             Space::new("model", &profile(1), GRID).unwrap(),
+            base.salted(b""),
+            base.salted(b"a"),
+            base.salted(b"a").salted(b"b"),
+            base.salted(b"ab"),
         ] {
             assert_ne!(base.name(), other.name());
         }
+        assert_eq!(base.salted(b"a"), base.salted(b"a"));
+        assert_ne!(base.salted(b"a").salted(b"b"), base.salted(b"ab"));
+    }
+
+    #[test]
+    fn chunks_that_engines_name_differ_by_space_and_name() {
+        let base = space("model", GRID);
+        let key = base.named(b"x");
+        assert_eq!((key.parent, key.tokens.clone()), (base.name(), 0..10));
+        assert_eq!(key, base.named(b"x"));
+        for other in [base.named(b"y"), base.named(b""), base.salted(b"x").named(b"x")] {
+            assert_ne!(key.id, other.id);
+        }
+        assert_ne!(key.id, base.salted(b"x").name());
     }
 
     #[test]

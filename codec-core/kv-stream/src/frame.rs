@@ -121,6 +121,21 @@ impl<'a> ChunkFrame<'a> {
         Ok(self.profile.decode_layer_to(&self.frame, layer, rope, place, keys, values)?)
     }
 
+    /// Decodes the keys or the values of a layer to their place in a cache: see [`Profile::decode_plane_to`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn plane_to<E: Element>(
+        &self,
+        layer: usize,
+        side: Side,
+        rope: Option<&RopeTable<'_>>,
+        place: &Place<'_>,
+        out: &mut [E],
+    ) -> Result<()> {
+        Ok(self.profile.decode_plane_to(&self.frame, layer, side, rope, place, out)?)
+    }
+
     /// Decodes a layer to rows of its own: see [`Self::layer_to`].
     ///
     /// # Errors

@@ -10,5 +10,6 @@ mod support {
 }
 
 mod faults;
+mod pages;
 #[cfg(feature = "s3")]
 mod s3;
