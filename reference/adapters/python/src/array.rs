@@ -31,7 +31,7 @@ pub const fn dtype_name(dtype: ElementType) -> &'static str {
 }
 
 /// Bytes of an element.
-const fn size(dtype: ElementType) -> usize {
+pub const fn size(dtype: ElementType) -> usize {
     match dtype {
         ElementType::F32 => 4,
         ElementType::F16 | ElementType::Bf16 => 2,
@@ -132,6 +132,44 @@ impl Array {
             !buffer.readonly(),
             Owner::Buffer(buffer),
         )
+    }
+
+    /// A page of an engine's cache: an array of this type and shape, or as many elements in one dimension, or
+    /// their bytes.
+    pub fn of_page(
+        what: &str,
+        object: &Bound<'_, PyAny>,
+        dtype: ElementType,
+        shape: &[usize],
+    ) -> Result<Self> {
+        let expected = shape.iter().product::<usize>();
+        // SAFETY: the object is alive.
+        if unsafe { ffi::PyObject_CheckBuffer(object.as_ptr()) } == 1 {
+            let buffer = buffer(object)?;
+            if buffer.item_size() == 1 {
+                let (len, expected) = (buffer.len_bytes(), expected * size(dtype));
+                if len != expected {
+                    return Err(Error::argument(format!("{what} has {len} B, expected {expected} B")));
+                }
+                if !buffer.is_c_contiguous() {
+                    return Err(Error::element(format!("{what} is not contiguous")));
+                }
+                let strides: Vec<isize> = contiguous(shape).into_iter().map(|x| x as isize).collect();
+                let (address, writable) = (buffer.buf_ptr() as usize, !buffer.readonly());
+                return Self::new(address, dtype, shape.to_vec(), &strides, writable, Owner::Buffer(buffer));
+            }
+        }
+        let mut array = Self::get(object)?;
+        if array.dtype != dtype {
+            let (found, expected) = (dtype_name(array.dtype), dtype_name(dtype));
+            return Err(Error::element(format!("{what} has elements of {found}, expected {expected}")));
+        }
+        if array.shape == [expected] && array.is_contiguous() {
+            array.shape = shape.to_vec();
+            array.strides = contiguous(shape);
+        }
+        array.expect(what, shape)?;
+        Ok(array)
     }
 
     fn of_dlpack(object: &Bound<'_, PyAny>) -> Result<Self> {
@@ -360,6 +398,12 @@ impl Output {
     pub fn any(out: &Bound<'_, PyAny>, inputs: &[&Array]) -> Result<Self> {
         let array = Array::get(out)?;
         Self::check(&array, inputs)?;
+        Ok(Self(array))
+    }
+
+    /// An array of the caller that no argument shares memory with.
+    pub fn of_array(array: Array) -> Result<Self> {
+        Self::check(&array, &[])?;
         Ok(Self(array))
     }
 

@@ -41,12 +41,13 @@ enum ModelId {
 #[pymethods]
 impl Profile {
     #[staticmethod]
-    #[pyo3(signature = (rows, model, *, steps=vec![0.1, 0.25, 0.5], keys_rotated=true))]
+    #[pyo3(signature = (rows, model, *, steps=vec![0.1, 0.25, 0.5], lossless=false, keys_rotated=true))]
     fn fit(
         py: Python<'_>,
         rows: &Bound<'_, PyAny>,
         model: ModelId,
         steps: Vec<f32>,
+        lossless: bool,
         keys_rotated: bool,
     ) -> Result<Self> {
         let rows = Array::get(rows)?;
@@ -63,9 +64,17 @@ impl Profile {
         };
         py.detach(|| {
             threads::run(|| {
-                for_context!(&rows, shape, E, planes, place => Ok(Self(codec_core::Profile::fit(
-                    info, steps.len(), tokens, planes, &place, fit
-                )?)))
+                for_context!(&rows, shape, E, planes, place => {
+                    let mut levels = vec![];
+                    if lossless {
+                        let element = <E as codec_core::Element>::TYPE;
+                        levels.push(codec_core::Profile::fit_lossless(info, element, tokens, planes, &place)?);
+                    }
+                    if !lossless || !steps.is_empty() {
+                        levels.push(codec_core::Profile::fit(info, steps.len(), tokens, planes, &place, fit)?);
+                    }
+                    Ok(Self(codec_core::Profile::join(levels)?))
+                })
             })
         })
     }
@@ -124,6 +133,43 @@ impl Profile {
     #[getter]
     const fn model_id(&self) -> u64 {
         self.0.info().model_id
+    }
+
+    #[getter]
+    const fn layers(&self) -> usize {
+        self.0.info().layers
+    }
+
+    #[getter]
+    const fn heads(&self) -> usize {
+        self.0.info().heads
+    }
+
+    #[getter]
+    const fn head_dim(&self) -> usize {
+        self.0.info().head_dim
+    }
+
+    #[getter]
+    const fn keys_rotated(&self) -> bool {
+        self.0.info().keys_rotated
+    }
+
+    fn is_lossless(&self, level: u8) -> Result<bool> {
+        match usize::from(level) < self.0.levels() {
+            true => Ok(self.0.frame_info(level, 0).lossless),
+            false => Err(codec_core::Error::OutOfBounds { what: "level" }.into()),
+        }
+    }
+
+    fn __repr__(&self) -> String {
+        let &ModelInfo { layers, heads, head_dim, .. } = self.0.info();
+        let levels = (0..self.0.levels()).map(|level| match self.0.frame_info(level as u8, 0) {
+            codec_core::FrameInfo { lossless: true, element, .. } => format!("lossless {element:?}"),
+            _ => "lossy".to_owned(),
+        });
+        let levels: Vec<_> = levels.collect();
+        format!("Profile({layers} layers, {heads} heads of {head_dim}, levels: {})", levels.join(", "))
     }
 
     fn to_bytes<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {

@@ -24,6 +24,11 @@ impl Error {
         Self::Known { class: ARGUMENT, text: text.into(), code: 0 }
     }
 
+    /// A store that cannot be used.
+    pub fn store(text: impl Into<String>) -> Self {
+        Self::Known { class: STORE, text: text.into(), code: 0 }
+    }
+
     /// Elements of a type that the operation does not take, or memory that it cannot use.
     pub fn element(text: impl Into<String>) -> Self {
         Self::Known { class: ELEMENT, text: text.into(), code: 0 }
@@ -90,7 +95,7 @@ impl From<kv_store::Error> for Error {
             e @ (kv_store::Error::Argument(_) | kv_store::Error::Limit { .. }) => {
                 Self::argument(e.to_string())
             }
-            e => Self::Known { class: STORE, text: e.to_string(), code: 0 },
+            e => Self::Known { class: STORE, text: e.to_string(), code: e.code() },
         }
     }
 }

@@ -7,6 +7,7 @@ mod cache;
 mod codec;
 mod error;
 mod layout;
+mod pages;
 mod pq;
 mod quantizers;
 mod store;
@@ -23,6 +24,8 @@ mod _kvcodes {
     use crate::cache::LayerCache;
     #[pymodule_export]
     use crate::codec::{Frame, Profile};
+    #[pymodule_export]
+    use crate::pages::Pages;
     #[pymodule_export]
     use crate::pq::{Codebook, Codes, attend, search};
     #[pymodule_export]

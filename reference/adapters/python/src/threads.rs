@@ -52,3 +52,23 @@ pub fn run_step<T: Send>(operation: impl FnOnce() -> Result<T> + Send) -> Result
     let pool = pool()?;
     if pool.current_num_threads() == 1 { operation() } else { pool.install(operation) }
 }
+
+/// Something with threads of its own, which are gone in a process made by `fork`.
+pub struct Opened<T> {
+    process: u32,
+    inner: T,
+}
+
+impl<T> Opened<T> {
+    pub fn new(inner: T) -> Self {
+        Self { process: process::id(), inner }
+    }
+
+    /// It, in the process that opened it; calls in another one would wait forever.
+    pub fn get(&self) -> Result<&T> {
+        match self.process == process::id() {
+            true => Ok(&self.inner),
+            false => Err(Error::store("the store was opened before `fork`: open it again in this process")),
+        }
+    }
+}

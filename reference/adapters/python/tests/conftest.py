@@ -1,5 +1,7 @@
 """What the tests share: random arrays, and attention by its definition in f64."""
 
+import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +11,21 @@ REPOSITORY = Path(__file__).resolve().parents[4]
 MODEL = REPOSITORY / "reference/assets/tiny-llama-12m"
 TEXT = REPOSITORY / "reference/assets/sotu-heldout.txt"
 CALIBRATION = sorted((REPOSITORY / "reference/assets/calibration").glob("*.txt"))
+
+
+DOORS = (REPOSITORY / "reference/adapters/README.md").read_text()
+
+
+def block(name: str) -> str:
+    """The block of this name in the page of all doors."""
+    (found,) = re.findall(rf"^ *```{name}\n(.*?)^ *```$", DOORS, re.DOTALL | re.MULTILINE)
+    return found
+
+
+def settings(engine: str, folder: Path) -> dict:
+    """The settings of an engine that the page gives, with another folder."""
+    text = block(f"json {engine}").replace("/var/cache/kv", str(folder))
+    return json.loads(text[text.index("{") :])
 
 
 @pytest.fixture

@@ -282,9 +282,12 @@ class Profile:
         model: int | str,
         *,
         steps: Sequence[float] = (0.1, 0.25, 0.5),
+        lossless: bool = False,
         keys_rotated: bool = True,
     ) -> Profile:
-        """Fits a level for each of ``steps``, in deviations of each channel, to the rows of a sample text."""
+        """Fits a level for each of ``steps``, in deviations of each channel, to the rows of a sample text.
+
+        ``lossless`` adds a first level that keeps every bit of f16 or bf16 rows. """
 
     def encode(self, rows: Array, *, level: int = 0, first_token: int = 0) -> bytes: ...
     def decode(self, frame: bytes, out: Array) -> None:
@@ -292,8 +295,17 @@ class Profile:
 
     @property
     def levels(self) -> int: ...
+    def is_lossless(self, level: int) -> bool: ...
     @property
     def model_id(self) -> int: ...
+    @property
+    def layers(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def keys_rotated(self) -> bool: ...
     def to_bytes(self) -> bytes: ...
     @staticmethod
     def from_bytes(data: bytes) -> Profile: ...
@@ -325,11 +337,62 @@ class Frame:
     def model_id(self) -> int: ...
 
 class Store:
-    """Caches in a folder, or in memory (``memory:///``)."""
+    """Caches in a folder, in memory (``memory:///``) or, in a build with the feature ``s3``, in a bucket
+    (``s3://BUCKET/PATH``).
 
-    def __init__(self, url: str) -> None: ...
-    def space(self, model: str, profile: Profile, *, chunk: int = 1500, tail: int = 100) -> Space:
-        """The caches of a model, which ``model`` names with its revision, under a profile."""
+    ``settings`` are those of the bucket, such as ``aws_endpoint``, before those of the environment. ``retry``
+    is the number of seconds for which the store may be away before calls fail. """
+
+    def __init__(self, url: str, *, settings: dict[str, str] = {}, retry: float = 60.0) -> None: ...
+    def space(
+        self,
+        model: str,
+        profile: Profile,
+        *,
+        chunk: int = 1500,
+        tail: int = 100,
+        salt: str | bytes | None = None,
+    ) -> Space:
+        """The caches of a model, which ``model`` names with its revision, under a profile.
+
+        ``salt`` separates rows that differ though their tokens do not: those of an adapter, of a rank of
+        tensor parallelism, of a tenant that shares no caches. """
+
+    def pages(
+        self,
+        model: str,
+        order: str,
+        shape: Sequence[int],
+        *,
+        dtype: Dtype = "bf16",
+        part: str = "",
+        profile: Profile | None = None,
+    ) -> Pages:
+        """Pages of a model; ``part`` names the part of it that they hold, such as a rank of tensor parallelism.
+
+        ``order`` has a letter for each dimension of ``shape``, the outermost first: ``2`` (keys, values),
+        ``L`` (layers), ``T`` (tokens), ``H`` (KV heads) and at the end ``D`` (components); ``B`` for blocks of
+        ``T`` tokens and ``W`` for workers of ``L`` layers, if there are several. Without a profile pages keep
+        every bit; with one they are stored at all of its levels. """
+
+class Pages:
+    """Pages of one shape under keys that the engine makes. Methods may be called by many threads at once.
+
+    Arrays are of the pages' shape, with any strides, or flat, or contiguous bytes without a type. """
+
+    def put(self, key: str | bytes, page: Array) -> bool:
+        """Stores a page. Returns whether it was missing; when it returns, all processes find it."""
+
+    def get(self, key: str | bytes, out: Array, *, level: int = 0) -> bool:
+        """Decodes a page to ``out``, and returns whether it was there; if not, rows may have been written.
+
+        A damaged page is deleted, and was not there. """
+
+    def __contains__(self, key: str | bytes) -> bool: ...
+    def delete(self, key: str | bytes) -> None: ...
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a page in memory."""
 
 class Space:
     """Contexts in chunks of tokens. Those with the same beginning share chunks."""
@@ -342,3 +405,10 @@ class Space:
 
     def load(self, tokens: Sequence[SupportsIndex], out: Array, *, level: int = 0) -> int:
         """Decodes the longest stored prefix to the first rows of ``out``. Returns its number of tokens."""
+
+    def stream(
+        self, tokens: Sequence[SupportsIndex], out: Array, seconds: float, *, first_level: int | None = None
+    ) -> tuple[int, list[int]]:
+        """As ``load``, each chunk at the least lossy level at which the rest is expected within ``seconds``.
+
+        The first chunk has ``first_level``, by default the middle one. Returns the tokens and the levels. """
