@@ -622,6 +622,31 @@ def storage(data):
     return lines
 
 
+def storage_doors(data):
+    rows = [
+        [
+            row["adapter"],
+            row["setting"],
+            str(row["threads"] or ""),
+            f"{row['share']:.3f}",
+            f"{row['key_error']:.4f}" if row["key_error"] else "0",
+            f"{row['value_error']:.4f}" if row["value_error"] else "0",
+            f"{row['store_gb_s']:.2f}",
+            f"{row['load_gb_s']:.2f}",
+        ]
+        for row in data["rows"]
+    ]
+    columns = ["adapter", "setting", "threads", "bytes of raw", "keys' error", "values' error", "store, GB/s", "load, GB/s"]
+    return [
+        "# Tiers below LMCache",
+        "",
+        f"{data['cpu']}; {data['date']}, commit {data['commit']}. {data['chunks']} chunks of {data['chunk_bytes']} B through",
+        "LMCache's storage manager, in a folder in memory. Errors are relative to the norm of the rows.",
+        "",
+        *table(columns, rows),
+    ]
+
+
 PAGES = {
     "gpu": gpu,
     "decode": decode,
@@ -633,4 +658,5 @@ PAGES = {
     "streaming": streaming,
     "sq": sq,
     "storage": storage,
+    "storage_doors": storage_doors,
 }

@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 from conftest import settings
-from test_pages import bf16
+from test_pages import bf16, killed_writers, small_disk  # noqa: F401
 
 import kvcodes
 from kvcodes.lmcache import Connector
@@ -106,6 +106,48 @@ def test_64_batches_at_once(tmp_path, objects):
     batches = [client.connector.submit_batch_get(keys, views) for views in out]
     assert all(client.wait(batch) == [True, "", [True] * 6] for batch in batches)
     assert all([bytes(view) for view in views] == objects for views in out)
+    client.connector.close()
+
+
+WRITER = """
+import os, sys
+sys.path.insert(0, %r)
+import test_lmcache as test
+client = test.Client(sys.argv[1])
+for i in map(int, sys.argv[2].split(",")):
+    if client.set([test.key(i)], [test.memory(test.page_of(i))])[0]:
+        os.write(1, b"%%d\\n" %% i)
+"""
+
+
+def page_of(i: int) -> bytes:
+    """The page number ``i``."""
+    return bf16(np.random.default_rng(i), SHAPE).tobytes()
+
+
+def whole(client: Client, i: int) -> bool:
+    """Whether a page is found, which must then be the right one."""
+    out = memory(bytes(NBYTES))
+    ok, _, (found,) = client.get([key(i)], [out])
+    assert ok and (not found or bytes(out) == page_of(i)), i
+    return found
+
+
+def test_two_processes_that_are_killed_lose_nothing(tmp_path):
+    rng, acknowledged = np.random.default_rng(5), set()
+    for _ in range(3):
+        acknowledged |= killed_writers(WRITER, tmp_path, rng)
+        client = Client(tmp_path)
+        assert acknowledged <= {i for i in range(40) if whole(client, i)}
+        client.connector.close()
+    assert acknowledged
+
+
+def test_a_full_disk(small_disk):
+    client = Client(small_disk, retry=1)
+    stored = [client.set([key(i)], [memory(page_of(i))])[0] for i in range(100)]
+    assert True in stored and False in stored
+    assert [whole(client, i) for i in range(100)] == stored
     client.connector.close()
 
 

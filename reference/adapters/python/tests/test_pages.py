@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -248,8 +249,8 @@ for i in map(int, sys.argv[2].split(",")):
 """
 
 
-def writer(folder, numbers) -> "subprocess.Popen[bytes]":
-    program = WRITER % os.path.dirname(os.path.abspath(__file__))
+def writer(program: str, folder, numbers) -> "subprocess.Popen[bytes]":
+    program %= os.path.dirname(os.path.abspath(__file__))
     arguments = [sys.executable, "-c", program, str(folder), ",".join(map(str, numbers))]
     return subprocess.Popen(arguments, stdout=subprocess.PIPE)
 
@@ -259,26 +260,28 @@ def collect(lines, found: set[int]) -> None:
         found.add(int(line))
 
 
+def killed_writers(program: str, folder, rng: np.random.Generator) -> set[int]:
+    """Two writers of the same 40 pages, killed at random: the numbers of those that they acknowledged."""
+    both = [writer(program, folder, rng.permutation(40).tolist()) for _ in range(2)]
+    lines, readers = [set(), set()], []
+    for process, found in zip(both, lines, strict=True):
+        readers.append(threading.Thread(target=collect, args=(process.stdout, found)))
+        readers[-1].start()
+    while not all(lines) and all(process.poll() is None for process in both):
+        time.sleep(0.001)
+    time.sleep(rng.uniform(0, 0.15))
+    for process in both:
+        process.kill()
+    for reader, process in zip(readers, both, strict=True):
+        reader.join()
+        process.wait()
+    return lines[0] | lines[1]
+
+
 def test_two_processes_that_are_killed_lose_nothing(tmp_path):
-    """Writers of the same pages are killed at random; every acknowledged page is whole."""
-    rng = np.random.default_rng(3)
-    acknowledged = set()
+    rng, acknowledged = np.random.default_rng(3), set()
     for _ in range(4):
-        both = [writer(tmp_path, rng.permutation(40).tolist()) for _ in range(2)]
-        lines = [set(), set()]
-        readers = []
-        for process, found in zip(both, lines, strict=True):
-            readers.append(threading.Thread(target=collect, args=(process.stdout, found)))
-            readers[-1].start()
-        while not all(lines) and all(process.poll() is None for process in both):
-            pass
-        threading.Event().wait(rng.uniform(0, 0.15))
-        for process in both:
-            process.kill()
-        for reader, process in zip(readers, both, strict=True):
-            reader.join()
-            process.wait()
-        acknowledged |= lines[0] | lines[1]
+        acknowledged |= killed_writers(WRITER, tmp_path, rng)
         pages = kvcodes.Store(str(tmp_path)).pages("model", "2LTHD", SHAPE)
         out = bytearray(pages.nbytes)
         for i in range(40):
