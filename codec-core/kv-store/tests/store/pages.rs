@@ -133,7 +133,7 @@ fn damaged_pages_are_missing_and_stored_again() {
             1 => bytes.truncate(100),
             2 => bytes = fs::read(&b[1]).unwrap(),
             3 => fs::remove_file(&a.1).unwrap(),
-            4 => fs::write(&a.0, fs::read(&b[0]).unwrap()).map(drop).unwrap(),
+            4 => fs::write(&a.0, fs::read(&b[0]).unwrap()).unwrap(),
             _ => fs::write(&a.0, b"").unwrap(),
         }
         if damage < 3 {
