@@ -87,6 +87,33 @@ struct Place {
     }
 };
 
+// The mean of the head's keys before RoPE, of the thread's pair of components.
+struct PairMean {
+    float frequency, x, y;
+
+    __device__ __forceinline__ PairMean(const RowsArguments& a, u32 pair) {
+        const float* mean = a.means + blockIdx.y * D;
+        frequency = __ldg(a.frequencies + pair), x = __ldg(mean + pair), y = __ldg(mean + pair + HALF);
+    }
+    __device__ __forceinline__ float2 at(int position) const { return Turn(frequency, position)(x, y); }
+};
+
+// Values are coded as they are: to f32, or BACK to elements.
+template <bool BACK>
+__device__ __forceinline__ void copy_values(const RowsArguments& a, u32 count) {
+    for (u32 first = blockIdx.x * TILE; first < count; first += gridDim.x * TILE) {
+        const Place place(a, first);
+        for (u32 i = threadIdx.x; i < place.count * D; i += THREADS) {
+            u16& own = a.values[place.row + i];
+            float& transformed = a.transformed_values[place.transformed + i];
+            if constexpr (BACK)
+                own = to_element(transformed);
+            else
+                transformed = to_float(own);
+        }
+    }
+}
+
 // Keys less their mean, relative to the middle of their block and in its basis; values as they are.
 //
 // Launch: grid (blocks, heads, twice the sequences), THREADS threads: any number of blocks, which take tiles in turn.
@@ -94,29 +121,20 @@ struct Place {
 extern "C" __global__ void __launch_bounds__(THREADS) prepare(const RowsArguments a) {
     __shared__ __align__(16) Tile tile;
     const u32 count = a.counts[blockIdx.z / 2], step = gridDim.x * TILE;
-    if (blockIdx.z % 2) {
-        for (u32 first = blockIdx.x * TILE; first < count; first += step) {
-            const Place place(a, first);
-            for (u32 i = threadIdx.x; i < place.count * D; i += THREADS)
-                a.transformed_values[place.transformed + i] = to_float(a.values[place.row + i]);
-        }
-        return;
-    }
+    if (blockIdx.z % 2) return copy_values<false>(a, count);
     if (blockIdx.x * TILE >= count) return;
     const u32 pair = threadIdx.x % HALF;
-    const float* mean = a.means + blockIdx.y * D;
-    const float frequency = __ldg(a.frequencies + pair);
-    const float mean_x = __ldg(mean + pair), mean_y = __ldg(mean + pair + HALF);
+    const PairMean mean(a, pair);
     Column basis;
     basis.load(a.maps + (u64)blockIdx.y * D * D);
     for (u32 first = blockIdx.x * TILE; first < count; first += step) {
         const Place place(a, first);
-        const Turn back(frequency, -place.middle);
+        const Turn back(mean.frequency, -place.middle);
         for (u32 t = threadIdx.x / HALF; t < TILE; t += 2) {
             const u16* key = a.keys + place.row + t * D + pair;
             float2 own = make_float2(0, 0);
             if (t < place.count) own = back(to_float(key[0]), to_float(key[HALF]));
-            const float2 common = Turn(frequency, place.relative + (int)t)(mean_x, mean_y);
+            const float2 common = mean.at(place.relative + (int)t);
             tile.rows[t][pair] = own.x - common.x, tile.rows[t][pair + HALF] = own.y - common.y;
         }
         __syncthreads();
@@ -135,19 +153,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) prepare(const RowsArgument
 extern "C" __global__ void __launch_bounds__(THREADS) restore(const RowsArguments a) {
     __shared__ __align__(16) Tile tile;
     const u32 count = a.counts[blockIdx.z / 2], step = gridDim.x * TILE;
-    if (blockIdx.z % 2) {
-        for (u32 first = blockIdx.x * TILE; first < count; first += step) {
-            const Place place(a, first);
-            for (u32 i = threadIdx.x; i < place.count * D; i += THREADS)
-                a.values[place.row + i] = to_element(a.transformed_values[place.transformed + i]);
-        }
-        return;
-    }
+    if (blockIdx.z % 2) return copy_values<true>(a, count);
     if (blockIdx.x * TILE >= count) return;
     const u32 pair = threadIdx.x % HALF;
-    const float* mean = a.means + blockIdx.y * D;
-    const float frequency = __ldg(a.frequencies + pair);
-    const float mean_x = __ldg(mean + pair), mean_y = __ldg(mean + pair + HALF);
+    const PairMean mean(a, pair);
     Column inverse;
     inverse.load_transposed(a.maps + (u64)blockIdx.y * D * D);
     for (u32 first = blockIdx.x * TILE; first < count; first += step) {
@@ -162,9 +171,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) restore(const RowsArgument
 #pragma unroll
         for (u32 t = 0; t < TILE; t++) tile.rows[t][threadIdx.x] = out[t];
         __syncthreads();
-        const Turn forward(frequency, place.middle);
+        const Turn forward(mean.frequency, place.middle);
         for (u32 t = threadIdx.x / HALF; t < place.count; t += 2) {
-            const float2 common = Turn(frequency, place.relative + (int)t)(mean_x, mean_y);
+            const float2 common = mean.at(place.relative + (int)t);
             const float2 key = forward(tile.rows[t][pair] + common.x, tile.rows[t][pair + HALF] + common.y);
             u16* to = a.keys + place.row + t * D + pair;
             to[0] = to_element(key.x), to[HALF] = to_element(key.y);
