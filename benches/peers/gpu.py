@@ -16,7 +16,7 @@ bus does; of `encode` and `train`, their operations at one per lane and clock; o
 tensor cores; of frames that are decoded while they are copied, the copy.
 """
 
-import argparse, functools, json, math, os, re, subprocess, sys, time
+import argparse, functools, json, math, os, re, shlex, subprocess, sys, time
 
 import tables
 import torch
@@ -320,7 +320,7 @@ def peer_of(row):
 def measured(binary, only, **environment):
     """The lines that the binary prints, one at a time: the device first."""
     with subprocess.Popen(
-        [binary, only], stdout=subprocess.PIPE, text=True, env=os.environ | environment
+        [binary, *only], stdout=subprocess.PIPE, text=True, env=os.environ | environment
     ) as process:
         for line in process.stdout:
             yield json.loads(line)
@@ -345,7 +345,8 @@ def main():
     )
     parser.add_argument("binary")
     parser.add_argument("results")
-    parser.add_argument("--only", default="", help="measurements whose name contains this")
+    parser.add_argument("--only", nargs="*", default=[], help="measurements whose name contains one of these")
+    parser.add_argument("--name", default="gpu", help="of the file of results, such as gpu-scalar")
     parser.add_argument(
         "--commit", help="what the binary was built from, where it is not the commit that is checked out"
     )
@@ -360,10 +361,11 @@ def main():
         "commit": arguments.commit,
         "torch": torch.__version__,
         "flashinfer": flashinfer and flashinfer.__version__,
+        "options": f" --name {arguments.name} --only {shlex.join(arguments.only)}" if arguments.only else "",
         "rows": [],
     }
     os.makedirs(arguments.results, exist_ok=True)
-    partial = os.path.join(arguments.results, "gpu.partial.json")
+    partial = os.path.join(arguments.results, f"{arguments.name}.partial.json")
 
     def measure(what, rows):
         """The rows with what they have so far, which outlives a run that is cut short, and replaces no whole table."""
@@ -384,9 +386,9 @@ def main():
     for row in measure("peers", result["rows"]):
         for column, peer in zip(("peer", "fp8"), peers_of(row, known)):
             row[column], row[f"{column}_us"] = peer
-    tables.write(os.path.join(arguments.results, "gpu.json"), result)
+    tables.write(os.path.join(arguments.results, f"{arguments.name}.json"), result)
     os.remove(partial)
-    print(tables.page("gpu", result))
+    print(tables.page(arguments.name, result))
 
 
 def progress(what, rows):

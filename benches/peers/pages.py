@@ -59,7 +59,7 @@ def gpu(data):
         "",
         f"{data['device']}, copy {data['copy_tb_s']:.2f} TB/s; {data['date']}, commit {data['commit']}; PyTorch {data['torch']}, {fp8}.",
         "",
-        "    python benches/peers/gpu.py target/release/gpu_speed benches/results",
+        f"    python benches/peers/gpu.py target/release/gpu_speed benches/results{data.get('options', '')}",
         "",
         *table(columns, rows),
     ]
@@ -649,6 +649,7 @@ def storage_doors(data):
 
 PAGES = {
     "gpu": gpu,
+    "gpu-scalar": gpu,
     "decode": decode,
     "prefill": prefill,
     "offload": offload,

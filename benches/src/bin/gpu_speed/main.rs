@@ -1,8 +1,8 @@
 //! Times `kv-gpu` against the floor of every kernel; `benches/peers/gpu.py` runs it and PyTorch and writes
 //! the tables.
 //!
-//! Prints a JSON line per measurement. An argument runs only the measurements whose "kernel, shape" contains
-//! it. `GPU_LIMIT=8.0:163` times the kernels of an A100. `GPU_CACHE=FOLDER` keeps compiled kernels for
+//! Prints a JSON line per measurement. Arguments run only the measurements whose "kernel, shape" contains one
+//! of them. `GPU_LIMIT=8.0:163` times the kernels of an A100. `GPU_CACHE=FOLDER` keeps compiled kernels for
 //! the next run.
 
 #![allow(clippy::unwrap_used, unsafe_code)] // a measurement that cannot run should say so by panicking
@@ -27,8 +27,7 @@ mod train;
 use stopwatch::Stopwatch;
 
 fn main() {
-    let only = std::env::args().nth(1).unwrap_or_default();
-    let watch = Stopwatch::new(only);
+    let watch = Stopwatch::new(std::env::args().skip(1).collect());
     attend::run(&watch);
     scalar::run(&watch);
     rope_mean_scores::run(&watch);

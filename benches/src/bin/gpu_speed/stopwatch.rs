@@ -20,11 +20,11 @@ const WARM_UP: Duration = Duration::from_millis(20);
 pub struct Stopwatch {
     pub gpu: Device,
     bytes_per_us: f64,
-    only: String,
+    only: Vec<String>, // or all measurements
 }
 
 impl Stopwatch {
-    pub fn new(only: String) -> Self {
+    pub fn new(only: Vec<String>) -> Self {
         let mut device = Device::open(0).unwrap();
         if let Ok(limit) = std::env::var("GPU_LIMIT") {
             device.limit_to(limit.parse().unwrap()).unwrap();
@@ -49,7 +49,8 @@ impl Stopwatch {
 
     /// Whether the command line selects a measurement.
     pub fn wants(&self, kernel: &str, shape: &str) -> bool {
-        format!("{kernel}, {shape}").contains(&self.only)
+        let name = format!("{kernel}, {shape}");
+        self.only.is_empty() || self.only.iter().any(|only| name.contains(only))
     }
 
     /// Microseconds of one launch: the median of replays of a graph of `launches` numbered launches. A launch
