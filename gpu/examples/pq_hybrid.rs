@@ -42,6 +42,7 @@ fn main() -> Result<()> {
         paged: false,
         addends: false,
         value_norms: false,
+        mean_errors: false,
         adaptive: false,
     };
     let hybrid = Hybrid::new(&gpu, shape)?;
@@ -57,6 +58,7 @@ fn main() -> Result<()> {
         value_table: value_table.pointer,
         key_errors: None,
         value_norms: None,
+        mean_errors: None,
         queries: queries.pointer.cast(),
         code_queries: None,
         lengths: lengths.pointer,

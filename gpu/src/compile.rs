@@ -46,6 +46,7 @@ const HEADERS: &[Source] = &[
     source!("element.cuh"),
     source!("gather.cuh"),
     source!("mbarrier_sm90.cuh"),
+    source!("mean_block.cuh"),
     source!("pq_attend/adjustments.cuh"),
     source!("pq_attend/codes.cuh"),
     source!("pq_attend/exact.cuh"),
@@ -96,6 +97,7 @@ const HEADERS: &[Source] = &[
     source!("svd_prefill/merge.cuh"),
     source!("svd_prefill/wgmma.cuh"),
     source!("tile_attention.cuh"),
+    source!("tile_code.cuh"),
     source!("tile_indices.cuh"),
     source!("types.cuh"),
     source!("warp.cuh"),
@@ -391,6 +393,7 @@ mod tests {
             paged: true,
             addends: true,
             value_norms: true,
+            mean_errors: true,
             adaptive: true,
         };
         let hybrid = hybrid.programs((9, 0), 227 << 10).unwrap();

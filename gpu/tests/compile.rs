@@ -15,8 +15,8 @@ use kernels::compiled;
 use kv_gpu::codec::{self, Planes};
 use kv_gpu::pq::{
     AppendShape, AttendGenericShape, AttendShape, CodeLayout, EncodeGenericShape, EncodeShape, Gather,
-    GatherAttendShape, HybridShape, LutShape, Paging, RopeMeanScoresShape, ScanShape, SearchShape, Side,
-    TrainShape,
+    GatherAttendShape, HybridShape, LutShape, MeanErrorsShape, Paging, RopeMeanScoresShape, ScanShape,
+    SearchShape, Side, TrainShape,
 };
 use kv_gpu::sq;
 use kv_gpu::svd::{self, ProjectShape};
@@ -195,10 +195,20 @@ fn attention_on_codes_and_exact_rows() {
             for (addends, value_norms, adaptive) in
                 [(false, false, false), (true, false, true), (true, true, false), (true, true, true)]
             {
-                let shape =
-                    HybridShape { keys, values, group, element, rule, paged, addends, value_norms, adaptive };
+                let shape = HybridShape {
+                    keys,
+                    values,
+                    group,
+                    element,
+                    rule,
+                    paged,
+                    addends,
+                    value_norms,
+                    mean_errors: addends,
+                    adaptive,
+                };
                 let programs = shape.programs(capability, shared_memory).unwrap();
-                for (program, most) in programs.iter().zip([0, 0, 128, 0]) {
+                for (program, most) in programs.iter().zip([0, 0, 128, 0, 0]) {
                     if !compiled.insert((program.clone(), architecture)) {
                         continue;
                     }
@@ -227,6 +237,20 @@ fn encoding() {
                 .chain(shape(Side::Values, VectorElement::F32, Paging::Tiles))
                 .chain(shape(Side::Values, VectorElement::Bf16, Paging::HalfTiles));
             shapes.map(|shape| shape.program().unwrap()).collect()
+        },
+        true,
+    );
+}
+
+#[test]
+fn mean_errors_of_values() {
+    check(
+        |_| {
+            let shape = |(quantizer, element)| MeanErrorsShape { quantizer, element };
+            let elements = [Element::F16, Element::Bf16].into_iter().cycle();
+            let coarse = PqShape::new(128, 8, 8).unwrap();
+            let quantizers = quantizers(Paging::Contiguous).into_iter().chain([coarse]);
+            quantizers.zip(elements).map(|pair| shape(pair).program().unwrap()).collect()
         },
         true,
     );

@@ -20,7 +20,8 @@ fn main() -> Result<()> {
     let pqcache = Retrieval { quantizer: PqShape::new(DIM, 8, 8)?, budget, training, home, resident };
     let form = RowForm { rotated_mean: false, norms: Pair::of(|_| None) };
     let code = PqShape::new(DIM, 32, 8)?;
-    let hybrid = HybridPlan { quantizers: Pair::of(|_| code), form, budget, bound: None, home, resident };
+    let quantizers = Pair::of(|_| code);
+    let hybrid = HybridPlan { quantizers, form, mean_errors: true, budget, bound: None, home, resident };
     let keys = engine.rows((0..TOKENS).map(|token| (0, Side::Keys, token))); // one codebook will do
     let book = CodebookBuf::new(code, &train(code, &keys, &TrainOptions::default())?.centroids)?;
     let head = TransformedHead::untransformed(Pair::of(|_| book.clone()), DIM);

@@ -128,6 +128,10 @@ pub struct HybridPlan {
     pub quantizers: Pair<PqShape>,
     /// The form of the coded rows, of which keys are without norms.
     pub form: RowForm,
+    /// Whether the mean of what codes of values lose is kept for every block of tokens, and added
+    /// ([`kv_gpu::pq::MeanErrors`]). The last block, which is not whole, has the mean of whole parts of 16
+    /// tokens.
+    pub mean_errors: bool,
     /// The rows per step, or their maximum.
     pub budget: TokenBudget,
     /// The error bound that sets the number of rows per head, if there is one.

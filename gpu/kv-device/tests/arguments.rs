@@ -34,8 +34,10 @@ fn plans() -> Vec<Plan> {
     let pages = Some(PagedMemory { page: 32, pool: Some(512) });
     let quantizers = Pair::of(|_| PqShape::new(64, 16, 8).unwrap());
     let (form, budget) = (RowForm { rotated_mean: true, norms: Pair::of(|_| None) }, TokenBudget::Ratio(0.2));
-    let hybrid =
-        |home| Plan::Hybrid(HybridPlan { quantizers, form, budget, bound: None, home, resident: 128 }, None);
+    let hybrid = |home, mean_errors| {
+        let (bound, resident) = (None, 128);
+        Plan::Hybrid(HybridPlan { quantizers, form, mean_errors, budget, bound, home, resident }, None)
+    };
     let retrieval = |home, training| {
         let quantizer = PqShape::new(64, 4, 6).unwrap();
         Plan::Retrieval(Retrieval { quantizer, budget, training, home, resident: 128 }, None)
@@ -45,8 +47,8 @@ fn plans() -> Vec<Plan> {
         Plan::Dense(pages),
         Plan::Codes { quantizers, rows: CodedRows::Plain(None), pages: None },
         Plan::Codes { quantizers, rows: CodedRows::Transformed(form, None), pages },
-        hybrid(RowHome::Device),
-        hybrid(RowHome::Host),
+        hybrid(RowHome::Device, false),
+        hybrid(RowHome::Host, true),
         retrieval(RowHome::HostInt8, None),
         retrieval(RowHome::Host, Some(Training { iterations: 2, max_keys: 256 })),
         Plan::Cuts(DeviceCuts { fractions: Pair::of(|_| 0.5), cuts_prompts: true }, None),

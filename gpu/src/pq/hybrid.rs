@@ -11,6 +11,7 @@ use crate::launch::Operation;
 use crate::pointer::{AnyElement, DevicePtr};
 use crate::pq::addends::Addends;
 use crate::pq::attend::{ExactTokens, Pages};
+use crate::pq::mean_errors::BlockMeans;
 use crate::pq::select::{
     CommonArguments, ErrorBound, PLAN_BYTES, ROW, Select, SelectArguments, SelectShape, check_quantizer,
     has_clusters,
@@ -32,6 +33,7 @@ use crate::{Device, Element, Error, Program};
 ///     paged: false,
 ///     addends: false,
 ///     value_norms: false,
+///     mean_errors: false,
 ///     adaptive: false,
 /// };
 /// assert!(shape.check().is_ok());
@@ -55,6 +57,8 @@ pub struct HybridShape {
     pub addends: bool,
     /// Whether decoded values are multiplied by [norms](HybridArguments::value_norms).
     pub value_norms: bool,
+    /// Whether the [mean errors](HybridArguments::mean_errors) of the coded values are added.
+    pub mean_errors: bool,
     /// Whether [`Hybrid::select`] determines how many tokens each head reads exactly ([`ErrorBound`]), up to
     /// k.
     pub adaptive: bool,
@@ -62,6 +66,15 @@ pub struct HybridShape {
 
 /// Bytes of `is_again` and `lost` of the attention kernel, padded.
 const PASS_BYTES: usize = 16;
+
+/// Offsets in the workspace.
+struct Parts {
+    partials: usize,
+    mean_counts: usize,
+    log_sum_exp: usize,
+    mean_partials: usize,
+    select: usize,
+}
 
 /// Shared memory and warps of the attention kernel.
 #[derive(Clone, Copy)]
@@ -138,7 +151,7 @@ impl HybridShape {
 
     /// The kernels for a compute capability and blocks of up to `shared_memory` bytes
     /// ([`Device::shared_memory`]): those of [`SelectShape::programs`], attention after the selection and, if
-    /// it exists, attention concurrent with the selection.
+    /// they exist, attention concurrent with the selection and the addition of mean errors.
     ///
     /// # Errors
     /// [`Error::Unsupported`].
@@ -149,7 +162,13 @@ impl HybridShape {
         if self.may_attend_beside(capability, shared_memory) {
             programs.push(self.attend_program(plan, true));
         }
+        programs.extend(self.mean_errors.then(|| self.mean_errors_program()));
         Ok(programs)
+    }
+
+    fn mean_errors_program(&self) -> Program {
+        let program = self.selection().program(source!("pq_hybrid/mean_errors.cu"), &[]);
+        program.define_if(self.adaptive, "ADAPTIVE")
     }
 
     /// Whether attention can run concurrently with the selection: not if the selection determines how many
@@ -207,6 +226,31 @@ pub struct ExactRows {
 
 const OPERATION: Operation = Operation("pq::Hybrid");
 
+/// Threads of a block of the addition of mean errors: `THREADS` of the kernel.
+const MEAN_THREADS: u32 = 256;
+/// Its blocks per multiprocessor, and the most of a row: the last one adds up what all have found.
+const MEAN_BLOCKS: usize = 2;
+const MOST_MEAN_SLICES: usize = 64;
+
+/// `MeanArguments` of the kernel.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct MeanArguments {
+    common: CommonArguments,
+    selected: DevicePtr<u32>,
+    found: Option<DevicePtr<u32>>,
+    means: DevicePtr<f16>,
+    recent: DevicePtr<f32>,
+    log_sum_exp: DevicePtr<f32>,
+    partials: DevicePtr<u8>,
+    counts: DevicePtr<u8>,
+    out: DevicePtr<AnyElement>,
+    blocks: u32,
+    recent_parts: u32,
+}
+
+const _: () = assert!(size_of::<MeanArguments>() == 168);
+
 /// Pointers and sizes of one step of [`Hybrid`], the same for both of its launches.
 #[derive(Clone, Copy, Debug)]
 pub struct HybridArguments {
@@ -234,6 +278,9 @@ pub struct HybridArguments {
     /// `value_norms`: the norms by which values were divided before encoding
     /// ([`pq_core::divide_by_norms`]), as in [`Norms`](super::Norms). They are below 256, as coded norms are.
     pub value_norms: Option<DevicePtr<f16>>,
+    /// Given exactly if the shape has `mean_errors`: what the coded values lack on average, as
+    /// [`MeanErrors`](super::MeanErrors) has it.
+    pub mean_errors: Option<BlockMeans>,
     /// Elements (batch, heads, group, dim), within the range of `f16`.
     pub queries: DevicePtr<AnyElement>,
     /// As `queries`, in the space of the key codes if these encode rotated or projected keys
@@ -329,13 +376,15 @@ const _: () = assert!(size_of::<KernelArguments>() == 240);
 /// Where a query's output has less than 2^-6 of the weight of all codes, since the selected tokens' rows are far
 /// below their codes, one block attends to the head again, relative to the other tokens. With up to two query
 /// heads per KV head and `4 * group * m <= dim` for the values, attention adds up the weights of each code in
-/// place of values, unless these have norms.
+/// place of values, unless these have norms. Mean errors are a third launch, which reads the coded scores
+/// again.
 /// # Source
 /// MILLION (DAC 2025), III-B, for attention on codes; PQCache (arXiv 2407.12820), 3.4, for the group's rule.
 pub struct Hybrid {
     select: Select,
     attend: Kernel,
     attend_beside: Option<Kernel>, // concurrent with the selection
+    mean_errors: Option<Kernel>,
     shape: HybridShape,
     plan: Plan,
 }
@@ -352,15 +401,33 @@ impl Hybrid {
         };
         let beside = shape.may_attend_beside(device.capability(), device.shared_memory());
         let attend_beside = beside.then(|| attend(true)).transpose()?;
+        let mean_errors = || device.kernel(&shape.mean_errors_program(), "pq_hybrid_mean_errors", 0);
+        let mean_errors = shape.mean_errors.then(mean_errors).transpose()?;
         let select = Select::deciding(device, shape.selection(), shape.adaptive)?;
-        Ok(Self { select, attend: attend(false)?, attend_beside, shape, plan })
+        Ok(Self { select, attend: attend(false)?, attend_beside, mean_errors, shape, plan })
     }
 
-    /// Bytes of the counters of finished blocks, and of partial results.
-    fn own_workspace(&self, batch: usize, heads: usize) -> [usize; 2] {
-        let counts = batch.saturating_mul(heads).saturating_mul(4).saturating_add(15) / 16 * 16;
+    /// Offsets in the workspace. The counters of finished blocks come first.
+    fn parts(&self, batch: usize, heads: usize) -> Parts {
+        let rows = batch.saturating_mul(heads);
+        let words = |count: usize| rows.saturating_mul(count).saturating_mul(4).saturating_add(15) / 16 * 16;
         let of_block = 2 * 4 * self.shape.selection().entry() * self.shape.result_len();
-        [counts, heads.saturating_mul(self.select.blocks(heads)).saturating_mul(of_block)]
+        let blocks = heads.saturating_mul(self.select.blocks(heads)).saturating_mul(of_block);
+        let (group, dim) = (self.shape.group, self.shape.keys.dim());
+        let of_means = |count: usize| if self.shape.mean_errors { words(count) } else { 0 };
+        let partials = words(1);
+        let mean_counts = partials.saturating_add(blocks);
+        let log_sum_exp = mean_counts.saturating_add(of_means(1));
+        let mean_partials = log_sum_exp.saturating_add(of_means(group));
+        let mean_slices = self.mean_slices(batch, heads);
+        let select = mean_partials.saturating_add(of_means(mean_slices.saturating_mul(group * dim)));
+        Parts { partials, mean_counts, log_sum_exp, mean_partials, select }
+    }
+
+    /// Blocks of a row that add mean errors.
+    fn mean_slices(&self, batch: usize, heads: usize) -> usize {
+        let blocks = MEAN_BLOCKS * self.select.sm_count();
+        (blocks / batch.saturating_mul(heads).max(1)).clamp(1, MOST_MEAN_SLICES)
     }
 
     /// Bytes of workspace for `batch` sequences of `heads` KV heads, with room for `tokens` coded tokens
@@ -368,8 +435,8 @@ impl Hybrid {
     /// sizes change its layout: zero it again before the first step with them.
     #[must_use]
     pub fn workspace_len(&self, batch: usize, heads: usize, tokens: usize) -> usize {
-        let [counts, partials] = self.own_workspace(batch, heads);
-        counts.saturating_add(partials).saturating_add(self.select.workspace_len(batch, heads, tokens))
+        let own = self.parts(batch, heads).select;
+        own.saturating_add(self.select.workspace_len(batch, heads, tokens))
     }
 
     /// Scores all tokens by their codes and selects those with the largest weights.
@@ -408,11 +475,15 @@ impl Hybrid {
         if self.shape.value_norms != arguments.value_norms.is_some() {
             return Err(OPERATION.error("norms are given exactly when it is compiled for them"));
         }
+        if self.shape.mean_errors != arguments.mean_errors.is_some() {
+            return Err(OPERATION.error("mean errors are given exactly when it is compiled for them"));
+        }
         Ok(())
     }
 
     /// Attends to the codes of all tokens but the selected ones, to their exact rows, and to the other exact
-    /// tokens. [`Hybrid::select`] with the same arguments precedes it on the stream.
+    /// tokens, and adds the mean errors of the coded values. [`Hybrid::select`] with the same arguments
+    /// precedes it on the stream.
     ///
     /// # Errors
     /// [`Error::Argument`] for sizes that do not fit, [`Error::Driver`].
@@ -426,7 +497,10 @@ impl Hybrid {
         self.check(a)?;
         let beside = self.attends_beside(a);
         let Some(common) = self.select.common(&self.select_arguments(a), beside)? else { return Ok(()) };
-        let [counts, _] = self.own_workspace(a.batch, a.heads);
+        let parts = self.parts(a.batch, a.heads);
+        let log_sum_exp = a
+            .log_sum_exp
+            .or_else(|| self.shape.mean_errors.then(|| a.workspace.offset(parts.log_sum_exp).cast()));
         let exact_capacity = a.exact.map_or(0, |exact| exact.capacity);
         let prepared = KernelArguments {
             common,
@@ -445,10 +519,10 @@ impl Hybrid {
             },
             row_keys: a.rows.keys,
             row_values: a.rows.values,
-            partials: a.workspace.offset(counts),
+            partials: a.workspace.offset(parts.partials),
             counts: a.workspace,
             out: a.out,
-            log_sum_exp: a.log_sum_exp,
+            log_sum_exp,
             found: a.bound.map(|bound| bound.found),
             row_capacity: a.rows.capacity as u64,
             exact_capacity: OPERATION.in_32_bits("exact tokens", exact_capacity)?,
@@ -458,11 +532,51 @@ impl Hybrid {
         let grid = OPERATION.grid(&[("blocks", blocks), ("heads", a.heads)])?;
         let attend = self.attend_beside.as_ref().filter(|_| common.is_beside()).unwrap_or(&self.attend);
         // SAFETY: the structure is the kernel's argument; the caller upholds the contract of its pointers.
-        unsafe { attend.launch(stream, grid, self.plan.warps as u32 * 32, true, &prepared) }
+        unsafe { attend.launch(stream, grid, self.plan.warps as u32 * 32, true, &prepared)? };
+        match (&self.mean_errors, a.mean_errors, log_sum_exp) {
+            (Some(kernel), Some(means), Some(log_sum_exp)) => {
+                // SAFETY: the caller's contract; attention has just written the log-sum-exps.
+                unsafe { self.add_mean_errors(stream, kernel, common, a, means, log_sum_exp) }
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Adds the mean errors to the outputs.
+    ///
+    /// # Safety
+    /// As for [`Self::attend`], which precedes it on the stream.
+    unsafe fn add_mean_errors(
+        &self,
+        stream: CUstream,
+        kernel: &Kernel,
+        common: CommonArguments,
+        a: &HybridArguments,
+        means: BlockMeans,
+        log_sum_exp: DevicePtr<f32>,
+    ) -> Result<(), Error> {
+        let parts = self.parts(a.batch, a.heads);
+        let prepared = MeanArguments {
+            common,
+            selected: a.selected,
+            found: a.bound.map(|bound| bound.found),
+            means: means.means,
+            recent: means.recent,
+            log_sum_exp,
+            partials: a.workspace.offset(parts.mean_partials),
+            counts: a.workspace.offset(parts.mean_counts),
+            out: a.out,
+            blocks: OPERATION.in_32_bits("blocks of tokens", means.blocks)?,
+            recent_parts: OPERATION.in_32_bits("parts of blocks", means.recent_parts)?,
+        };
+        let slices = self.mean_slices(a.batch, a.heads);
+        let grid = OPERATION.grid(&[("slices", slices), ("heads", a.heads), ("sequences", a.batch)])?;
+        // SAFETY: the structure is the kernel's argument; the caller upholds the contract of its pointers.
+        unsafe { kernel.launch(stream, grid, MEAN_THREADS, true, &prepared) }
     }
 
     fn select_arguments(&self, a: &HybridArguments) -> SelectArguments {
-        let own = self.own_workspace(a.batch, a.heads);
+        let parts = self.parts(a.batch, a.heads);
         SelectArguments {
             batch: a.batch,
             heads: a.heads,
@@ -479,7 +593,7 @@ impl Hybrid {
             selected_len: a.selected_len,
             scale: a.scale,
             pdl: a.pdl,
-            workspace: a.workspace.offset(own[0].saturating_add(own[1])),
+            workspace: a.workspace.offset(parts.select),
         }
     }
 }
@@ -507,6 +621,7 @@ mod tests {
                     paged: false,
                     addends: false,
                     value_norms: false,
+                    mean_errors: false,
                     adaptive: false,
                 };
                 for kib in [99, 163, 227] {

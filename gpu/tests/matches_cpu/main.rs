@@ -16,6 +16,7 @@ mod pq_encode;
 mod pq_gather;
 mod pq_gather_attend;
 mod pq_hybrid;
+mod pq_mean_errors;
 mod pq_rope_mean_scores;
 mod pq_search;
 mod pq_train;

@@ -238,6 +238,37 @@ fn addends_agree() {
     }
 }
 
+/// Mean errors of the coded values: of every group, next to norms and addends, in long and in ragged sequences,
+/// in pages, with a bound, of queries that are not finite.
+#[test]
+fn mean_errors_agree() {
+    let Some(device) = device("mean_errors_agree") else { return };
+    let add = |case: &mut Case| (case.shape.mean_errors, case.spread) = (true, 1.0);
+    run(&device, 900..916, add, |_| ());
+    for (seed, group) in (920..).zip((1..=8).cycle().take(16)) {
+        let of_group = |case: &mut Case| {
+            add(case);
+            (case.shape.group, case.shape.value_norms) = (group, seed % 2 == 0);
+            if seed % 3 == 0 {
+                case.adapt(0.2);
+            }
+        };
+        run(&device, seed..seed + 1, of_group, |_| ());
+    }
+    let lengthen = |case: &mut Case| {
+        add(case);
+        (case.capacity, case.batch, case.heads) = (40_000, 2, 1);
+        (case.lengths, case.ks) = (vec![39_990, 17], vec![400, 3]);
+        case.exact_lengths = vec![case.exact_capacity as u32; 2];
+        case.selected_len = 500;
+        case.page_tiles = if case.shape.paged { 8 } else { 1250 };
+    };
+    run(&device, 940..944, lengthen, |_| ());
+    for (seed, bad) in (950..).zip([f32::NAN, f32::INFINITY, f32::NEG_INFINITY]) {
+        run(&device, seed..seed + 1, add, |queries| queries[7] = bad);
+    }
+}
+
 /// Norms of the coded values: of every group, in long and in ragged sequences, in pages, with a bound, of
 /// queries that are not finite.
 #[test]
@@ -290,6 +321,7 @@ fn shapes_without_kernels_are_errors() {
         paged: false,
         addends: false,
         value_norms: false,
+        mean_errors: false,
         adaptive: false,
     };
     assert!(good.programs((9, 0), 227 << 10).is_ok());

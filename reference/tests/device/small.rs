@@ -61,7 +61,7 @@ fn model(head_dim: usize) -> Model {
 }
 
 /// Every cache, with a batch.
-const CACHES: [(usize, &str); 32] = [
+const CACHES: [(usize, &str); 34] = [
     (2, "dense:dtype=bf16"),
     (2, "dense:dtype=f16:pages=16:pool=240"),
     (2, "int4:window=4:sinks=2"),
@@ -71,6 +71,8 @@ const CACHES: [(usize, &str); 32] = [
     (3, "hybrid:keys=rotated:v=8x8:rows=0.3:window=8:sinks=0:exact=bf16:rows-on=device"),
     (2, "hybrid:keys=rotated:v=8x8:rows=0.3:window=8:sinks=2:exact=bf16:offloaded=int8"),
     (2, "hybrid:keys=rotated:v=8x8:rows=0.1:window=8:sinks=2:held=14"),
+    (2, "hybrid:v=8x8:rows=0.1:mean-error=on:window=8:sinks=2"),
+    (3, "hybrid:v=8x8:rows=auto:mean-error=on:bound=0.3:window=8:sinks=2:rows-on=device:exact=bf16"),
     (
         2,
         "hybrid:keys=rotated:v=8x8:values=trained:rows=auto:bound=0.3:most=0.5:window=8:sinks=2:rows-on=device",

@@ -1,11 +1,11 @@
 //! Attention on codes with exact rows for the tokens of the largest weight.
 
 use half::f16;
-use kv_gpu::Element;
 use kv_gpu::pq::{
-    Addends, CodeLayout, ErrorBound, ExactRows, Hybrid, HybridArguments, HybridShape, Pages, RowIndex, Side,
-    TILE,
+    Addends, BlockMeans, CodeLayout, ErrorBound, ExactRows, Hybrid, HybridArguments, HybridShape,
+    MEAN_TOKENS, Pages, RowIndex, Side, TILE,
 };
+use kv_gpu::{DevicePtr, Element};
 use pq_core::{
     Attention, CodebookBuf, CodedTokens, Codes, ExactTokens, GroupRule, HybridScratch, PqShape, RowBudget,
     Rows, SoftmaxStats, attend_exact_into, hybrid_attend_into, hybrid_select_into, lut_into,
@@ -44,12 +44,13 @@ struct Variant {
     exact: usize,   // sinks and window
     addends: bool,  // terms that are added to the scores
     norms: bool,    // of the values
+    means: bool,    // of the errors of the values
     adaptive: bool, // `share` is the mean over heads that choose by a bound
 }
 
 impl Default for Variant {
     fn default() -> Self {
-        Self { share: 100, page: None, exact: 0, addends: false, norms: false, adaptive: false }
+        Self { share: 100, page: None, exact: 0, addends: false, norms: false, means: false, adaptive: false }
     }
 }
 
@@ -71,6 +72,7 @@ pub fn run(watch: &Stopwatch) {
     }
     for load in LOADS.into_iter().chain(PAIRS) {
         time(watch, [coarse, coarse], load, Variant { norms: true, ..Variant::default() });
+        time(watch, [coarse, coarse], load, Variant { norms: true, means: true, ..Variant::default() });
     }
     for (load, page) in PAGED {
         time(watch, [coarse, coarse], load, Variant { page: Some(page), ..Variant::default() });
@@ -88,7 +90,7 @@ fn time(
     watch: &Stopwatch,
     quantizers: [PqShape; 2],
     (query_heads, heads, batch, n): Load,
-    Variant { share, page, exact, addends, norms, adaptive }: Variant,
+    Variant { share, page, exact, addends, norms, means, adaptive }: Variant,
 ) {
     let (group, k) = (query_heads / heads, n / share);
     let [keys, values] = quantizers;
@@ -107,6 +109,9 @@ fn time(
     if norms {
         name += ", norms of values";
     }
+    if means {
+        name += ", mean errors";
+    }
     if adaptive {
         name += ", by a bound";
     }
@@ -116,8 +121,19 @@ fn time(
     }
     let (element, rule) = (Element::F16, GroupRule::SumOfSoftmax);
     let paged = page.is_some();
-    let shape =
-        HybridShape { keys, values, group, element, rule, paged, addends, value_norms: norms, adaptive };
+    let (value_norms, mean_errors) = (norms, means);
+    let shape = HybridShape {
+        keys,
+        values,
+        group,
+        element,
+        rule,
+        paged,
+        addends,
+        value_norms,
+        mean_errors,
+        adaptive,
+    };
     let hybrid = Hybrid::new(&watch.gpu, shape).unwrap();
     let layouts = [(keys, Side::Keys), (values, Side::Values)]
         .map(|(shape, side)| CodeLayout::new(shape, side).unwrap());
@@ -183,6 +199,11 @@ fn time(
     let norms_there: Vec<_> = (0..if norms { copies } else { 0 })
         .map(|_| watch.upload(&norms_of_head.repeat(batch * heads)))
         .collect();
+    let blocks = if means { n / MEAN_TOKENS } else { 0 };
+    let means_of_head: Vec<f16> = (0..blocks * DIM).map(|_| uniform()).collect();
+    let means_there: Vec<_> = (0..if means { copies } else { 0 })
+        .map(|_| watch.upload(&means_of_head.repeat(batch * heads)))
+        .collect();
     let workspace = watch.zeros::<u8>(hybrid.workspace_len(batch, heads, n.next_multiple_of(TILE)));
     let selected = watch.zeros::<u32>(batch * heads * most);
     let out = watch.zeros::<f16>(queries.len());
@@ -197,6 +218,14 @@ fn time(
         value_table: watch.pointer(&tables[1]),
         key_errors: None,
         value_norms: norms.then(|| watch.pointer(&norms_there[copy])),
+        // All blocks are whole.
+        mean_errors: means.then(|| BlockMeans {
+            means: watch.pointer(&means_there[copy]),
+            blocks,
+            recent: DevicePtr::dangling(),
+            recent_parts: BlockMeans::recent_parts(0),
+            summed: DevicePtr::dangling(),
+        }),
         queries: watch.pointer(&queries_there).cast(),
         code_queries: None,
         lengths: watch.pointer(&lengths),
@@ -284,6 +313,14 @@ fn time(
     assert!(selected.is_sorted_by(|a, b| a < b), "{name}: {selected:?}");
     check_selection(rule, scratch.search().scores(), n, selected, &name);
     hybrid_attend_into(&tokens, selected, &mut scratch, &mut expected, &mut stats).unwrap();
+    let of_queries =
+        scratch.search().scores().chunks_exact(n).zip(&stats).zip(expected.chunks_exact_mut(DIM));
+    for ((scores, stats), out) in of_queries {
+        for (scores, mean) in scores.chunks(MEAN_TOKENS).zip(wide(&means_of_head).chunks_exact(DIM)) {
+            let weight: f32 = scores.iter().map(|score| (score - stats.max).exp()).sum();
+            out.iter_mut().zip(mean).for_each(|(out, mean)| *out += weight * mean);
+        }
+    }
     let exact_tokens: Vec<u32> = (0..exact as u32).collect();
     let rows_here = ExactTokens::contiguous(&rows_of_head[0], DIM, &rows_of_head[1], DIM).unwrap();
     for tokens in [selected, &exact_tokens].into_iter().filter(|tokens| !tokens.is_empty()) {
@@ -300,7 +337,7 @@ fn time(
     let exact_rows = rows + batch * heads * exact;
     let read = packed[0].len()
         + packed[1].len()
-        + 2 * batch * heads * norms_of_head.len()
+        + 2 * batch * heads * (norms_of_head.len() + means_of_head.len())
         + exact_rows * DIM * 2 * 2;
     watch.report(&name, &load, read as f64, us);
     watch.report(&format!("{name}, overlapped"), &load, read as f64, us_pdl);

@@ -1,5 +1,6 @@
 //! Codes of all tokens of a batch, and their encoding.
 
+mod mean_errors;
 pub(crate) mod prepare;
 
 use cudarc::driver::CudaStream;
@@ -22,6 +23,7 @@ use crate::plan::Heads;
 use crate::rows::{Chunk, Rows};
 use crate::shape::CacheShape;
 use crate::{Error, Result};
+use mean_errors::ValueErrors;
 use prepare::RowKernels;
 pub(super) use prepare::Transform;
 
@@ -36,6 +38,7 @@ pub(super) struct TokenCodes {
     tables: Pair<Buffer<f16>>,        // (layer, heads, table_len)
     centroids: Pair<Buffer<f32>>,     // (layer, heads, m, ksub, dsub)
     norms: Pair<Option<Buffer<f16>>>, // (layer, pages or batch, heads, tiles, TILE)
+    value_errors: Option<ValueErrors>, // if their means are kept
     kernels: Pair<Option<RowKernels>>, // if rows are prepared before coding
     prepared: Option<Buffer<u16>>,    // (heads, tokens, head_dim): the prepared rows of a chunk
     span: Span,                       // that a chunk encodes
@@ -79,6 +82,7 @@ impl TokenCodes {
         Ok(Self {
             kernels: Pair::try_of(kernels)?,
             norms: Pair::try_of(norms)?,
+            value_errors: None,
             prepared: None,
             encoders: Pair::try_of(encoder)?,
             codes: Pair::try_of(|side| Buffer::zeros(gpu, all_tiles * layouts[side].tile_len()))?,
@@ -144,6 +148,9 @@ impl TokenCodes {
             // codes fit since they come before tokens that fit. Attention reads only codes before `firsts`
             // until the layer's next eviction, which waits for this.
             unsafe { self.encoders[side].launch(stream.cu_stream(), &arguments) }?;
+            if side == Side::Values {
+                self.sum_errors(stream, layer, 0, arguments)?;
+            }
         }
         Ok(())
     }
@@ -172,6 +179,9 @@ impl TokenCodes {
             // SAFETY: the rows have all tokens from the first on, whose codes fit since the tokens do;
             // attention and the next chunk wait for this.
             unsafe { self.encoders[side].launch(stream.cu_stream(), &arguments) }?;
+            if side == Side::Values {
+                self.sum_errors(stream, layer, chunk.sequence, arguments)?;
+            }
         }
         Ok(())
     }
@@ -209,7 +219,8 @@ impl TokenCodes {
         let tiles = if self.pages.is_some() { tiles * self.tiles } else { tiles };
         let norms = self.norms.iter().flatten().count() * TILE * size_of::<f16>();
         let tile = self.layouts.iter().map(CodeLayout::tile_len).sum::<usize>() + norms;
-        n_layers * batch * heads * tiles * tile
+        let means = self.value_errors.as_ref().map_or(0, |errors| errors.bytes_of(&self.shape, tokens));
+        n_layers * batch * heads * tiles * tile + means
     }
 
     /// Bytes of all codes, and of the buffers to encode and read them.
@@ -217,12 +228,14 @@ impl TokenCodes {
         let codes: usize = self.codes.iter().map(Buffer::bytes).sum();
         let norms = self.norms.iter().flatten().map(Buffer::bytes).sum::<usize>();
         let prepared = self.prepared.as_ref().map_or(0, Buffer::bytes);
-        codes + norms + prepared + self.working_bytes() + self.pages.as_ref().map_or(0, Pages::bytes)
+        let errors = self.value_errors.as_ref().map_or(0, ValueErrors::bytes);
+        codes + norms + errors + prepared + self.working_bytes() + self.pages.as_ref().map_or(0, Pages::bytes)
     }
 
-    /// Bytes of a step's scratch memory for reading codes.
+    /// Bytes of a step's scratch memory for reading codes, and of sums that are not means yet.
     pub fn working_bytes(&self) -> usize {
-        self.means().map_or(0, KeyMeans::working_bytes)
+        let errors = self.value_errors.as_ref().map_or(0, ValueErrors::working_bytes);
+        self.means().map_or(0, KeyMeans::working_bytes) + errors
     }
 
     /// Bytes of codebooks, tables and transforms.
@@ -235,6 +248,11 @@ impl TokenCodes {
     /// The means subtracted from keys before coding.
     pub fn means(&self) -> Option<&KeyMeans> {
         self.transform.as_ref().and_then(|transform| transform.means.as_ref())
+    }
+
+    /// The factor of a side's rows before they are divided by their norms, if they are.
+    fn gain(&self, side: Side) -> f32 {
+        self.transform.as_ref().and_then(|transform| transform.norms[side]).unwrap_or(1.0)
     }
 
     /// How rows come.

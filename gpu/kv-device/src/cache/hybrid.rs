@@ -88,6 +88,9 @@ impl HybridCache {
         let store = RowStore::new(gpu, element, store, plan.home, held)?;
         let hybrid = Hybrid::new(&gpu.device, kernels(sizes, &plan))?;
         let transform = Transform::new(gpu, sizes, &codes)?;
+        let (books, quantizers) = (codes.codebooks, plan.quantizers);
+        let coded = TokenCodes::new(gpu, sizes, quantizers, books, Some(transform), None)?;
+        let coded = if plan.mean_errors { coded.with_mean_errors(gpu, element)? } else { coded };
         let tiles = capacity.div_ceil(TILE).max(1);
         let held = if store.slots().is_some() { held } else { 0 };
         let cache = Self {
@@ -95,7 +98,7 @@ impl HybridCache {
             slots: Buffer::zeros(gpu, 2 * n_layers * shape.side_len(held))?,
             held,
             errors: Buffer::of(gpu, &codes.key_errors)?,
-            codes: TokenCodes::new(gpu, sizes, plan.quantizers, codes.codebooks, Some(transform), None)?,
+            codes: coded,
             selected: Buffer::zeros(gpu, batch * shape.heads * most)?,
             adaptive: match plan.bound {
                 Some(bound) => Some(Adaptive {
@@ -161,6 +164,7 @@ pub(crate) const fn kernels(shape: &CacheShape, plan: &HybridPlan) -> HybridShap
         adaptive: plan.bound.is_some(),
         addends: plan.form.rotated_mean,
         value_norms: plan.form.norms.values.is_some(),
+        mean_errors: plan.mean_errors,
     }
 }
 
@@ -200,6 +204,7 @@ impl StepCache for HybridCache {
             key_table: self.codes.table(Side::Keys, layer),
             value_table: self.codes.table(Side::Values, layer),
             value_norms: self.codes.norms_of(Side::Values, layer, 0),
+            mean_errors: self.codes.mean_errors(layer),
             key_errors: Some(self.errors.pointer().offset(layer * heads * head_dim)),
             queries,
             code_queries: None,

@@ -5,11 +5,14 @@ mod on_device;
 
 use half::f16;
 use kv_gpu::Element;
-use kv_gpu::pq::{CodeLayout, HybridShape, Side, TILE};
+use kv_gpu::pq::{BlockMeans, CodeLayout, HybridShape, MEAN_TOKENS, Side, TILE};
 use pq_core::{CodebookBuf, Codes, GroupRule, PqShape, decode_into, decode_norm};
 
 use crate::common::{Random, SIDES, from_element, to_element};
 
+/// Tokens of a part of a block that has a mean error, and parts of the last blocks.
+const PART_TOKENS: usize = 16;
+pub const RECENT_PARTS: usize = BlockMeans::recent_parts(40);
 /// Deviation of the addends: of the order of the scores of a rotated mean.
 const ADDEND: f32 = 3.0;
 
@@ -55,6 +58,7 @@ pub struct Inputs {
     pub pdl: bool,
     pub addends: Vec<f32>, // (batch, heads, group, capacity), halves, if the shape has some
     pub value_norms: Vec<f32>, // (batch, heads, capacity), halves from 1/4 to 4; ones if the shape has none
+    pub means: Vec<f32>,   // (batch, heads, blocks, dim), halves, the mean errors of the values
 }
 
 /// The selection, how many tokens of each head (batch, heads) it has, and the bits of the outputs (batch,
@@ -99,6 +103,7 @@ impl Case {
             paged: random.below(2) == 1,
             addends: false,
             value_norms: false,
+            mean_errors: false,
             adaptive: false,
         };
         let capacity = random.pick(&[1, 31, 32, 33, 100, 700, 3000, 9000]);
@@ -203,6 +208,17 @@ impl Case {
         let addends = (0..len).map(|_| f16::from_f32(ADDEND * random.normal()).to_f32()).collect();
         let mut norm = || if shape.value_norms { decode_norm(96 + random.below(65) as u8) } else { 1.0 };
         let value_norms = (0..batch * heads * capacity).map(|_| f16::from_f32(norm()).to_f32()).collect();
+        let means = (0..batch * heads * self.blocks() * dim).map(|_| f16::from_f32(random.normal()).to_f32());
+        let mut means: Vec<f32> = means.collect();
+        for (row, means) in means.chunks_exact_mut(self.blocks() * dim).enumerate() {
+            let length = self.lengths[row / heads] as usize;
+            let last = length / MEAN_TOKENS * dim;
+            if length % MEAN_TOKENS < PART_TOKENS && last < means.len() {
+                // The last block has no whole part, but the mean of the one before.
+                let before = means[..last].rchunks(dim).next().map_or(vec![0.0; dim], <[f32]>::to_vec);
+                means[last..last + dim].copy_from_slice(&before);
+            }
+        }
         Inputs {
             queries,
             code_queries,
@@ -216,7 +232,34 @@ impl Case {
             pdl,
             addends,
             value_norms,
+            means,
         }
+    }
+
+    /// Blocks of tokens that have a mean error, of a sequence.
+    pub fn blocks(&self) -> usize {
+        self.capacity.div_ceil(MEAN_TOKENS)
+    }
+
+    /// The mean errors on the device: those of whole blocks, and of the last one the sums of its whole parts.
+    /// All others are not numbers.
+    pub fn block_means(&self, inputs: &Inputs) -> (Vec<f16>, Vec<f32>) {
+        let (dim, rows) = (self.shape.keys.dim(), self.batch * self.heads);
+        let (mut whole, mut recent) = (vec![], vec![f32::NAN; rows * RECENT_PARTS * dim]);
+        for (row, means) in inputs.means.chunks_exact(self.blocks() * dim).enumerate() {
+            let length = self.lengths[row / self.heads] as usize;
+            let last = length / MEAN_TOKENS * dim;
+            whole.extend(means[..last].iter().map(|&x| f16::from_f32(x)));
+            whole.resize((row + 1) * self.blocks() * dim, f16::NAN);
+            let parts = length / MEAN_TOKENS * MEAN_TOKENS / PART_TOKENS..length / PART_TOKENS;
+            let middle = (parts.len() as f32 - 1.0) / 2.0;
+            for (i, part) in parts.enumerate() {
+                let at = (row * RECENT_PARTS + part % RECENT_PARTS) * dim;
+                let mean = means[last..].iter().take(dim).map(|x| x + i as f32 - middle);
+                recent.splice(at..at + dim, mean.map(|x| PART_TOKENS as f32 * x));
+            }
+        }
+        (whole, recent)
     }
 
     /// Makes the exact keys those that the codes stand for.

@@ -42,9 +42,9 @@ pub(super) const HYBRID: Entry = Entry {
                       error of about 95 % of the outputs below `bound`    bound=0.05
                       standard deviations of the values, up to `most`     most=1
                       of the tokens
-                      for texts unlike the profile's: norms of keys, and  norms=off|on
-                      for coarse values: the mean error of 256 of them;   mean-error=off|on
-                      both on the CPU alone
+                      for texts unlike the profile's, on the CPU alone:   norms=off|on
+                      norms of keys
+                      for coarse values: the mean error of 256 of them    mean-error=off|on
                       on a GPU: the memory that holds the exact rows      rows-on=host|device
 ",
         offload_help!()
@@ -170,12 +170,6 @@ impl DeviceKind for HybridKind {
             "a device selects by codes of keys without norms",
             "norms=off",
         ));
-        limits.push(Limit::new(
-            self.mean_error,
-            "mean-error=on",
-            "a device adds no mean errors of values",
-            "mean-error=off",
-        ));
         limits.push(self.offload.limit_of_files());
         limits.extend(self.offload.limits_of_home(self.home));
         limits
@@ -188,7 +182,8 @@ impl DeviceKind for HybridKind {
             Rows::Share(share) => (share, None),
             Rows::Auto => (self.most, Some(self.bound)),
         };
-        let plan = HybridPlan { quantizers, form, budget: TokenBudget::Share(share), bound, home, resident };
+        let (budget, mean_errors) = (TokenBudget::Share(share), self.mean_error);
+        let plan = HybridPlan { quantizers, form, mean_errors, budget, bound, home, resident };
         let heads = profile.map(|profile| self.codes.device_heads(config, profile)).transpose()?;
         Ok(Plan::Hybrid(plan, heads))
     }

@@ -250,7 +250,7 @@ impl TokenCodes {
             sinks: sinks as u32,
             tiles: self.tiles as u32,
             max_pages: pages.map_or(0, |pages| pages.max_pages as u32),
-            gain: self.transform.as_ref().and_then(|transform| transform.norms[side]).unwrap_or(1.0),
+            gain: self.gain(side),
         };
         let (grid, threads) = (Grid::new([heads, blocks, rows.sequences])?, 2 * head_dim as u32);
         // SAFETY: the structure is the kernel's argument. The rows have as many tokens of every head, and the

@@ -1,7 +1,7 @@
 //! Expected results of a step of a case, computed on the CPU.
 
 use kv_gpu::Element;
-use kv_gpu::pq::Side;
+use kv_gpu::pq::{MEAN_TOKENS, Side};
 use pq_core::{
     Attention, CodedTokens, Codes, HybridScratch, Lut, RowBudget, Rows, SoftmaxStats, attend_exact_into,
     hybrid_attend_into, hybrid_select_into, lut_into,
@@ -123,6 +123,10 @@ impl Case {
 
             let (mut out, mut stats) = (vec![0.0; group * dim], vec![SoftmaxStats::EMPTY; group]);
             hybrid_attend_into(&tokens, selected, &mut scratch, &mut out, &mut stats).unwrap();
+            if shape.mean_errors {
+                let means = &inputs.means[i * self.blocks() * dim..];
+                add_means(scratch.search().scores(), n, &stats, means, &mut out);
+            }
             let [keys, values] = of_head(&inputs.rows, capacity);
             let rows = pq_core::ExactTokens::contiguous(&keys, dim, &values, dim).unwrap();
             let rows = rows.chosen(selected).unwrap();
@@ -155,6 +159,19 @@ impl Case {
                     assert!(error <= most, "{place}: log-sum-exp {log} for {expected}, {error} of {most}");
                 }
             }
+        }
+    }
+}
+
+/// Adds to the sums of values the mean error of each block times the sum of its weights, given scores (group,
+/// n), of selected tokens minus infinity.
+fn add_means(scores: &[f32], n: usize, stats: &[SoftmaxStats], means: &[f32], out: &mut [f32]) {
+    let dim = out.len() / stats.len();
+    let of_query = scores.chunks_exact(n.max(1)).zip(stats).zip(out.chunks_exact_mut(dim));
+    for ((scores, stats), out) in of_query.filter(|((_, stats), _)| stats.max > f32::NEG_INFINITY) {
+        for (scores, mean) in scores.chunks(MEAN_TOKENS).zip(means.chunks_exact(dim)) {
+            let weight: f64 = scores.iter().map(|score| f64::from(score - stats.max).exp()).sum();
+            out.iter_mut().zip(mean).for_each(|(out, mean)| *out += weight as f32 * mean);
         }
     }
 }

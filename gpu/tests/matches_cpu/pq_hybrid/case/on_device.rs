@@ -1,13 +1,13 @@
 //! The step of a case on the device.
 
 use cudarc::driver::sys::{CUgraphInstantiate_flags, CUstream, CUstreamCaptureMode};
-use kv_gpu::Device;
 use kv_gpu::pq::{
-    Addends, ErrorBound, ExactRows, ExactTokens, Hybrid, HybridArguments, HybridShape, Pages, RowIndex,
-    Select, SelectArguments, SelectShape, TILE,
+    Addends, BlockMeans, ErrorBound, ExactRows, ExactTokens, Hybrid, HybridArguments, HybridShape, Pages,
+    RowIndex, Select, SelectArguments, SelectShape, TILE,
 };
+use kv_gpu::{Device, DevicePtr};
 
-use super::{Case, Index, Inputs, Outputs};
+use super::{Case, Index, Inputs, Outputs, RECENT_PARTS};
 use crate::common::{Buffer, SIDES, to_element, where_it_fits};
 
 impl Case {
@@ -33,6 +33,15 @@ impl Case {
         let page_table = Buffer::new(device, &self.page_table(inputs));
         let addends = Buffer::new(device, &self.addends(inputs));
         let value_norms = Buffer::new(device, &self.value_norms(inputs));
+        let (means, recent) = self.block_means(inputs);
+        let (means, recent) = (Buffer::new(device, &means), Buffer::new(device, &recent));
+        let mean_errors = BlockMeans {
+            means: means.pointer(),
+            blocks: self.blocks(),
+            recent: recent.pointer(),
+            recent_parts: RECENT_PARTS,
+            summed: DevicePtr::dangling(),
+        };
         let mut lengths = Buffer::new(device, &self.lengths);
         let exact_lengths = Buffer::new(device, &self.exact_lengths);
         let ks = Buffer::new(device, &self.ks);
@@ -57,6 +66,7 @@ impl Case {
             value_table: value_table.pointer(),
             key_errors: self.has_errors.then(|| errors.pointer()),
             value_norms: shape.value_norms.then(|| value_norms.pointer()),
+            mean_errors: shape.mean_errors.then_some(mean_errors),
             queries: queries.pointer().cast(),
             code_queries: self.has_code_queries.then(|| code_queries.pointer().cast()),
             lengths: lengths.pointer(),
