@@ -368,7 +368,7 @@ fn text_of(characters: Vec<c_char>) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::pq::{AttendShape, HybridShape, Paging, SearchShape};
+    use crate::pq::{AttendShape, HybridShape, MeanErrorsShape, Paging, SearchShape};
     use crate::{Element, sq, svd};
     use pq_core::{GroupRule, PqShape};
 
@@ -417,6 +417,8 @@ mod tests {
             hybrid[0].clone(),
             hybrid[1].clone(),
             hybrid[2].clone(),
+            hybrid[3].clone(),
+            MeanErrorsShape { quantizer: values, element }.program().unwrap(),
             svd::GramShape { dim: 128, element }.program((9, 0)).unwrap(),
             svd::AttendShape { dim: 128, element }.program().unwrap(),
             scalar.programs(227 << 10).unwrap()[0].clone(),
