@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 use std::sync::Arc;
 
-use codec_core::{Chunk, Encoding, FitOptions, LayerRows, ModelInfo, Place, PlaneBuf, Profile};
+use codec_core::{Chunk, ElementType, Encoding, FitOptions, LayerRows, ModelInfo, Place, PlaneBuf, Profile};
 use futures_util::StreamExt;
 use kv_store::{AsyncStore, ChunkId, Error, Grid, Options, ProfileId, Space, encode_chunk};
 use kv_stream::ChunkFrame;
@@ -12,6 +12,7 @@ use object_store::path::Path;
 use object_store::{ObjectStore, ObjectStoreExt};
 use sha2::{Digest, Sha256};
 
+/// One without loss, one with.
 const LEVELS: usize = 2;
 /// Bytes of a manifest before its table of levels, of an entry of the table, and of a digest.
 const FIXED: usize = 140;
@@ -64,11 +65,13 @@ impl Written {
         let rows: Vec<f32> = (0..35 * 8).map(|i| (i as f32).sin()).collect();
         let plane = PlaneBuf::fit(&rows, 8, None, &FitOptions::default()).unwrap();
         let info = ModelInfo { model_id: 0, layers: 1, heads: 2, head_dim: 4, keys_rotated: false };
-        let profile = Profile::new(info, vec![plane; 2 * LEVELS]).unwrap();
+        let layers = [LayerRows { keys: &rows[..], values: &rows }];
+        let lossless = Profile::fit_lossless(info, ElementType::F16, 35, &layers, &Place::nhd(2, 4)).unwrap();
+        let lossy = Profile::new(info, vec![plane; 2]).unwrap();
+        let profile = Profile::join([lossless, lossy]).unwrap();
         let space = Space::new("model", &profile, Grid { chunk: 10, tail: 5 }).unwrap();
         let id = ProfileId::new("model", "levels", &[]);
         let contexts = [(0..25).collect(), (0..10).chain(20..35).collect()];
-        let layers = [LayerRows { keys: &rows, values: &rows }];
         let memory = Arc::new(InMemory::new());
         let store = store(memory.clone());
         store.put_profile(id, &profile).await.unwrap();
