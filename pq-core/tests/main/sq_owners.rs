@@ -367,7 +367,8 @@ fn distance(out: &[f32], exact: &[f64]) -> f64 {
     out.iter().zip(exact).map(of).fold(0.0, f64::max) / largest.max(1e-30)
 }
 
-/// A NaN or an infinity counts as 0: other tokens, also those of its block, have their codes as if it were not there.
+/// A NaN or an infinity counts as 0: other tokens, also those of its block, have their codes as if it were not
+/// there.
 #[test]
 fn what_is_not_finite_spoils_its_own_token_alone() {
     for dims in [DIMS, [2, 24], [80, 2], [256, 16]] {
@@ -390,7 +391,8 @@ fn what_is_not_finite_spoils_its_own_token_alone() {
     }
 }
 
-/// Rows of every size that a byte of a norm or of a step reaches are coded alike, and beyond it attention is finite.
+/// Rows of every size that a byte of a norm or of a step reaches are coded alike, and beyond it attention is
+/// finite.
 #[test]
 fn rows_of_edge_values_are_coded() {
     for dims in [DIMS, [2, 24], [80, 2], [256, 16]] {
