@@ -46,7 +46,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) pq_mean_errors(const Ar
     const u32 sequence = blockIdx.y, component = threadIdx.x % HEAD_DIM;
     const u32 first = a.firsts[sequence], end = first + a.counts[sequence];
     const u64 row = (u64)sequence * a.heads + blockIdx.x;
-    // A chunk of a prompt encodes some tokens again, whose errors have been added; a sequence that begins anew has none.
+    // A chunk of a prompt encodes some tokens again, whose errors have been added; a sequence that begins anew has
+    // none.
     const u32 before = a.summed[row], from = first > 0 && first < before && before <= end ? before : first;
     const u16* vectors = a.vectors + sequence * a.sequence_stride + blockIdx.x * a.head_stride + component;
     float* recent = a.recent + row * a.recent_parts * HEAD_DIM + component;

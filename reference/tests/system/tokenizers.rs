@@ -335,7 +335,7 @@ fn tokens_of_other_files_are_known() {
         (
             "tokenizer_config.json",
             json!({"added_tokens_decoder": {"x": added("<think>", false)}}),
-            "`x` is no number",
+            "`x` is not a number",
         ),
         ("tokenizer_config.json", json!({"added_tokens_decoder": {"31": 7}}), "token 31"),
         ("special_tokens_map.json", json!([1, 2]), "expected a map"),

@@ -1,9 +1,9 @@
 // Adds to the outputs of attend.cu what the codes of the values lack on average: for every block of tokens the mean of
 // its errors times its share of the softmax, the selected tokens left out.
 //
-// Compile-time shape: that of attend.cu. Launch: grid (slices of a row, head, sequence), THREADS threads. A warp sums the
-// weights of a block of tokens; the threads then have the components. The last slice of a row to arrive adds up
-// the slices, in their order, so the same inputs give the same bytes.
+// Compile-time shape: that of attend.cu. Launch: grid (slices of a row, head, sequence), THREADS threads. A warp
+// sums the weights of a block of tokens; the threads then have the components. The last slice of a row to arrive
+// adds up the slices, in their order, so the same inputs give the same bytes.
 #include "element.cuh"
 #include "mean_block.cuh"
 #include "pq_hybrid/scored_tile.cuh"
@@ -30,7 +30,8 @@ __device__ __forceinline__ float2 mean_error(const MeanArguments& a, u64 row, u3
     const u32 first = block * PARTS, end = length / PART_TOKENS;
     if (first == end && block > 0) block--;
     if (block < length / MEAN_TOKENS)
-        return half2_to_float2(__ldcg(reinterpret_cast<const u32*>(a.means + (row * a.mean_blocks + block) * D) + word));
+        return half2_to_float2(
+            __ldcg(reinterpret_cast<const u32*>(a.means + (row * a.mean_blocks + block) * D) + word));
     float2 sum = make_float2(0, 0);
 #pragma unroll 8
     for (u32 part = first; part < end; part++) {

@@ -67,8 +67,8 @@ impl<const GROUP: usize> Kernel for DotCodes<'_, GROUP> {
         const { assert!(GROUP.is_multiple_of(S::LANES) && 4 * S::LANES <= STEP) };
         let (x, tail) = self.x.split_at(self.x.len() - self.x.len() % (4 * S::LANES));
         let sum = dot_registers(s, x, |at| {
-            // SAFETY: `new` has found as many codes as numbers in `x`, and a group for each `GROUP` of them, and `at` is
-            // a register's first number in `x`: all of its numbers are in one group.
+            // SAFETY: `new` has found as many codes as numbers in `x`, and a group for each `GROUP` of them; `at`
+            // is a register's first number in `x`, so all of its numbers are in one group.
             unsafe {
                 let Group { scale, offset } = *self.groups.get_unchecked(at / GROUP);
                 s.mul_add(s.load_i8(self.codes.as_ptr().add(at)), s.splat(scale), s.splat(offset))

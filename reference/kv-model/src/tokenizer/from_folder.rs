@@ -104,7 +104,7 @@ impl Settings {
             Some(tokens) => tokens.as_object().ok_or_else(|| self.error(format!("{KEY} is no object")))?,
         };
         let token = |(id, token): (&String, &Value)| {
-            let id = id.parse().map_err(|_| self.error(format!("{KEY}: {} is no number", Quoted(id))))?;
+            let id = id.parse().map_err(|_| self.error(format!("{KEY}: {} is not a number", Quoted(id))))?;
             let token = serde_json::from_value(token.clone());
             Ok((id, token.map_err(|e| self.error(format!("{KEY}: token {id}: {e}")))?))
         };
