@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Caches of transformers on a CPU, one thread: python.{json,md}.
 
-    .ci/adapters    # installs kvcodes, torch and transformers into target/adapters-venv
+    PROFILE=release .ci/adapters transformers    # installs kvcodes, torch and transformers into target/adapters-venv
     target/adapters-venv/bin/pip install --no-deps optimum-quanto hqq ninja accelerate einops termcolor psutil
     target/adapters-venv/bin/python benches/peers/python.py benches/results [--model NAME=PATH:PROMPT:STEPS]...
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Objects of LMCache below its memory, through its own storage manager: storage_doors.{json,md}.
 
-    .ci/adapters engines    # installs kvcodes and LMCache into target/engines-venv
+    PROFILE=release .ci/adapters engines    # installs kvcodes and LMCache into target/engines-venv
     target/engines-venv/bin/pip install transformers==5.24.0
     target/engines-venv/bin/python benches/peers/storage_doors.py benches/results
 

@@ -103,16 +103,21 @@ const VARIANTS: [(&[usize], Element, Paging, [bool; 3]); 10] = [
     (&[1, 4], Element::Bf16, Paging::Tiles, [false, false, true]),
 ];
 
-/// Attention of the variants with the quantizers and groups that `of` selects by their indices, of which the latter
-/// two come with their counts.
-fn attention(of: impl Fn(usize, (usize, usize), (usize, usize)) -> bool) {
+/// Whether the environment variable `EVERY_KERNEL` asks for every combination of options, which takes ten minutes on
+/// two cores. Without it each value of each option is compiled at least once.
+fn every_kernel() -> bool {
+    std::env::var_os("EVERY_KERNEL").is_some()
+}
+
+/// Every group of every variant, with the quantizers in turn: 30 of 280 shapes.
+#[test]
+fn attention_of_every_variant() {
     let mut shapes = vec![];
-    for (v, (groups, element, paging, options)) in VARIANTS.into_iter().enumerate() {
-        let [addends, norms, exact_fp8] = options;
+    for (v, (groups, element, paging, [addends, norms, exact_fp8])) in VARIANTS.into_iter().enumerate() {
         let quantizers = quantizers(paging);
         for (i, &quantizer) in quantizers.iter().enumerate() {
             for (j, &group) in groups.iter().enumerate() {
-                if of(v, (i, quantizers.len()), (j, groups.len())) {
+                if every_kernel() || (4 * v + j) % quantizers.len() == i {
                     let (keys, values) = (quantizer, quantizer);
                     shapes.push(AttendShape {
                         keys,
@@ -129,21 +134,6 @@ fn attention(of: impl Fn(usize, (usize, usize), (usize, usize)) -> bool) {
         }
     }
     check(|shared_memory| shapes.iter().map(|shape| shape.program(shared_memory).unwrap()).collect(), true);
-}
-
-/// Every group of every variant, with the quantizers in turn: 30 shapes. With the environment variable
-/// `EVERY_KERNEL` all quantizers with all groups, which takes ten minutes on two cores.
-#[test]
-fn attention_of_every_variant() {
-    let every = std::env::var_os("EVERY_KERNEL").is_some();
-    attention(|v, (i, quantizers), (j, _)| every || (4 * v + j) % quantizers == i);
-}
-
-/// Every quantizer of every variant, with the groups in turn, and with every group on contiguous codes: 108 shapes.
-#[test]
-#[ignore = "long: 216 programs"]
-fn attention_of_every_quantizer() {
-    attention(|v, (i, _), (j, groups)| v == 0 || i % groups == j);
 }
 
 /// Blocks of 99 KiB, as consumer devices have them, hold both tables of codes of 8 bits for 64 components.
@@ -169,6 +159,7 @@ fn scores_of_a_rotated_mean() {
     check(|_| programs.to_vec(), true);
 }
 
+/// Each shape with half of the options.
 #[test]
 fn attention_on_codes_and_exact_rows() {
     // The last one may spill: eight queries need many registers. The attention kernel that runs after the
@@ -188,13 +179,15 @@ fn attention_on_codes_and_exact_rows() {
     let mut compiled = HashSet::new(); // the memory of a block does not change all programs
     for (architecture, shared_memory) in ARCHITECTURES.into_iter().chain([small]) {
         let capability = if architecture == "sm_90" { (9, 0) } else { (8, 0) };
-        for (dim, keys, values, group, paged) in shapes {
+        for (i, (dim, keys, values, group, paged)) in shapes.into_iter().enumerate() {
             let quantizer = |(m, nbits)| PqShape::new(dim, m, nbits).unwrap();
             let (keys, values) = (quantizer(keys), quantizer(values));
             let (element, rule) = (Element::Bf16, GroupRule::SumOfSoftmax);
-            for (addends, value_norms, adaptive) in
-                [(false, false, false), (true, false, true), (true, true, false), (true, true, true)]
-            {
+            let options = [(false, false, false), (true, false, true), (true, true, false), (true, true, true)];
+            for (o, (addends, value_norms, adaptive)) in options.into_iter().enumerate() {
+                if !every_kernel() && o % 2 != i % 2 {
+                    continue;
+                }
                 let shape = HybridShape {
                     keys,
                     values,
@@ -309,7 +302,7 @@ fn projection_and_second_moments() {
     }
 }
 
-/// Groups of one and two MMAs, rows of every size, and every width of values.
+/// Groups of one and two MMAs, rows of every size, and every width of values, with the options in turn.
 #[test]
 fn attention_on_scalar_codes() {
     let shapes = [
@@ -324,10 +317,11 @@ fn attention_on_scalar_codes() {
         (256, 64, 4, 4, false, false),
         (256, 32, 2, 8, true, true),
     ];
-    let of_shape = |(dim, key_slots, value_bits, group, mean_errors, paged)| {
-        let uniform = (16 * key_slots % dim == 0).then_some((true, false));
-        let options = [(false, false), (false, true)].into_iter().chain(uniform);
-        options.map(move |(uniform_keys, addends)| sq::AttendShape {
+    let of_shape = |(i, (dim, key_slots, value_bits, group, mean_errors, paged))| {
+        let mut options = vec![(false, false), (false, true)];
+        options.extend((16 * key_slots % dim == 0).then_some((true, false)));
+        let options = if every_kernel() { options } else { vec![options[i % options.len()]] };
+        options.into_iter().map(move |(uniform_keys, addends)| sq::AttendShape {
             dim,
             key_slots,
             uniform_keys,
@@ -340,7 +334,7 @@ fn attention_on_scalar_codes() {
             paged,
         })
     };
-    let shapes = || shapes.into_iter().flat_map(of_shape);
+    let shapes = || shapes.into_iter().enumerate().flat_map(of_shape);
     check(|shared_memory| shapes().flat_map(|shape| shape.programs(shared_memory).unwrap()).collect(), true);
 }
 
