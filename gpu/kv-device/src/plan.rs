@@ -228,8 +228,8 @@ pub struct ScalarPlan {
     pub value_bits: usize,
     /// Whether a block keeps the mean error of its values.
     pub mean_errors: bool,
-    /// Multiplies values, (head_dim, head_dim): the Hadamard transform that the model has folded into its
-    /// weights.
+    /// Multiplies values, (head_dim, head_dim), once they are in units of their head's scale: the Hadamard
+    /// transform that the model has folded into its weights, with the scales.
     pub value_map: Vec<f32>,
 }
 
@@ -246,4 +246,6 @@ pub struct ScalarHead {
     pub dual: Vec<f32>,
     /// Mean of the values, (head_dim,), which the folded model subtracts before their transform.
     pub value_mean: Vec<f32>,
+    /// The unit of the values: the folded model divides them by it before their transform.
+    pub value_scale: f32,
 }

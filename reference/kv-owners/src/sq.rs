@@ -8,6 +8,7 @@
 mod basis;
 mod codes;
 mod head;
+mod values;
 
 use kv_attend::owner::{AnyLayer, Layer};
 

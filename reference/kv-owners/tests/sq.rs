@@ -132,7 +132,7 @@ fn samples_after_rope_give_the_basis_of_those_before() {
     for (a, b) in Basis::fit_layer(&samples, HEADS, 32).unwrap().iter().zip(bases()) {
         assert!(a.mean.iter().zip(&b.mean).all(|(a, b)| (a - b).abs() < 1e-5));
         assert!(a.sigma.iter().zip(&b.sigma).all(|(a, b)| (a - b).abs() < 1e-4 * b));
-        assert_eq!(a.value_mean, b.value_mean);
+        assert_eq!((&a.value_mean, a.value_scale), (&b.value_mean, b.value_scale));
     }
 }
 
@@ -157,12 +157,75 @@ fn what_is_saved_continues_bit_for_bit() {
     assert_eq!(refused.code(), 12, "{refused}");
     let mut forged = basis.clone();
     forged.value_mean[0] += 1.0;
-    let forged = forged.head(&frequencies(), &Bits::uniform(3)).unwrap();
-    let refused = AnyLayerCache::from_bytes(&cache.to_bytes(), &[forged, heads[1].clone()]).map(drop);
-    assert_eq!(refused.unwrap_err().code(), 12);
+    for forged in [forged, Basis { value_scale: 2.0 * basis.value_scale, ..basis.clone() }] {
+        let forged = forged.head(&frequencies(), &Bits::uniform(3)).unwrap();
+        let refused = AnyLayerCache::from_bytes(&cache.to_bytes(), &[forged, heads[1].clone()]).map(drop);
+        assert_eq!(refused.unwrap_err().code(), 12);
+    }
     for bytes in [basis.to_bytes(), heads[0].to_bytes()] {
         for cut in 0..bytes.len().min(60) {
             assert!(Basis::from_bytes(&bytes[..cut]).is_err() && Head::from_bytes(&bytes[..cut]).is_err());
+        }
+    }
+}
+
+/// Saved bytes without their checksum.
+fn unchecked(mut bytes: Vec<u8>) -> Vec<u8> {
+    bytes.truncate(bytes.len() - 4);
+    bytes[7] &= 0x7f; // the version's bit that announces it
+    bytes
+}
+
+/// Every bit of what is saved turned, with a checksum and without: an error, or parts that serve without a panic.
+#[test]
+fn turned_bits_are_errors_or_serve() {
+    let (frequencies, window) = ([0.5], Window { sinks: 1, recent: 2, batch: 32 });
+    let (keys, values) = (random(1, 40 * 2), random(2, 40 * 3));
+    let samples = Samples {
+        keys: Rows::contiguous(&keys, 2).unwrap(),
+        queries: Rows::contiguous(&keys, 2).unwrap(),
+        values: Rows::contiguous(&values, 3).unwrap(),
+        frequencies: &frequencies,
+        rotated_from: None,
+    };
+    let filled = |head: &Arc<Head>| -> Result<LayerCache<f32>, kv_owners::Error> {
+        let mut cache = LayerCache::new(std::slice::from_ref(head), window)?;
+        cache.append(samples.keys, samples.values)?;
+        Ok(cache)
+    };
+    let serve = |cache: &mut LayerCache<f32>| -> Result<(), kv_owners::Error> {
+        let mut out = [0.0; 3];
+        let attention = Attention::scaled(0.5);
+        cache.attend_into(&attention, Rows::from(&keys[..2]), &mut Workspace::default(), &mut out)?;
+        cache.append(samples.keys, samples.values)?;
+        Ok(cache.truncate(20))
+    };
+    let basis = Basis::fit_layer(&samples, 1, 32).unwrap().remove(0);
+    let head = basis.head(&frequencies, &Bits { mean_error: true, ..Bits::default() }).unwrap();
+    let cache = filled(&head).unwrap();
+    let basis_serves = |bytes: &[u8]| {
+        let head = Basis::from_bytes(bytes)?.head(&frequencies, &Bits { widen: true, ..Bits::default() })?;
+        serve(&mut filled(&head)?)
+    };
+    let head_serves = |bytes: &[u8]| serve(&mut filled(&Head::from_bytes(bytes)?)?);
+    let cache_serves = |bytes: &[u8]| {
+        LayerCache::from_bytes(bytes, std::slice::from_ref(&head)).and_then(|mut cache| serve(&mut cache))
+    };
+    let cases: [(_, &dyn Fn(&[u8]) -> Result<(), kv_owners::Error>); 3] = [
+        (basis.to_bytes(), &basis_serves),
+        (head.to_bytes(), &head_serves),
+        (cache.to_bytes_checked(), &cache_serves),
+    ];
+    for (checked, serves) in cases {
+        assert_eq!(serves(&checked), Ok(()));
+        for (is_checked, mut bytes) in [(true, checked.clone()), (false, unchecked(checked))] {
+            assert_eq!(serves(&bytes), Ok(()));
+            for bit in 0..8 * bytes.len() {
+                bytes[bit / 8] ^= 1 << (bit % 8);
+                let served = serves(&bytes);
+                assert!(!is_checked || served.is_err(), "bit {bit}");
+                bytes[bit / 8] ^= 1 << (bit % 8);
+            }
         }
     }
 }
@@ -183,8 +246,9 @@ fn keys_that_do_not_fit_get_more_bits() {
         cache.append(k.unwrap(), v.unwrap()).unwrap();
         (heads, cache)
     };
-    let fits =
-        |cache: &LayerCache<f32>| cache.heads().iter().map(|head| head.store().fit()).collect::<Vec<_>>();
+    let fits = |cache: &LayerCache<f32>| {
+        cache.heads().iter().map(|head| head.store().fits().keys).collect::<Vec<_>>()
+    };
     let ((_, narrow), (heads, mut wide)) = (filled(false), filled(true));
     for (before, after) in fits(&narrow).iter().zip(fits(&wide)) {
         assert!(before.is_misfit() && before.added_bits == 0.0, "{before:?}");
@@ -198,6 +262,57 @@ fn keys_that_do_not_fit_get_more_bits() {
     assert_eq!((restored.to_bytes(), fits(&restored)), (wide.to_bytes(), fits(&wide)));
     wide.truncate(WINDOW.sinks);
     assert!(fits(&wide).iter().all(|fit| fit.tokens == 0 && fit.added_bits == 0.0));
+}
+
+/// Values of every length, of calibration and of text, `size` times those of the other tests: the output is the scaled
+/// one, bit for bit where the size is a power of two.
+#[test]
+fn values_of_every_length_keep_their_bits() {
+    let n = 200;
+    let (keys, queries) = (rows::<f32>(1, 400, HEADS, DIM), rows::<f32>(2, 400, HEADS * 3, DIM));
+    let (text, f) = (rotated(&rows::<f32>(5, n, HEADS, DIM), HEADS, 0), frequencies());
+    let query = rotated(&random(7, HEADS * DIM), HEADS, n - 1);
+    let sized = |seed, n, size: f32| -> Vec<f32> {
+        rows::<f32>(seed, n, HEADS, DIM_V).iter().map(|x| x * size).collect()
+    };
+    let attend = |fitted: f32, size: f32| {
+        let calibration = sized(3, 400, fitted);
+        let bases = Basis::fit_layer(&samples(&keys, &queries, &calibration, &f), HEADS, 32).unwrap();
+        let head = |basis: &Basis| basis.head(&f, &Bits::uniform(4)).unwrap();
+        let mut cache = LayerCache::<f32>::new(&bases.iter().map(head).collect::<Vec<_>>(), WINDOW).unwrap();
+        let values = sized(6, n, size);
+        let (k, v) = (Rows::contiguous(&text, HEADS * DIM), Rows::contiguous(&values, HEADS * DIM_V));
+        let lost = cache.append(k.unwrap(), v.unwrap()).unwrap();
+        let mut out = vec![0.0; HEADS * DIM_V];
+        let attention = Attention::scaled(0.4);
+        cache.attend_into(&attention, Rows::from(&query[..]), &mut Workspace::default(), &mut out).unwrap();
+        let expected = exact(&text, &values, &query, 0.4);
+        let squares = |x: &mut dyn Iterator<Item = f64>| x.map(|x| x * x).sum::<f64>();
+        let difference = squares(&mut out.iter().zip(&expected).map(|(&a, b)| f64::from(a) - b));
+        let error = (difference / squares(&mut expected.into_iter())).sqrt();
+        let misfit = cache.heads().iter().any(|head| head.store().fits().values.is_misfit());
+        (out, error, misfit, lost.value_error / f64::from(size) / f64::from(size))
+    };
+    let (plain, error, misfit, lost) = attend(1.0, 1.0);
+    assert!(error < 0.03 && !misfit && lost > 0.0, "{error}, {lost}");
+    for exponent in [-100, -60, -20, 20, 60, 100] {
+        let size = 2.0_f32.powi(exponent);
+        let scaled: Vec<f32> = plain.iter().map(|x| x * size).collect();
+        assert_eq!(attend(size, size), (scaled, error, misfit, lost), "2^{exponent}");
+    }
+    for size in [1e-6, 1e-4, 0.01, 100.0, 1e4, 1e6] {
+        let (_, error, misfit, _) = attend(size, size);
+        assert!(error < 0.03 && !misfit, "{size}: {error}");
+    }
+    // A text unlike the calibration: values that are too long are noticed, short ones lose no more than those of the calibration.
+    for (fitted, size, most) in [(1.0, 60.0, 0.03), (1.0, 1e6, f64::INFINITY), (1e-6, 1.0, f64::INFINITY)] {
+        let (_, error, misfit, _) = attend(fitted, size);
+        assert!(error < most && misfit == most.is_infinite(), "{size} after {fitted}: {error}");
+    }
+    for (fitted, size) in [(1e6, 1.0), (1.0, 1e-6)] {
+        let (_, error, misfit, _) = attend(fitted, size);
+        assert!(error * f64::from(size / fitted) < 0.15 && !misfit, "{size} after {fitted}: {error}");
+    }
 }
 
 #[test]
@@ -234,6 +349,14 @@ fn arguments_that_do_not_fit_are_errors() {
     }
     for (values, error) in [(0, 1), (9, 202), (u32::MAX, 202)] {
         assert_eq!(head(basis, Bits { values, ..Bits::default() }), Err(error));
+    }
+    let least = f32::MIN_POSITIVE;
+    for value_scale in [0.0, -1.0, 3.0, least / 2.0, 2.0_f32.powi(127), f32::INFINITY, f32::NAN] {
+        let basis = Basis { value_scale, ..basis.clone() };
+        assert_eq!(head(&basis, Bits::default()), Err(12), "{value_scale}");
+    }
+    for value_scale in [least, 2.0_f32.powi(126)] {
+        assert_eq!(head(&Basis { value_scale, ..basis.clone() }, Bits::default()), Ok(()));
     }
     let cut = |part: fn(&mut Basis) -> &mut Vec<f32>| {
         let mut basis = basis.clone();

@@ -252,25 +252,27 @@ extern "C" __global__ void __launch_bounds__(MOVERS) close_up(const CloseUpArgum
 }
 
 struct StoredValuesArguments {
-    u16* values;        // element [head][capacity][D], of the first token on
-    const float* map;   // [D][D]
-    const float* means; // [head][D]
+    u16* values;         // element [head][capacity][D], of the first token on
+    const float* map;    // [D][D]
+    const float* means;  // [head][D]
+    const float* scales; // [head], powers of two
     u32 count, capacity;
 };
 
-// Values that a model without folded maps has computed, as a folded one computes them: less their mean, mapped.
+// Values that a model without folded maps has computed, as a folded one computes them: less their mean, in units of
+// their scale, mapped.
 //
 // Launch: grid (blocks, heads), THREADS threads: any number of blocks, which take tiles in turn.
 extern "C" __global__ void __launch_bounds__(THREADS) map_values(const StoredValuesArguments a) {
     __shared__ __align__(16) Tile tile;
     Column map;
     map.load(a.map);
-    const float mean = a.means[blockIdx.y * D + threadIdx.x];
+    const float mean = a.means[blockIdx.y * D + threadIdx.x], per_scale = 1 / a.scales[blockIdx.y];
     for (u32 first = blockIdx.x * TILE; first < a.count; first += gridDim.x * TILE) {
         u16* rows = a.values + ((u64)blockIdx.y * a.capacity + first) * D + threadIdx.x;
         const u32 count = min(a.count - first, TILE);
         for (u32 t = 0; t < TILE; t++)
-            tile.rows[t][threadIdx.x] = t < count ? to_float(rows[t * D]) - mean : 0;
+            tile.rows[t][threadIdx.x] = t < count ? (to_float(rows[t * D]) - mean) * per_scale : 0;
         __syncthreads();
         float out[TILE];
         map.multiply(tile, out);

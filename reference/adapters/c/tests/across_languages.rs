@@ -154,6 +154,7 @@ fn scalar_codes() {
         dual: identity,
         sigma: vec![1.0; DIM],
         value_mean: values(4, 1),
+        value_scale: 0.5,
     };
     let (frequencies, bytes) = ([0.0; DIM / 2], basis.to_bytes());
     check("sq.basis", &bytes);

@@ -76,6 +76,7 @@ impl Profile {
                 dual: part("dual"),
                 sigma: part("sigma"),
                 value_mean: part("value-mean"),
+                value_scale: part("value-scale")[0],
             };
             basis.head(&config.frequencies(), bits).unwrap()
         };

@@ -80,13 +80,15 @@ pub struct Basis(sq::Basis);
 #[pymethods]
 impl Basis {
     #[new]
-    #[pyo3(signature = (mean, basis, dual, sigma, value_mean, *, block=64))]
+    #[pyo3(signature = (mean, basis, dual, sigma, value_mean, value_scale, *, block=64))]
+    #[expect(clippy::too_many_arguments, reason = "the parts of a basis")]
     fn new(
         mean: &Bound<'_, PyAny>,
         basis: &Bound<'_, PyAny>,
         dual: &Bound<'_, PyAny>,
         sigma: &Bound<'_, PyAny>,
         value_mean: &Bound<'_, PyAny>,
+        value_scale: f32,
         block: usize,
     ) -> Result<Self> {
         let [sigma, value_mean] = [Array::get(sigma)?, Array::get(value_mean)?];
@@ -104,6 +106,7 @@ impl Basis {
             dual: part("dual", dual, &[dim, dim])?,
             sigma: sigma.floats().into_owned(),
             value_mean: value_mean.floats().into_owned(),
+            value_scale,
         }))
     }
 
@@ -165,6 +168,11 @@ impl Basis {
     #[getter]
     fn value_mean<'py>(&self, py: Python<'py>) -> Result<Bound<'py, PyAny>> {
         Output::of(py, self.0.value_mean.iter().copied(), &[self.0.value_mean.len()])
+    }
+
+    #[getter]
+    const fn value_scale(&self) -> f32 {
+        self.0.value_scale
     }
 
     #[getter]

@@ -269,7 +269,7 @@ def test_quantizers_check_their_parts(context):
         with pytest.raises(kvcodes.ArgumentError):
             kvcodes.ProductQuantizer(*sides)
     maps, row = np.eye(DIM, dtype=np.float32), np.ones(DIM, np.float32)
-    parts = dict(mean=row, basis=maps, dual=maps, sigma=row, value_mean=row, block=64)
+    parts = dict(mean=row, basis=maps, dual=maps, sigma=row, value_mean=row, value_scale=1.0, block=64)
     bits = dict(frequencies=frequencies(), key_bits=2.5, value_bits=2)
     quantizer = kvcodes.ScalarQuantizer([kvcodes.Basis(**parts)] * HEADS, **bits)
     assert (quantizer.heads, quantizer.dim, quantizer.bits) == (HEADS, DIM, [(2.5, 2.0)] * HEADS)
@@ -281,6 +281,9 @@ def test_quantizers_check_their_parts(context):
         dict(sigma=row * np.inf),
         dict(value_mean=row * np.nan),
         dict(value_mean=row[:0]),
+        dict(value_scale=0.0),
+        dict(value_scale=3.0),
+        dict(value_scale=float("nan")),
         dict(block=48),
         dict(block=0),
     ]:
@@ -331,7 +334,7 @@ def test_bases_are_saved(context):
     basis, _ = kvcodes.Basis.fit_layer(keys, queries, values, frequencies())
     parts = [np.asarray(getattr(basis, part)) for part in ("mean", "basis", "dual", "sigma", "value_mean")]
     assert kvcodes.Basis.from_bytes(basis.to_bytes()).to_bytes() == basis.to_bytes()
-    assert kvcodes.Basis(*parts, block=basis.block).to_bytes() == basis.to_bytes()
+    assert kvcodes.Basis(*parts, basis.value_scale, block=basis.block).to_bytes() == basis.to_bytes()
     with pytest.raises(kvcodes.FormatError):
         kvcodes.Basis.from_bytes(basis.to_bytes()[:-1])
 

@@ -34,7 +34,7 @@ def product() -> kvcodes.ProductQuantizer:
 
 def scalar() -> kvcodes.ScalarQuantizer:
     identity, zeros = np.eye(DIM, dtype=np.float32), np.zeros(DIM, np.float32)
-    basis = kvcodes.Basis(zeros, identity, identity, zeros + 1, values(4, 1)[0], block=32)
+    basis = kvcodes.Basis(zeros, identity, identity, zeros + 1, values(4, 1)[0], 0.5, block=32)
     assert basis.to_bytes() == read("sq.basis")
     basis = kvcodes.Basis.from_bytes(read("sq.basis"))
     return kvcodes.ScalarQuantizer([basis], zeros[: DIM // 2], key_bits=4.0, value_bits=4)

@@ -5,8 +5,8 @@ use serde::Serialize;
 
 /// The [`Fit`] of the codes of one head's keys or values.
 ///
-/// Errors of PQ codes are sums of squares, relative to those of the rows in the space of the codes. Errors of
-/// `sq`'s keys are mean squares of the error of a score.
+/// Errors of PQ codes, and of `sq`'s values, are sums of squares, relative to those of the rows in the space of the
+/// codes. Errors of `sq`'s keys are mean squares of the error of a score.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct HeadFit {
     /// Layer.

@@ -1,9 +1,10 @@
 //! Scalar codes: keys in their query-weighted KLT, rotated relative to blocks of positions, values in a
 //! Hadamard basis. Calibration needs means and second moments only.
 //!
-//! The transform of the keys is all that is fitted, so that the keys of a text of another kind may lose more
-//! than those of the calibration: mostly those of a few heads. If the keys of a head on a prompt lose more than
-//! 1.5 times what the profile expects, they are coded again with as many more bits as bring the error back.
+//! The transform of the keys is all that is fitted, with the mean and the scale of the values, so that the keys of a
+//! text of another kind may lose more than those of the calibration: mostly those of a few heads. If the keys of a
+//! head on a prompt lose more than 1.5 times what the profile expects, they are coded again with as many more bits
+//! as bring the error back.
 
 #[cfg(feature = "cuda")]
 mod device;
@@ -122,6 +123,7 @@ impl Sq {
                 dual: part("dual", dim * dim)?,
                 sigma: part("sigma", dim)?,
                 value_mean: part("value-mean", dim)?,
+                value_scale: part("value-scale", 1)?[0],
             })
         };
         (0..config.n_kv_heads).map(basis).collect()
@@ -165,6 +167,7 @@ impl Kind for Sq {
                 ("dual", basis.dual),
                 ("sigma", basis.sigma),
                 ("value-mean", basis.value_mean),
+                ("value-scale", vec![basis.value_scale]),
             ];
             for (part, values) in parts {
                 profile.put_floats(self.key(l, head, part), values);
@@ -242,9 +245,11 @@ impl Store for SqStore {
     }
 
     fn fits(&self, layer: usize) -> Vec<HeadFit> {
-        let fit =
-            |(head, codes): (usize, &Codes)| HeadFit { layer, head, side: Side::Keys, fit: codes.fit() };
-        self.heads.iter().enumerate().map(fit).collect()
+        let fits = |(head, codes): (usize, &Codes)| {
+            let fits = codes.fits();
+            [Side::Keys, Side::Values].map(|side| HeadFit { layer, head, side, fit: fits[side] })
+        };
+        self.heads.iter().enumerate().flat_map(fits).collect()
     }
 
     fn clone_box(&self) -> Box<dyn Store> {

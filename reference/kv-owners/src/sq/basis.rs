@@ -9,10 +9,11 @@ use svd_core::{Gram, PreRope, Rotation};
 
 use super::Head;
 use super::head::check_finite;
+use super::values::ValueTransform;
 use crate::Error;
 
 const MAGIC: [u8; 4] = *b"SQBA";
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 
 /// Rows of a layer to fit bases to: a few thousand tokens of any text.
 #[derive(Clone, Copy, Debug)]
@@ -104,6 +105,9 @@ pub struct Basis {
     pub sigma: Vec<f32>,
     /// Mean of the values: (dim of the values,).
     pub value_mean: Vec<f32>,
+    /// The unit of the norms of values, a power of two from 2^-126 to 2^126: codes hold values without their mean
+    /// whose norms are 2^-8 to 2^8 of it.
+    pub value_scale: f32,
 }
 
 impl Basis {
@@ -188,7 +192,8 @@ impl Basis {
         let mut covariance: Gram<PreRope> = Gram::new(dim)?;
         covariance.add_rows(Rows::contiguous(&keys, dim)?)?;
         let rotation = Rotation::query_metric(&covariance, metric)?;
-        let value_mean = mean_row(&floats(values), dim_v);
+        let values = floats(values);
+        let value_mean = mean_row(&values, dim_v);
         check_finite("mean of the values", &value_mean)?;
         Ok(Self {
             block,
@@ -197,6 +202,7 @@ impl Basis {
             dual: single(rotation.dual()),
             sigma: single(rotation.sigma()),
             value_mean,
+            value_scale: scale(&values, dim_v),
         })
     }
 
@@ -226,11 +232,11 @@ impl Basis {
     ///
     /// # Errors
     /// [`Error::KeyBits`]; those of [`allot`], [`Shape::new`] and [`HeadTransform::new`], for bits of values
-    /// outside their range and parts that do not fit together; [`svd_core::Error::TooLarge`] for values that
-    /// have no Hadamard transform.
+    /// outside their range and parts that do not fit together; [`kv_attend::Error::BadField`] for a scale that is
+    /// no power of two; [`svd_core::Error::TooLarge`] for values that have no Hadamard transform.
     pub fn head(&self, frequencies: &[f32], bits: &Bits) -> Result<Arc<Head>, Error> {
         let CodedKeys { shape, basis, dual, sigma } = self.coded_keys(bits.key_slots(self.sigma.len())?)?;
-        check_finite("mean of the values", &self.value_mean)?;
+        let values = ValueTransform::new(&self.value_mean, self.value_scale)?;
         let transform = HeadTransform::new(&TransformParts {
             frequencies,
             mean: &self.mean,
@@ -241,7 +247,7 @@ impl Basis {
             block: self.block,
             mean_error: bits.mean_error,
         })?;
-        Head::new(transform, sigma, &self.value_mean, bits.widen)
+        Head::new(transform, sigma, values, bits.widen)
     }
 
     /// The basis as bytes, with a checksum.
@@ -252,6 +258,7 @@ impl Basis {
         for part in [&self.mean, &self.basis, &self.dual, &self.sigma, &self.value_mean] {
             writer.elements(part.iter().copied());
         }
+        writer.elements([self.value_scale].into_iter());
         writer.finish_checked()
     }
 
@@ -265,9 +272,9 @@ impl Basis {
         let square = dim.checked_mul(dim).ok_or(kv_attend::Error::TooLarge)?;
         let mut part = |len: usize| reader.elements::<f32>(len);
         let (mean, basis, dual, sigma) = (part(dim)?, part(square)?, part(square)?, part(dim)?);
-        let value_mean = part(dim_v)?;
+        let (value_mean, value_scale) = (part(dim_v)?, part(1)?[0]);
         reader.finish()?;
-        Ok(Self { block, mean, basis, dual, sigma, value_mean })
+        Ok(Self { block, mean, basis, dual, sigma, value_mean, value_scale })
     }
 }
 
@@ -334,6 +341,18 @@ fn mean_row(rows: &[f32], dim: usize) -> Vec<f32> {
     }
     let n = (rows.len() / dim) as f64;
     mean.into_iter().map(|sum| (sum / n) as f32).collect()
+}
+
+/// The largest power of two that is not above the root mean square of the norms of rows (n, dim), n at least 1; 1 if
+/// all are zero.
+///
+/// Their mean is not subtracted: what is left without it may be rounding alone, in samples of few rows.
+fn scale(rows: &[f32], dim: usize) -> f32 {
+    let squares: f64 = rows.iter().map(|&x| f64::from(x) * f64::from(x)).sum();
+    match squares / (rows.len() / dim) as f64 {
+        0.0 => 1.0,
+        square => square.sqrt().log2().floor().clamp(-126.0, 126.0).exp2() as f32,
+    }
 }
 
 fn single(x: &[f64]) -> Vec<f32> {

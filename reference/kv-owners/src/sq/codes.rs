@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use kv_attend::owner::{EvictedRows, Fit, Queries, Reader, Store, Writer};
+use kv_attend::owner::{EvictedRows, Fit, Pair, Queries, Reader, Store, Writer};
 use kv_attend::{Backend, Element, Rows, SoftmaxStats};
 use pq_core::Evicted;
 use pq_core::sq::HeadCodes;
@@ -14,20 +14,31 @@ use crate::Error;
 /// Query heads that are attended together: their statistics are on the stack.
 const HEADS: usize = 16;
 
+/// The least square of a norm in [`Codes::fits`], an octave above the least norm that has a code: the error of
+/// shorter values is at most the one expected of such a norm.
+const LEAST_SQUARE: f64 = 1.0 / (128.0 * 128.0);
+
 /// [`HeadCodes`] with the transforms of a [`Head`], and what coding has lost.
 #[derive(Clone, Debug)]
 pub struct Codes {
     head: Arc<Head>,
     codes: HeadCodes,
-    key_error: f64, // squared, of all tokens coded since the first one
-    tokens: usize,  // the same
+    coded: Coded,
+}
+
+/// All tokens coded since the first one. Values are in the basis of the codes.
+#[derive(Clone, Copy, Debug, Default)]
+struct Coded {
+    tokens: usize,
+    errors: Pair<f64>,  // squared
+    value_squares: f64, // of the norms of values, as far as codes hold them
 }
 
 impl Codes {
     /// No tokens.
     #[must_use]
     pub fn new(head: Arc<Head>) -> Self {
-        Self { codes: HeadCodes::new(head.transform().clone()), head, key_error: 0.0, tokens: 0 }
+        Self { codes: HeadCodes::new(head.transform().clone()), head, coded: Coded::default() }
     }
 
     /// The codes.
@@ -36,15 +47,18 @@ impl Codes {
         &self.codes
     }
 
-    /// How well the codes of the keys fit them: errors are mean squares of the error of a score.
+    /// How well the codes fit their tokens, in the units of [`Head::expected_errors`]. Values do not fit if their
+    /// norms are far above those of the samples; far below, their error is small next to that of the samples.
     #[must_use]
-    pub fn fit(&self) -> Fit {
+    pub fn fits(&self) -> Pair<Fit> {
         let [own, slots] = [self.head.transform(), self.codes.transform()].map(|made| made.keys().slots());
-        Fit {
-            expected: self.head.expected_error(),
-            found: self.key_error / self.tokens.max(1) as f64,
-            tokens: self.tokens,
-            added_bits: (slots - own) as f64 / self.codes.transform().keys().dim().div_ceil(16) as f64,
+        let Coded { tokens, errors, value_squares } = self.coded;
+        let fit = |expected, found, added_bits| Fit { expected, found, tokens, added_bits };
+        let Pair { keys, values } = self.head.expected_errors();
+        let added_bits = (slots - own) as f64 / self.codes.transform().keys().dim().div_ceil(16) as f64;
+        Pair {
+            keys: fit(keys, errors.keys / tokens.max(1) as f64, added_bits),
+            values: fit(values, errors.values / value_squares.max(f64::MIN_POSITIVE), 0.0),
         }
     }
 
@@ -62,10 +76,10 @@ impl Codes {
         keys: &[f32],
         mut values: Vec<f32>,
     ) -> Result<Evicted, Error> {
-        self.head.forward(&mut values)?;
-        let is_first = self.tokens == 0;
+        self.head.values().forward(&mut values)?;
+        let is_first = self.coded.tokens == 0;
         let evicted = self.append_coded(backend, first, keys, &values)?;
-        let fit = self.fit();
+        let fit = self.fits().keys;
         if !(self.head.widens() && is_first && fit.is_misfit()) {
             return Ok(evicted);
         }
@@ -82,9 +96,15 @@ impl Codes {
         values: &[f32],
     ) -> Result<Evicted, Error> {
         let evicted = self.codes.append(backend, first, keys, values)?;
-        self.key_error += evicted.key_error;
-        self.tokens += evicted.tokens;
-        Ok(evicted)
+        self.coded.tokens += evicted.tokens;
+        self.coded.errors.keys += evicted.key_error;
+        self.coded.errors.values += evicted.value_error;
+        let square =
+            |row: &[f32]| row.iter().filter(|x| x.is_finite()).map(|&x| f64::from(x).powi(2)).sum::<f64>();
+        let rows = values.chunks_exact(self.head.value_mean().len());
+        self.coded.value_squares += rows.map(|row| square(row).max(LEAST_SQUARE)).sum::<f64>();
+        let scale = f64::from(self.head.values().scale());
+        Ok(Evicted { value_error: evicted.value_error * scale * scale, ..evicted })
     }
 
     /// Drops all tokens from index `len` on. Without any left, the codes have the head's bits again.
@@ -145,7 +165,7 @@ impl Codes {
             self.codes.attend_into(backend, scaled, range.clone(), softcap, scratch, part, part_stats)?;
             let rows = out.chunks_exact_mut(dim_v).zip(stats);
             for ((part, part_stats), (out, stats)) in part.chunks_exact_mut(dim_v).zip(part_stats).zip(rows) {
-                self.head.inverse(part_stats.sum, part)?;
+                self.head.values().inverse(part_stats.sum, part)?;
                 stats.merge(out, *part_stats, part)?;
             }
         }
@@ -159,7 +179,7 @@ impl<E: Element> Store<E> for Codes {
     type Error = Error;
     const NAME: &'static str = "a layer cache of scalar codes with bases";
     const MAGIC: [u8; 4] = *b"SQBL";
-    const VERSION: u32 = 1;
+    const VERSION: u32 = 2;
     const QUERIES: usize = HEADS;
 
     fn new(head: Arc<Head>) -> Self {
@@ -218,23 +238,27 @@ impl<E: Element> Store<E> for Codes {
     }
 
     fn write(&self, writer: &mut Writer) {
-        writer.u64(self.head.id());
+        let Coded { tokens, errors, value_squares } = self.coded;
+        writer.u64(self.head.values().id());
         writer.usize(self.codes.transform().keys().slots());
-        writer.u64(self.key_error.to_bits());
-        writer.usize(self.tokens);
+        writer.usize(tokens);
+        [errors.keys, errors.values, value_squares].into_iter().for_each(|x| writer.u64(x.to_bits()));
         Store::<E>::write(&self.codes, writer);
     }
 
     fn read(reader: &mut Reader<'_>, head: &Arc<Head>) -> Result<Self, Error> {
-        if reader.u64()? != head.id() {
-            return Err(kv_attend::Error::BadField { what: "mean of the values" }.into());
+        if reader.u64()? != head.values().id() {
+            return Err(kv_attend::Error::BadField { what: "mean and scale of the values" }.into());
         }
         let transform = head.with_slots(reader.usize()?)?;
-        let (key_error, tokens) = (f64::from_bits(reader.u64()?), reader.usize()?);
-        if !(key_error.is_finite() && key_error >= 0.0) {
-            return Err(kv_attend::Error::BadField { what: "error of the keys" }.into());
-        }
+        let tokens = reader.usize()?;
+        let mut squares = |what| match f64::from_bits(reader.u64()?) {
+            x if x.is_finite() && x >= 0.0 => Ok(x),
+            _ => Err(kv_attend::Error::BadField { what }),
+        };
+        let errors = Pair { keys: squares("error of the keys")?, values: squares("error of the values")? };
+        let coded = Coded { tokens, errors, value_squares: squares("squares of the values")? };
         let codes = <HeadCodes as Store<E>>::read(reader, &transform)?;
-        Ok(Self { head: head.clone(), codes, key_error, tokens })
+        Ok(Self { head: head.clone(), codes, coded })
     }
 }

@@ -2,25 +2,23 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use kv_attend::owner::{Reader, Writer};
+use kv_attend::owner::{Pair, Reader, Writer};
 use pq_core::sq::{HeadTransform, Shape, allot};
-use svd_core::Hadamard;
 
+use super::values::ValueTransform;
 use crate::Error;
 
 const MAGIC: [u8; 4] = *b"SQHD";
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 
 /// The transforms of a head's keys and values at some number of bits: [`Basis::head`](super::Basis::head).
 #[derive(Debug)]
 pub struct Head {
     transform: Arc<HeadTransform>,
     sigma: Vec<f32>, // deviations of the components of keys in the order of their codes, (dim,)
-    expected: f64,   // mean squared error of a score
+    expected: Pair<f64>, // mean squared error of a score, and of values relative to their squares
     widen: bool,     // for a sequence that does not fit
-    hadamard: Hadamard, // of the values
-    value_mean: Vec<f32>, // (dim of the values,)
-    id: u64,         // of the mean
+    values: ValueTransform,
     /// The transform with more bits for keys, each made when a sequence first needs it.
     wider: Mutex<Vec<Arc<HeadTransform>>>,
 }
@@ -29,22 +27,20 @@ impl Head {
     pub(super) fn new(
         transform: HeadTransform,
         sigma: Vec<f32>,
-        value_mean: &[f32],
+        values: ValueTransform,
         widen: bool,
     ) -> Result<Arc<Self>, Error> {
-        let hadamard = Hadamard::new(transform.values().dim())?;
-        // FNV-1a, 32 bits at a time.
-        let id = value_mean.iter().fold(0xcbf2_9ce4_8422_2325, |id: u64, x| {
-            (id ^ u64::from(x.to_bits())).wrapping_mul(0x100_0000_01b3)
-        });
+        let codes = transform.values();
+        let share = (codes.dim() as f32).sqrt().recip(); // of a component in a norm of 1
         Ok(Arc::new(Self {
-            expected: transform.keys().distortion(&sigma)?,
+            expected: Pair {
+                keys: transform.keys().distortion(&sigma)?,
+                values: codes.distortion(&vec![share; codes.dim()])?,
+            },
             transform: Arc::new(transform),
             sigma,
             widen,
-            hadamard,
-            value_mean: value_mean.to_vec(),
-            id,
+            values,
             wider: Mutex::default(),
         }))
     }
@@ -58,13 +54,19 @@ impl Head {
     /// The mean of the values: (dim of the values,).
     #[must_use]
     pub fn value_mean(&self) -> &[f32] {
-        &self.value_mean
+        self.values.mean()
     }
 
-    /// The mean squared error of a score to expect of the code of a key.
+    /// The errors to expect of codes: of keys the mean squared error of a score, of values the squared error relative
+    /// to the values without their mean.
     #[must_use]
-    pub const fn expected_error(&self) -> f64 {
+    pub const fn expected_errors(&self) -> Pair<f64> {
         self.expected
+    }
+
+    /// The transform of the values.
+    pub(super) const fn values(&self) -> &ValueTransform {
+        &self.values
     }
 
     /// Whether a sequence whose keys do not fit has more bits.
@@ -79,7 +81,7 @@ impl Head {
         for slots in least..most {
             let (keys, order) = self.allot(slots)?;
             let sigma: Vec<f32> = order.iter().map(|&i| self.sigma[i]).collect();
-            if ratio * keys.distortion(&sigma)? <= self.expected {
+            if ratio * keys.distortion(&sigma)? <= self.expected.keys {
                 return self.with_slots(slots);
             }
         }
@@ -110,33 +112,12 @@ impl Head {
         Ok((allot(&self.sigma, slots, &mut order)?, order))
     }
 
-    /// Identifies the mean of the values in saved caches; the transform has an id of its own.
-    pub(super) const fn id(&self) -> u64 {
-        self.id
-    }
-
-    /// Moves values (n, dim) to the basis of the codes.
-    pub(super) fn forward(&self, values: &mut [f32]) -> Result<(), Error> {
-        for row in values.chunks_exact_mut(self.value_mean.len()) {
-            row.iter_mut().zip(&self.value_mean).for_each(|(x, mean)| *x -= mean);
-        }
-        Ok(self.hadamard.forward(values)?)
-    }
-
-    /// Moves a sum of coded values back, whose weights add up to `weight`.
-    pub(super) fn inverse(&self, weight: f32, row: &mut [f32]) -> Result<(), Error> {
-        self.hadamard.inverse(row)?;
-        row.iter_mut().zip(&self.value_mean).for_each(|(x, mean)| *x += weight * mean);
-        Ok(())
-    }
-
     /// Bytes of the transforms, those with more bits that sequences needed included.
     #[must_use]
     pub fn size(&self) -> usize {
-        let vectors = size_of_val(&self.value_mean[..]) + size_of_val(&self.sigma[..]);
         let wider = self.wider.lock().unwrap_or_else(PoisonError::into_inner);
         let wider: usize = wider.iter().map(|transform| transform.size()).sum();
-        self.transform.size() + wider + vectors + size_of::<Hadamard>()
+        self.transform.size() + wider + size_of_val(&self.sigma[..]) + self.values.size()
     }
 
     /// The head as bytes, with a checksum, for [`from_bytes`](Self::from_bytes): caches that were saved under
@@ -148,7 +129,7 @@ impl Head {
         writer.usize(transform.len());
         writer.bytes(&transform);
         writer.elements(self.sigma.iter().copied());
-        writer.elements(self.value_mean.iter().copied());
+        writer.elements(self.values.mean().iter().chain([&self.values.scale()]).copied());
         writer.u32(self.widen.into());
         writer.finish_checked()
     }
@@ -163,6 +144,7 @@ impl Head {
         let transform = HeadTransform::from_bytes(reader.bytes(len)?)?;
         let sigma = reader.elements(transform.keys().dim())?;
         let value_mean = reader.elements(transform.values().dim())?;
+        let value_scale = reader.elements(1)?[0];
         let widen = match reader.u32()? {
             0 => false,
             1 => true,
@@ -170,8 +152,7 @@ impl Head {
         };
         reader.finish()?;
         check_finite("deviations of the keys", &sigma)?;
-        check_finite("mean of the values", &value_mean)?;
-        Self::new(transform, sigma, &value_mean, widen)
+        Self::new(transform, sigma, ValueTransform::new(&value_mean, value_scale)?, widen)
     }
 }
 

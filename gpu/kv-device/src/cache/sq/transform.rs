@@ -28,6 +28,7 @@ const TOGETHER: usize = 1024;
 pub(super) struct HeadData {
     key_means: Vec<f32>,    // head_dim, before RoPE
     value_means: Vec<f32>,  // head_dim
+    value_scales: Vec<f32>, // one
     bases: Vec<f32>,        // head_dim, head_dim: columns in the order of the codes
     duals: Vec<f32>,        // head_dim, head_dim
     pub shapes: Vec<Shape>, // of the codes of keys
@@ -44,6 +45,7 @@ impl HeadData {
             return Ok(Self {
                 key_means: (0..(heads * dim) as u64).map(|i| hashed(RANDOM_MEANS, i, 1.0)).collect(),
                 value_means: vec![0.0; heads * dim],
+                value_scales: vec![1.0; heads],
                 bases: maps.clone(),
                 duals: maps,
                 shapes: vec![shape; heads],
@@ -53,6 +55,7 @@ impl HeadData {
         Ok(Self {
             key_means: all(|head| &head.key_mean),
             value_means: all(|head| &head.value_mean),
+            value_scales: heads.iter().flatten().map(|head| head.value_scale).collect(),
             bases: all(|head| &head.basis),
             duals: all(|head| &head.dual),
             shapes: heads.iter().flatten().map(|head| head.keys).collect(),
@@ -67,6 +70,7 @@ pub(super) struct Transform {
     restore: Kernel,
     map_values: Kernel,
     value_means: Buffer<f32>,       // (layer, heads, head_dim)
+    value_scales: Buffer<f32>,      // (layer, heads)
     bases: Buffer<f32>,             // (layer, heads, head_dim, head_dim)
     duals: Buffer<f32>,             // (layer, heads, head_dim, head_dim)
     value_map: Buffer<f32>,         // (head_dim, head_dim)
@@ -119,11 +123,12 @@ struct StoredValuesArguments {
     values: DevicePtr<u16>,
     map: DevicePtr<f32>,
     means: DevicePtr<f32>,
+    scales: DevicePtr<f32>,
     count: u32,
     capacity: u32,
 }
 
-const _: () = assert!(size_of::<RowsArguments>() == 96 && size_of::<StoredValuesArguments>() == 32);
+const _: () = assert!(size_of::<RowsArguments>() == 96 && size_of::<StoredValuesArguments>() == 40);
 
 impl Transform {
     /// The transform of sequences of up to `blocks` blocks.
@@ -149,6 +154,7 @@ impl Transform {
             restore: kernel("restore")?,
             map_values: kernel("map_values")?,
             value_means: Buffer::of(gpu, &heads.value_means)?,
+            value_scales: Buffer::of(gpu, &heads.value_scales)?,
             bases: Buffer::of(gpu, &heads.bases)?,
             duals: Buffer::of(gpu, &heads.duals)?,
             value_map: Buffer::of(gpu, &plan.value_map)?,
@@ -256,6 +262,7 @@ impl Transform {
             values: rows.values.cast::<u16>().offset(chunk.position * head_dim),
             map: self.value_map.pointer(),
             means: self.value_means.pointer().offset(layer * heads * head_dim),
+            scales: self.value_scales.pointer().offset(layer * heads),
             count: chunk.count as u32,
             capacity: rows.capacity as u32,
         };
@@ -269,10 +276,10 @@ impl Transform {
         self.means.working_bytes() + self.transformed.iter().map(Buffer::bytes).sum::<usize>()
     }
 
-    /// Bytes of maps and means.
+    /// Bytes of maps, means and scales.
     pub fn shared_bytes(&self) -> usize {
         let maps = self.bases.bytes() + self.duals.bytes() + self.value_map.bytes();
-        maps + self.means.shared_bytes() + self.value_means.bytes()
+        maps + self.means.shared_bytes() + self.value_means.bytes() + self.value_scales.bytes()
     }
 
     /// Bytes of device memory.

@@ -107,7 +107,8 @@ class Basis:
 
     ``mean`` (dim,) is that of keys before RoPE; ``basis``, ``dual`` (dim, dim) and ``sigma`` (dim,) are those
     of ``Rotation.query_metric``, for keys without their mean and relative to the middle of their block of
-    ``block`` tokens. """
+    ``block`` tokens. ``value_scale``, a power of two, is the unit of the norms of values without their mean
+    ``value_mean``: codes hold those of 2^-8 to 2^8 of it. """
 
     def __init__(
         self,
@@ -116,6 +117,7 @@ class Basis:
         dual: Array,
         sigma: Array,
         value_mean: Array,
+        value_scale: float,
         *,
         block: int = 64,
     ) -> None: ...
@@ -146,6 +148,8 @@ class Basis:
     def sigma(self) -> memoryview: ...
     @property
     def value_mean(self) -> memoryview: ...
+    @property
+    def value_scale(self) -> float: ...
     @property
     def block(self) -> int: ...
     def to_bytes(self) -> bytes: ...

@@ -142,12 +142,13 @@ class Calibration:
             "dual": (dim, dim),
             "sigma": (dim,),
             "value-mean": (dim,),
+            "value-scale": (1,),
         }
 
         def basis(head: int) -> Basis:
             name = f"sq/{block}/{layer}/{head}"
-            parts = (self._entry(f"{name}/{part}", *shape) for part, shape in shapes.items())
-            return Basis(*parts, block=block)
+            *parts, scale = (self._entry(f"{name}/{part}", *shape) for part, shape in shapes.items())
+            return Basis(*parts, scale.item(), block=block)
 
         return ScalarQuantizer([basis(h) for h in range(geometry.kv_heads)], geometry.frequencies, **bits)
 
@@ -241,7 +242,8 @@ def _parts(name: str, basis: Basis) -> dict[str, torch.Tensor]:
         "sigma": basis.sigma,
         "value-mean": basis.value_mean,
     }
-    return {f"{name}/{part}": _tensor(rows) for part, rows in parts.items()}
+    entries = {f"{name}/{part}": _tensor(rows) for part, rows in parts.items()}
+    return entries | {f"{name}/value-scale": torch.tensor([basis.value_scale])}
 
 
 def _fit_product(

@@ -1,10 +1,10 @@
-//! Scalar codes as a device computes them: values enter and leave in their Hadamard basis.
+//! Scalar codes as a device computes them: values enter and leave in their Hadamard basis, in units of their scale.
 
 use kv_device::plan::{Plan, ScalarHead, ScalarPlan};
 use kv_model::{Config, Model};
 use kv_owners::sq::{Basis, CodedKeys};
 use pq_core::Window;
-use svd_core::Hadamard;
+use svd_core::{Hadamard, MapBuf};
 
 use super::Sq;
 use crate::calibrate::single;
@@ -41,12 +41,9 @@ impl DeviceKind for Sq {
             mean_errors: self.mean_error,
             value_map: single(Hadamard::new(config.head_dim)?.rotation()?.basis()),
         };
-        let head = |Basis { mean, value_mean, .. }, CodedKeys { shape, basis, dual, .. }| ScalarHead {
-            keys: shape,
-            key_mean: mean,
-            basis,
-            dual,
-            value_mean,
+        let head = |Basis { mean, value_mean, value_scale, .. }, coded| {
+            let CodedKeys { shape, basis, dual, .. } = coded;
+            ScalarHead { keys: shape, key_mean: mean, basis, dual, value_mean, value_scale }
         };
         let layer = |profile, l| -> Result<Vec<ScalarHead>> {
             let coded = |basis: Basis| Ok(head(basis.clone(), basis.coded_keys(slots)?));
@@ -59,10 +56,14 @@ impl DeviceKind for Sq {
     fn fold(&self, model: &Model, profile: &Profile) -> Result<Option<Model>> {
         let dim = model.config.head_dim;
         let rotation = Hadamard::new(dim)?.rotation()?;
-        let (basis, dual) = (rotation.basis_map(dim)?, rotation.dual_map(dim)?);
-        let fold =
-            |head: Basis| ValueFold { mean: head.value_mean, basis: basis.clone(), dual: dual.clone() };
-        let layer = |l| Ok(self.bases(&model.config, profile, l)?.into_iter().map(fold).collect());
+        let map = |columns: &[f64], factor: f32| {
+            MapBuf::new(columns.iter().map(|&x| x as f32 * factor).collect(), dim, dim)
+        };
+        let fold = |Basis { value_mean: mean, value_scale: scale, .. }| -> Result<ValueFold> {
+            let (basis, dual) = (map(rotation.basis(), scale.recip())?, map(rotation.dual(), scale)?);
+            Ok(ValueFold { mean, basis, dual })
+        };
+        let layer = |l| self.bases(&model.config, profile, l)?.into_iter().map(fold).collect();
         fold_values(model, layer).map(Some)
     }
 }
