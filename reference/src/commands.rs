@@ -83,6 +83,8 @@ impl Kv {
     }
 
     pub fn run(self, out: &mut Stdout) -> Result<()> {
+        // Started where they are first needed, they panic if the system has no room for them.
+        rayon::ThreadPoolBuilder::new().build_global().map_err(Error::Threads)?;
         match self.command {
             Command::Compare(command) => command.run(out),
             Command::Generate(command) => command.run(out),
@@ -114,13 +116,14 @@ impl ModelArgs {
     /// Reads the header.
     fn open(&self) -> Result<Checkpoint> {
         let path = self.path();
-        if self.model.is_none() && !path.exists() {
+        let missing = matches!(path.try_exists(), Ok(false));
+        if self.model.is_none() && missing {
             let path = path.display();
             return Err(Error::Argument(format!(
                 "the shipped model is not in {path}, where this kv was built: pass --model"
             )));
         }
-        if self.model.is_some() && !path.exists() {
+        if self.model.is_some() && missing {
             let mut what = format!("--model: {}: no such file or folder", path.display());
             // A path of this form may be meant as a Hub name.
             if path.is_relative() && path.components().count() == 2 {

@@ -18,6 +18,9 @@ pub enum Error {
     /// An error of a method, its cache or its profile.
     #[error(transparent)]
     Methods(kv_methods::Error),
+    /// The threads of a command could not be started.
+    #[error("threads: {0}")]
+    Threads(rayon::ThreadPoolBuildError),
     /// Streaming a stored context failed.
     #[error("stream: {0}")]
     Stream(kv_stream::Error),

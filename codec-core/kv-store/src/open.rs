@@ -139,8 +139,11 @@ fn folder(path: &std::path::Path, create: bool) -> Result<(Arc<dyn ObjectStore>,
     let bad = |what: String| Error::Url { url: path.display().to_string(), what };
     if create {
         create_folder(path)?;
-    } else if !path.is_dir() {
-        return Err(bad("there is no such folder".into()));
+    } else {
+        fs::metadata(path).map_err(|e| match e.kind() {
+            ErrorKind::NotFound => bad("there is no such folder".into()),
+            _ => bad(e.to_string()),
+        })?;
     }
     let store = Folder::open(path).map_err(|e| bad(backend_text::cause(&e)))?;
     Ok((Arc::new(store), Path::default()))

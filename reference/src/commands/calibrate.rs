@@ -9,8 +9,7 @@ use kv_reference::{Error, Result};
 use serde::Serialize;
 
 use super::{
-    CalibrationTextArgs, Files, JsonArgs, ModelArgs, Stdout, check_calibration, few_tokens, load,
-    print_error, progress,
+    CalibrationTextArgs, Files, JsonArgs, ModelArgs, Stdout, check_calibration, few_tokens, load, progress,
 };
 
 #[derive(Args)]
@@ -31,15 +30,19 @@ pub struct Calibrate {
     model: ModelArgs,
     #[command(flatten)]
     text: CalibrationTextArgs,
-    /// Tokens to use, from the start of the text or of each of several
-    #[arg(long, value_name = "N", default_value_t = 4096)]
-    tokens: usize,
+    /// Tokens to use, from the start of the text or of each of several [default: 4096, or all that the texts have
+    /// and the model takes]
+    #[arg(long, value_name = "N")]
+    tokens: Option<usize>,
     /// Methods to prepare for [default: those of `kv compare`]
     #[arg(long, value_name = "LIST", default_value = DEFAULT_METHODS, hide_default_value = true)]
     methods: String,
     #[command(flatten)]
     json: JsonArgs,
 }
+
+/// Tokens to use, unless there are fewer.
+const DEFAULT_TOKENS: usize = 4096;
 
 /// Maximum positions of the tables: a configuration may claim any length.
 const MOST_POSITIONS: usize = 1 << 17;
@@ -74,11 +77,12 @@ impl Calibrate {
         if !methods.iter().any(Method::needs_profile) {
             return Err(Error::argument("none of these methods needs a profile"));
         }
-        let most = checkpoint.config.max_seq_len;
-        let text = self.text.read(checkpoint.tokenizer()?, self.tokens.min(most))?;
+        self.tokens.map_or(Ok(()), |n| checkpoint.check_context(n))?;
+        let most = self.tokens.unwrap_or(DEFAULT_TOKENS.min(checkpoint.config.max_seq_len));
+        let text = self.text.read(checkpoint.tokenizer()?, most)?;
         let n = text.tokens.len();
-        if n == most && self.tokens > most {
-            print_error(format_args!("kv: the model takes {most} tokens, not {}\n", self.tokens));
+        if let Some(asked) = self.tokens.filter(|&asked| asked > n) {
+            return Err(Error::Argument(format!("--tokens {asked}: there are {n} tokens of text")));
         }
         few_tokens(check_calibration(n, &methods, None), MORE_TOKENS)?;
         let model = load(checkpoint)?;

@@ -5,6 +5,8 @@ use std::path::Path;
 use std::process::Command;
 
 use crate::support::kv::{copy, fixture, kv, refused, run};
+#[cfg(target_os = "linux")]
+use crate::support::kv::{kv_after, one_line};
 
 /// Runs `kv logits` on a model.
 fn model_refused(case: &str, model: &Path, what: &str) {
@@ -404,6 +406,16 @@ fn profiles_and_arguments() {
         ("a depth outside the prompt", &["eval", "--depths", "1.5"], "--depths: 1.5 is not"),
         ("endless trials", &["eval", "--trials", "1000000000000"], "--trials 1000000000000: "),
         ("too few tokens to calibrate on", &["calibrate", &new, "--tokens", "3"], "too few"),
+        (
+            "endless tokens to calibrate on",
+            &["calibrate", &new, "--tokens", "18446744073709551615"],
+            "18446744073709551615 tokens exceed the context of 16384",
+        ),
+        (
+            "more tokens than a text has",
+            &["calibrate", &new, "--text", &short, "--tokens", "4096"],
+            "--tokens 4096: there are ",
+        ),
         ("nothing to calibrate", &["calibrate", &new, "--methods", "dense"], "needs a profile"),
         ("a hub name without an owner", &["fetch", "llama"], "ORG/NAME"),
         ("a hub name that leaves its place", &["fetch", "../.."], "ORG/NAME"),
@@ -456,6 +468,44 @@ fn a_profile_of_another_model_is_refused_by_name() {
     spoilt[end - 10] ^= 1; // inside a plane, which carries its own checksum
     std::fs::write(profile, spoilt).unwrap();
     refused("a flipped bit", &["compare", "--profile", profile, "--methods", "cachegen"], "checksum");
+}
+
+/// Links that lead nowhere else than to one another are not missing files.
+#[cfg(unix)]
+#[test]
+fn links_in_a_circle() {
+    let folder = tempfile::tempdir().unwrap();
+    let [a, b] = ["a", "b"].map(|name| folder.path().join(name));
+    std::os::unix::fs::symlink(&a, &b).unwrap();
+    std::os::unix::fs::symlink(&b, &a).unwrap();
+    let link = a.to_str().unwrap();
+    for args in [
+        &["logits", "--tokens", "1", "--model", link][..],
+        &["compare", "--text", link],
+        &["compare", "--profile", link],
+        &["compare", "--json", link],
+        &["calibrate", link],
+        &["generate", "-f", link],
+        &["generate", "We", "--device", "cpu", "--method", &format!("pqcache:offload={link}")],
+        #[cfg(feature = "store")]
+        &["store", "ls", link],
+        #[cfg(feature = "store")]
+        &["generate", "We", "--device", "cpu", "--kv", link],
+    ] {
+        refused(&args.join(" "), args, "Too many levels of symbolic links");
+    }
+}
+
+/// Threads that the system does not start are an error, and sixteen open files are enough.
+#[cfg(target_os = "linux")]
+#[test]
+fn limits_of_threads_and_of_open_files() {
+    let threads = "ulimit -v 400000 && export RAYON_NUM_THREADS=4000";
+    one_line("threads", &run("threads", kv_after(threads, &["methods"])), 2, "kv: threads: ");
+    let gqa = fixture("gqa");
+    let logits = ["logits", "--tokens", "1,2", "--model", gqa.to_str().unwrap()];
+    let output = run("files", kv_after("ulimit -n 16", &logits));
+    assert!(output.status.success() && output.stderr.is_empty(), "{output:?}");
 }
 
 #[cfg(feature = "cuda")]

@@ -5,6 +5,8 @@ use std::fs;
 use std::path::Path;
 use std::process::Stdio;
 
+#[cfg(unix)]
+use crate::support::kv::kv_after;
 use crate::support::kv::{copy, finished, fixture, kv, one_line, refused, run, text};
 
 /// Quick runs of the commands that print, each with its own output file.
@@ -42,10 +44,7 @@ fn commands(folder: &Path) -> Vec<(Vec<String>, Vec<String>)> {
 /// `kv` with a limit of a few hundred bytes on the files that it writes.
 #[cfg(unix)]
 fn limited(args: &[&str]) -> std::process::Command {
-    let mut command = std::process::Command::new("sh");
-    command.args(["-c", "ulimit -f 1; exec \"$0\" \"$@\"", env!("CARGO_BIN_EXE_kv")]);
-    command.args(args).stdin(Stdio::null());
-    command
+    kv_after("ulimit -f 1", args)
 }
 
 fn check_whole(file: &str) {
@@ -89,6 +88,25 @@ fn a_full_standard_output_is_one_line_and_files_are_written() {
         let full = fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
         let output = finished("a full standard error", kv(args).stderr(full).spawn().unwrap());
         assert_eq!(output.status.code(), Some(2));
+    }
+}
+
+/// Without an output there is nobody to tell, and files are written.
+#[cfg(unix)]
+#[test]
+fn outputs_that_are_not_open_are_silent() {
+    let folder = tempfile::tempdir().unwrap();
+    let json = folder.path().join("logits.json");
+    let gqa = fixture("gqa");
+    let logits = ["logits", "--tokens", "1,2", "--model", text(&gqa), "--json", text(&json)];
+    for line in ["exec >&-", "exec 2>&-", "exec <&- >&- 2>&-"] {
+        for (args, code) in [(&logits[..], 0), (&["methods"], 0), (&["compress"], 2), (&["logits"], 2)] {
+            let output = run(line, kv_after(line, args));
+            assert_eq!(output.status.code(), Some(code), "{line}: {args:?}: {output:?}");
+            assert!(line == "exec >&-" || output.stderr.is_empty(), "{line}: {args:?}: {output:?}");
+        }
+        check_whole(text(&json));
+        fs::remove_file(&json).unwrap();
     }
 }
 

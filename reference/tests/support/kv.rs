@@ -60,13 +60,19 @@ pub fn refused(case: &str, args: &[&str], what: &str) {
     one_line(case, &run(case, kv(args)), 2, what);
 }
 
+/// `kv` in a shell after `line`, which sets a limit or closes an output.
+#[cfg(unix)]
+pub fn kv_after(line: &str, args: &[&str]) -> Command {
+    let mut command = Command::new("sh");
+    let script = format!("{line} && exec \"$0\" \"$@\"");
+    command.args(["-c", &script, env!("CARGO_BIN_EXE_kv")]).args(args).stdin(Stdio::null());
+    command
+}
+
 /// The same with at most `mib` MiB of address space. A failed allocation would end the process with SIGABRT.
 #[cfg(unix)]
 pub fn refused_within(case: &str, mib: usize, args: &[&str], what: &str) {
-    let mut command = Command::new("sh");
-    let script = format!("ulimit -v {} && exec \"$0\" \"$@\"", mib * 1024);
-    command.args(["-c", &script, env!("CARGO_BIN_EXE_kv")]).args(args).stdin(Stdio::null());
-    one_line(case, &run(case, command), 2, what);
+    one_line(case, &run(case, kv_after(&format!("ulimit -v {}", mib * 1024), args)), 2, what);
 }
 
 pub fn fixture(name: &str) -> PathBuf {
