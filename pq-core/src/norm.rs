@@ -1,7 +1,8 @@
 //! Norms of vectors in a byte each, so that vectors of every length share the centroids.
 
 use crate::Error;
-use crate::error::check_len;
+use crate::assign::finite;
+use crate::error::{check_len, count_rows};
 
 /// Steps per octave of a coded norm.
 const STEPS: f32 = 16.0;
@@ -27,6 +28,29 @@ pub fn encode_norm(norm: f32) -> u8 {
 #[must_use]
 pub fn decode_norm(code: u8) -> f32 {
     libm::exp2f((f32::from(code) - ONE) / STEPS)
+}
+
+/// The unit of the norms of rows: the largest power of two that is not above the root mean square of their norms,
+/// from 2^-126 to 2^126; 1 if all rows are 0. Norms of rows that are divided by it, which is exact, have codes of
+/// [`encode_norm`] from 2^-8 to 2^8 of it. A NaN or infinite component counts as 0.
+///
+/// # Shapes
+/// `rows` (n, dim).
+/// # Errors
+/// [`Error::Zero`], [`Error::PartialRow`].
+/// # Examples
+/// ```
+/// assert_eq!(pq_core::norm_scale(&[3000.0, 4000.0, -4000.0, 3000.0], 2)?, 4096.0);
+/// # Ok::<(), pq_core::Error>(())
+/// ```
+pub fn norm_scale(rows: &[f32], dim: usize) -> Result<f32, Error> {
+    let n = count_rows("rows", rows.len(), dim)?;
+    let squares: f64 = rows.iter().map(|&x| f64::from(finite(x))).map(|x| x * x).sum();
+    if squares == 0.0 {
+        return Ok(1.0);
+    }
+    let exponent = libm::floor(libm::log2(libm::sqrt(squares / n as f64)));
+    Ok(libm::exp2(exponent.clamp(-126.0, 126.0)) as f32)
 }
 
 /// Divides every row by its coded norm, so that tokens of every norm share the centroids. The norm takes 8

@@ -200,8 +200,8 @@ fn uniform(shape: &Shape) -> Result<u32, Error> {
 }
 
 /// Codes the values of a block, in a Hadamard basis and without their mean. A NaN or infinite component counts as
-/// 0. Norms are those of [`encode_norm`]: values that are longer than 2^8, or shorter than 2^-8, take these norms, so that
-/// those of a head come in units of their usual norm.
+/// 0. Norms are those of [`encode_norm`]: values that are longer than 2^8, or shorter than 2^-8, take these norms,
+/// so that values of a head come in units of their usual norm.
 ///
 /// # Shapes
 /// `rows` (n, dim), n at most [`MAX_BLOCK`](super::MAX_BLOCK); `norms` (n,) and `words`

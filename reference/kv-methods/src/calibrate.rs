@@ -5,7 +5,7 @@ mod text;
 use kv_llama::{Activations, prefill};
 use kv_model::{Model, Rope};
 use rayon::prelude::*;
-use svd_core::{Gram, NoRope, PostRope, PreRope, RopeSide, Rows};
+use svd_core::{Gram, MapBuf, NoRope, PostRope, PreRope, RopeSide, Rows};
 
 use crate::cache::Geometry;
 use crate::{Error, Method, Profile, Result};
@@ -170,4 +170,9 @@ pub(crate) fn mean_row(rows: &[f32], dim: usize) -> Vec<f32> {
 /// Rounds to single precision, the type of a profile's entries.
 pub(crate) fn single(x: &[f64]) -> Vec<f32> {
     x.iter().map(|&x| x as f32).collect()
+}
+
+/// A map (dim, dim) in single precision, times a power of two.
+pub(crate) fn scaled(map: &[f64], factor: f32, dim: usize) -> Result<MapBuf> {
+    Ok(MapBuf::new(map.iter().map(|&x| x as f32 * factor).collect(), dim, dim)?)
 }

@@ -39,6 +39,11 @@ pub(crate) fn saturating_f16(x: f32) -> f16 {
     f16::from_f32(x.clamp(f16::MIN.to_f32(), f16::MAX.to_f32()))
 }
 
+/// The nearest finite brain float: floats above the largest one would become infinite.
+pub(crate) fn saturating_bf16(x: f32) -> bf16 {
+    bf16::from_f32(x.clamp(bf16::MIN.to_f32(), bf16::MAX.to_f32()))
+}
+
 /// A growing list of elements of one type.
 #[derive(Clone, Debug)]
 pub(crate) enum Elements {
@@ -68,7 +73,7 @@ impl Elements {
         match self {
             Self::F32(x) => x.extend_from_slice(values),
             Self::F16(x) => x.extend(values.iter().map(|&v| saturating_f16(v))),
-            Self::Bf16(x) => x.extend(values.iter().map(|&v| bf16::from_f32(v))),
+            Self::Bf16(x) => x.extend(values.iter().map(|&v| saturating_bf16(v))),
         }
     }
 
@@ -359,5 +364,29 @@ impl Store for DenseStore {
 
     fn clone_box(&self) -> Box<dyn Store> {
         Box::new(self.clone())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_beyond_an_element_type_become_its_largest_elements() {
+        let row = [f32::MAX, f32::MIN, 3.4e38, 65_520.0, -1e5, f32::MIN_POSITIVE, 0.0];
+        for (element, most) in [
+            (ElementType::F32, f32::MAX),
+            (ElementType::F16, f16::MAX.to_f32()),
+            (ElementType::Bf16, bf16::MAX.to_f32()),
+        ] {
+            let mut elements = Elements::new(element);
+            elements.push(&row);
+            let mut read = [f32::NAN; 7];
+            elements.read(0, &mut read);
+            for (x, got) in row.iter().zip(read) {
+                let near = x.clamp(-most, most);
+                assert!((got - near).abs() <= near.abs() / 256.0 + 1e-7, "{element:?}: {x} is {got}");
+            }
+        }
     }
 }

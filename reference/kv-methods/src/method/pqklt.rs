@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use kv_attend::owner::{Pair, Side};
 use kv_model::{Config, Model, Rope};
-use pq_core::{CodebookBuf, TrainOptions, gaussian_centroids, gaussian_gain, train};
+use pq_core::{CodebookBuf, TrainOptions, gaussian_centroids, gaussian_gain, norm_scale, train};
 use rayon::prelude::*;
 use svd_core::{Gram, Hadamard, MapBuf, NoRope, Rotation, Rows, balanced_order};
 
@@ -23,7 +23,7 @@ use super::paged::Paging;
 use super::pq_code::{CODE_TILE, PqCode, check_codes};
 use super::settings::{Settings, Switch, words};
 use crate::cache::{CodingError, Geometry, Store, unseen_error};
-use crate::calibrate::{Calibration, mean_row, output_gram, rotated_keys, single};
+use crate::calibrate::{Calibration, mean_row, output_gram, rotated_keys, scaled, single};
 use crate::{Error, Profile, Result};
 pub(super) use store::{CodedStep, TransformedStore};
 use store::{HeadCode, KeySpace, TransformedPlan, halved};
@@ -101,9 +101,10 @@ impl Fitted {
 /// What calibration leaves of one head's keys or values.
 struct HeadEntries {
     mean: Vec<f32>,
-    fitted: Option<Fitted>, // none where the codebook of Gaussians serves
-    errors: Vec<f32>,       // of key components
-    error: f64,             // relative, expected of other rows
+    scale: Vec<f32>, // one, the unit of the norms, where the codebook of Gaussians serves
+    fitted: Option<Fitted>, // where it does not
+    errors: Vec<f32>, // of key components
+    error: f64,      // relative, expected of other rows
 }
 
 /// How rows are transformed and coded.
@@ -202,9 +203,9 @@ impl PqKlt {
         Ok(Fitted { rotation, centroids, residuals, error })
     }
 
-    /// The error of values in their Hadamard basis.
-    fn gaussian_error(&self, dim: usize, mut rows: Vec<f32>) -> Result<f64> {
-        let basis = Hadamard::new(dim)?.rotation()?.basis_map(dim)?;
+    /// The error of values in their Hadamard basis, in units of `scale`.
+    fn gaussian_error(&self, dim: usize, scale: f32, mut rows: Vec<f32>) -> Result<f64> {
+        let basis = scaled(Hadamard::new(dim)?.rotation()?.basis(), scale.recip(), dim)?;
         let gain = self.norms(Side::Values, dim)?;
         let norms = HeadCode::transform(&basis, gain, &mut rows)?;
         let book = CodebookBuf::gaussian(self.codes.values.shape(dim)?)?;
@@ -225,8 +226,7 @@ impl PqKlt {
             ValueBooks::Trained => None,
             ValueBooks::Gaussian => {
                 let book = Arc::new(CodebookBuf::gaussian(self.codes.values.shape(dim)?)?);
-                let rotation = Hadamard::new(dim)?.rotation()?;
-                Some((rotation.basis_map(dim)?, rotation.dual_map(dim)?, book))
+                Some((Hadamard::new(dim)?.rotation()?, book))
             }
         };
         let read = |side: Side, head: usize| -> Result<HeadCode> {
@@ -246,10 +246,15 @@ impl PqKlt {
             let [error] = part("error")?[..] else {
                 return Err(Error::Profile("more or less than one coding error of a head".into()));
             };
-            let shared = gaussian.clone().filter(|_| self.is_gaussian(side));
-            let is_gaussian = shared.is_some();
-            let (basis, dual, codebook) = match shared {
-                Some(shared) => shared,
+            let is_gaussian = self.is_gaussian(side);
+            let (basis, dual, codebook) = match gaussian.as_ref().filter(|_| is_gaussian) {
+                Some((rotation, book)) => {
+                    let [scale] = part("scale")?[..] else {
+                        return Err(Error::Profile("more or less than one scale of a head's values".into()));
+                    };
+                    let map = |map: &[f64], factor| scaled(map, factor, dim);
+                    (map(rotation.basis(), scale.recip())?, map(rotation.dual(), scale)?, book.clone())
+                }
                 None => {
                     let codebook = CodebookBuf::new(self.codes[side].shape(dim)?, &part("centroids")?);
                     (map("store")?, map("probe")?, Arc::new(codebook.map_err(|e| wrong(&e))?))
@@ -314,28 +319,31 @@ impl Kind for PqKlt {
             };
             let errors = fitted.key_errors(self.space, geometry.head_dim)?;
             let error = fitted.error;
-            let keys = HeadEntries { mean, fitted: Some(fitted), errors, error };
+            let keys = HeadEntries { mean, scale: vec![], fitted: Some(fitted), errors, error };
             let mut values = geometry.head_rows(head, &layer.values);
+            let scale = norm_scale(&values, geometry.head_dim)?;
             let mean = take_mean(&mut values, geometry.head_dim);
             if self.values == ValueBooks::Gaussian {
-                let error = self.gaussian_error(geometry.head_dim, values)?;
-                return Ok([keys, HeadEntries { mean, fitted: None, errors: vec![], error }]);
+                let error = self.gaussian_error(geometry.head_dim, scale, values)?;
+                let scale = vec![scale];
+                return Ok([keys, HeadEntries { mean, scale, fitted: None, errors: vec![], error }]);
             }
             let metric: Gram<NoRope> = output_gram(model, l, head)?;
             let covariance = gram_of(&values, geometry.head_dim)?;
             let fitted = self.fit(self.codes.values, &metric, &covariance, values, tokens)?;
             let error = fitted.error;
-            Ok([keys, HeadEntries { mean, fitted: Some(fitted), errors: vec![], error }])
+            Ok([keys, HeadEntries { mean, scale: vec![], fitted: Some(fitted), errors: vec![], error }])
         });
         for ((l, head), made) in heads.iter().zip(made.collect::<Result<Vec<_>>>()?) {
-            for (side, HeadEntries { mean, fitted, errors, error }) in Side::ALL.into_iter().zip(made) {
+            for (side, HeadEntries { mean, scale, fitted, errors, error }) in Side::ALL.into_iter().zip(made)
+            {
                 let fitted = fitted.map(|fitted| {
                     let (basis, dual) = (single(fitted.rotation.basis()), single(fitted.rotation.dual()));
                     [("store", basis), ("probe", dual), ("centroids", fitted.centroids)]
                 });
                 // Of rows near zero, whose norms have no code, the relative error may exceed single precision.
                 let error = error.min(f64::from(f32::MAX)) as f32;
-                let parts = [("mean", mean), ("error", vec![error]), ("errors", errors)];
+                let parts = [("mean", mean), ("scale", scale), ("error", vec![error]), ("errors", errors)];
                 for (part, values) in parts.into_iter().chain(fitted.into_iter().flatten()) {
                     profile.put_floats(self.key(side, *l, *head, part), values);
                 }

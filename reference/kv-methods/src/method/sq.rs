@@ -19,7 +19,7 @@ use kv_llama::{Footprint, HeadFit};
 use kv_model::{Config, Model, Rope};
 use kv_owners::sq::{Basis, Bits, Codes, Head};
 use pq_core::SoftmaxStats;
-use pq_core::sq::{MAX_BLOCK, Shape, TILE};
+use pq_core::sq::{MAX_BLOCK, MAX_DIM, Shape, TILE};
 use rayon::prelude::*;
 use svd_core::{Hadamard, Rows};
 
@@ -138,6 +138,9 @@ impl Kind for Sq {
     fn check(&self, config: &Config) -> Result<()> {
         let dim = config.head_dim;
         let wrong = |e: &dyn Display| Error::Argument(format!("method sq: heads of {dim} components: {e}"));
+        if dim > MAX_DIM {
+            return Err(wrong(&format!("at most {MAX_DIM} have scalar codes")));
+        }
         Shape::uniform(dim, self.values).map_err(|e| wrong(&e))?;
         Hadamard::new(dim).map_err(|e| wrong(&e))?;
         Ok(())

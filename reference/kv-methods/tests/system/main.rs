@@ -4,3 +4,4 @@
 
 mod chunks;
 mod shapes;
+mod sizes;

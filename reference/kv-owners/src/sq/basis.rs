@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use kv_attend::owner::{Reader, Writer};
 use kv_attend::{Element, Rows};
+use pq_core::norm_scale;
 use pq_core::sq::{HeadTransform, MAX_BLOCK, Shape, TILE, TransformParts, allot, rotate_by};
 use svd_core::{Gram, PreRope, Rotation};
 
@@ -202,7 +203,8 @@ impl Basis {
             dual: single(rotation.dual()),
             sigma: single(rotation.sigma()),
             value_mean,
-            value_scale: scale(&values, dim_v),
+            // With the mean: without it, what is left of few samples may be rounding alone.
+            value_scale: norm_scale(&values, dim_v)?,
         })
     }
 
@@ -341,18 +343,6 @@ fn mean_row(rows: &[f32], dim: usize) -> Vec<f32> {
     }
     let n = (rows.len() / dim) as f64;
     mean.into_iter().map(|sum| (sum / n) as f32).collect()
-}
-
-/// The largest power of two that is not above the root mean square of the norms of rows (n, dim), n at least 1; 1 if
-/// all are zero.
-///
-/// Their mean is not subtracted: what is left without it may be rounding alone, in samples of few rows.
-fn scale(rows: &[f32], dim: usize) -> f32 {
-    let squares: f64 = rows.iter().map(|&x| f64::from(x) * f64::from(x)).sum();
-    match squares / (rows.len() / dim) as f64 {
-        0.0 => 1.0,
-        square => square.sqrt().log2().floor().clamp(-126.0, 126.0).exp2() as f32,
-    }
 }
 
 fn single(x: &[f64]) -> Vec<f32> {

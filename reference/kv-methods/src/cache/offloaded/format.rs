@@ -8,7 +8,7 @@ use svd_core::{Element, ExactTokens, Rows, SoftmaxStats};
 
 use crate::Result;
 use crate::cache::ElementType;
-use crate::cache::exact::{attend_rows, attend_tokens, saturating_f16};
+use crate::cache::exact::{attend_rows, attend_tokens, saturating_bf16, saturating_f16};
 
 /// The encoding of a record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -54,7 +54,7 @@ impl RowFormat {
         match self {
             Self::Exact(ElementType::F32) => write(record, key, value, |x| x),
             Self::Exact(ElementType::F16) => write(record, key, value, saturating_f16),
-            Self::Exact(ElementType::Bf16) => write(record, key, value, bf16::from_f32),
+            Self::Exact(ElementType::Bf16) => write(record, key, value, saturating_bf16),
             Self::Int8 => {
                 let bytes: &mut [i8] = cast_slice_mut(record);
                 let rows = bytes.chunks_exact_mut(key.len().next_multiple_of(GROUP)).zip([key, value]);

@@ -38,7 +38,7 @@ pub(crate) struct HeadCode {
     pub basis: MapBuf,  // projects rows
     pub dual: MapBuf,   // projects queries and reconstructs rows
     pub codebook: Arc<CodebookBuf>,
-    pub is_gaussian: bool,  // the codebook, basis and dual are those of all heads
+    pub is_gaussian: bool, // the codebook is that of all heads, basis and dual too but for a scale
     pub norms: Option<f32>, // factor of rows, which are then divided by their norms, stored in a byte each
     /// Mean squared error of each component of a key, as the query sees it, on the calibration rows: (head_dim,).
     /// Empty for values.

@@ -4,10 +4,10 @@ use kv_device::plan::{Plan, ScalarHead, ScalarPlan};
 use kv_model::{Config, Model};
 use kv_owners::sq::{Basis, CodedKeys};
 use pq_core::Window;
-use svd_core::{Hadamard, MapBuf};
+use svd_core::Hadamard;
 
 use super::Sq;
-use crate::calibrate::single;
+use crate::calibrate::{scaled, single};
 use crate::method::fold_values::{ValueFold, fold_values};
 use crate::method::on_device::{DeviceKind, Limit};
 use crate::method::settings::Switch;
@@ -56,11 +56,9 @@ impl DeviceKind for Sq {
     fn fold(&self, model: &Model, profile: &Profile) -> Result<Option<Model>> {
         let dim = model.config.head_dim;
         let rotation = Hadamard::new(dim)?.rotation()?;
-        let map = |columns: &[f64], factor: f32| {
-            MapBuf::new(columns.iter().map(|&x| x as f32 * factor).collect(), dim, dim)
-        };
         let fold = |Basis { value_mean: mean, value_scale: scale, .. }| -> Result<ValueFold> {
-            let (basis, dual) = (map(rotation.basis(), scale.recip())?, map(rotation.dual(), scale)?);
+            let (basis, dual) =
+                (scaled(rotation.basis(), scale.recip(), dim)?, scaled(rotation.dual(), scale, dim)?);
             Ok(ValueFold { mean, basis, dual })
         };
         let layer = |l| self.bases(&model.config, profile, l)?.into_iter().map(fold).collect();
