@@ -123,6 +123,35 @@ fn attention_is_that_of_the_rows_up_to_the_bits() {
     }
 }
 
+/// Windows from none to beyond the text, texts from one token on, groups of 1 to 16: every token is exact or coded.
+#[test]
+fn windows_and_texts_of_any_length() {
+    let heads = heads(8);
+    for (sinks, recent) in
+        [(0, 0), (0, 1), (1, 0), (4096, 0), (0, 4096), (usize::MAX, 0), (0, usize::MAX / 2)]
+    {
+        let window = Window { sinks, recent, batch: 1 };
+        for (n, group) in [(1, 1), (1, 16), (2, 3), (31, 1), (33, 16), (70, 5)] {
+            let case = format!("{n} tokens, groups of {group}, {window:?}");
+            let (keys, values) =
+                (rotated(&rows(5, n, HEADS, DIM), HEADS, 0), rows::<f32>(6, n, HEADS, DIM_V));
+            let mut cache = LayerCache::new(&heads, window).unwrap();
+            let parts = (Rows::contiguous(&keys, HEADS * DIM), Rows::contiguous(&values, HEADS * DIM_V));
+            cache.append(parts.0.unwrap(), parts.1.unwrap()).unwrap();
+            let queries = rotated(&random(7, HEADS * group * DIM), HEADS * group, n - 1);
+            let mut out = vec![f32::NAN; HEADS * group * DIM_V];
+            let attention = Attention::scaled(0.4);
+            cache
+                .attend_into(&attention, Rows::from(&queries[..]), &mut Workspace::default(), &mut out)
+                .unwrap();
+            let most = if n <= sinks.saturating_add(recent) { 1e-5 } else { 0.02 };
+            let expected = exact(&keys, &values, &queries, 0.4);
+            let worst = out.iter().zip(&expected).map(|(&a, b)| (f64::from(a) - b).abs()).fold(0.0, f64::max);
+            assert!(worst < most, "{case}: {worst}");
+        }
+    }
+}
+
 #[test]
 fn samples_after_rope_give_the_basis_of_those_before() {
     let (keys, queries) = (rows::<f32>(1, 400, HEADS, DIM), rows::<f32>(2, 400, HEADS * 3, DIM));
@@ -176,6 +205,9 @@ fn unchecked(mut bytes: Vec<u8>) -> Vec<u8> {
     bytes
 }
 
+/// Reads what was saved and uses it.
+type Serves<'a> = &'a dyn Fn(&[u8]) -> Result<(), kv_owners::Error>;
+
 /// Every bit of what is saved turned, with a checksum and without: an error, or parts that serve without a panic.
 #[test]
 fn turned_bits_are_errors_or_serve() {
@@ -198,7 +230,8 @@ fn turned_bits_are_errors_or_serve() {
         let attention = Attention::scaled(0.5);
         cache.attend_into(&attention, Rows::from(&keys[..2]), &mut Workspace::default(), &mut out)?;
         cache.append(samples.keys, samples.values)?;
-        Ok(cache.truncate(20))
+        cache.truncate(20);
+        Ok(())
     };
     let basis = Basis::fit_layer(&samples, 1, 32).unwrap().remove(0);
     let head = basis.head(&frequencies, &Bits { mean_error: true, ..Bits::default() }).unwrap();
@@ -211,7 +244,7 @@ fn turned_bits_are_errors_or_serve() {
     let cache_serves = |bytes: &[u8]| {
         LayerCache::from_bytes(bytes, std::slice::from_ref(&head)).and_then(|mut cache| serve(&mut cache))
     };
-    let cases: [(_, &dyn Fn(&[u8]) -> Result<(), kv_owners::Error>); 3] = [
+    let cases: [(_, Serves<'_>); 3] = [
         (basis.to_bytes(), &basis_serves),
         (head.to_bytes(), &head_serves),
         (cache.to_bytes_checked(), &cache_serves),

@@ -81,7 +81,6 @@ pub struct Basis(sq::Basis);
 impl Basis {
     #[new]
     #[pyo3(signature = (mean, basis, dual, sigma, value_mean, value_scale, *, block=64))]
-    #[expect(clippy::too_many_arguments, reason = "the parts of a basis")]
     fn new(
         mean: &Bound<'_, PyAny>,
         basis: &Bound<'_, PyAny>,
