@@ -9,7 +9,9 @@ use std::time::Duration;
 use bytes::Bytes;
 use futures_util::{StreamExt, TryStreamExt, stream};
 use object_store::path::Path;
-use object_store::{GetOptions, GetRange, ObjectMeta, ObjectStore, ObjectStoreExt, PutMode, PutPayload};
+use object_store::{
+    GetOptions, GetRange, GetResult, GetResultPayload, ObjectMeta, ObjectStore, ObjectStoreExt, PutMode, PutPayload,
+};
 use tokio::sync::Semaphore;
 use tokio::time::{Instant, sleep, timeout};
 use tracing::{debug, warn};
@@ -242,25 +244,35 @@ impl Remote {
     }
 
     /// The body of an answer, which must have `expected` bytes. No more are read. `arrived` gets the bytes of
-    /// each part.
+    /// each part. A file is one part: its stream would read 8 KiB at a time, each on another thread.
     async fn body(
         &self,
         path: &Path,
-        got: object_store::GetResult,
+        got: GetResult,
         expected: u64,
         mut arrived: impl FnMut(u64),
     ) -> Result<Bytes> {
         let length = |actual: u64| Error::Length { path: path.to_string(), expected, actual };
         let mut parts: Vec<Bytes> = vec![];
         let mut len = 0;
-        let mut stream = got.into_stream();
-        while let Some(part) = stream.try_next().await.map_err(|e| backend(path, e))? {
+        let mut add = |part: Bytes| {
             len += part.len() as u64;
             arrived(part.len() as u64);
-            if len > expected {
-                return Err(length(len));
-            }
             parts.push(part);
+            if len > expected { Err(length(len)) } else { Ok(()) }
+        };
+        if let GetResultPayload::File(..) = got.payload {
+            // The whole range is allocated before it is read.
+            let announced = got.range.end - got.range.start;
+            if announced != expected {
+                return Err(length(announced));
+            }
+            add(got.bytes().await.map_err(|e| backend(path, e))?)?;
+        } else {
+            let mut stream = got.into_stream();
+            while let Some(part) = stream.try_next().await.map_err(|e| backend(path, e))? {
+                add(part)?;
+            }
         }
         if len < expected {
             return Err(length(len));
