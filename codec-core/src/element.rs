@@ -1,5 +1,6 @@
 //! The element types of rows: `f32`, and the two types of 16 bits that frames can also keep losslessly.
 
+use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
 use crate::ElementType;
@@ -17,6 +18,14 @@ mod sealed {
         fn to_u16(self, to: ElementType) -> u16;
         /// The element with these bits; an `f32` is widened from type `from`.
         fn from_u16(bits: u16, from: ElementType) -> Self;
+        /// The bits of elements of 16 bits.
+        fn bits(_: &[Self]) -> Option<&[u16]> {
+            None
+        }
+        /// As [`Self::bits`].
+        fn bits_mut(_: &mut [Self]) -> Option<&mut [u16]> {
+            None
+        }
     }
 }
 pub(crate) use sealed::Sealed;
@@ -107,6 +116,12 @@ impl Sealed for f16 {
     fn from_u16(bits: u16, _: ElementType) -> Self {
         Self::from_bits(bits)
     }
+    fn bits(rows: &[Self]) -> Option<&[u16]> {
+        Some(rows.reinterpret_cast())
+    }
+    fn bits_mut(rows: &mut [Self]) -> Option<&mut [u16]> {
+        Some(rows.reinterpret_cast_mut())
+    }
 }
 
 impl Element for bf16 {
@@ -132,6 +147,12 @@ impl Sealed for bf16 {
     #[inline(always)]
     fn from_u16(bits: u16, _: ElementType) -> Self {
         Self::from_bits(bits)
+    }
+    fn bits(rows: &[Self]) -> Option<&[u16]> {
+        Some(rows.reinterpret_cast())
+    }
+    fn bits_mut(rows: &mut [Self]) -> Option<&mut [u16]> {
+        Some(rows.reinterpret_cast_mut())
     }
 }
 

@@ -24,7 +24,10 @@ use crate::tile::encode::pad;
 use crate::{Backend, ElementType, Error, Models, rans};
 
 const STORED: u8 = 0;
+/// Symbols and low bits in one rANS stream, as in tiles of a frame with loss.
 const CODED: u8 = 1;
+/// Low bits, the same number for all lanes, before the rANS stream of the symbols.
+const PACKED: u8 = 2;
 
 /// The models of the exponents of one plane of 16-bit elements; borrowed.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -79,6 +82,18 @@ impl<'a> LosslessPlane<'a> {
         self.id
     }
 
+    /// The smallest code of each lane's escapes in the tile that begins at channel `first`, and the largest code
+    /// for a lane that is not used.
+    #[cfg(feature = "alloc")]
+    fn first_escapes(&self, first: usize) -> Row {
+        let mut escapes = [ESCAPE; LANES];
+        for (channel, escape) in (first..self.channels()).zip(&mut escapes) {
+            let (low_bits, starts) = self.models.channel(channel, 0);
+            *escape = ((starts.symbols() - 1) << low_bits) as u16; // below `ESCAPE`
+        }
+        escapes
+    }
+
     /// The lanes of the tile that begins at channel `first`.
     fn tile(&self, first: usize) -> TileLanes {
         let lanes = LANES.min(self.channels() - first);
@@ -118,59 +133,184 @@ impl TileLanes {
     }
 }
 
-/// Computes the codes of a tile's elements, escapes included; returns whether any of them is an escape.
+/// The codes of a tile before they are coded.
+#[cfg(feature = "alloc")]
+struct TileCodes<'a> {
+    tile: TileLanes,
+    first_escapes: Row,   // the smallest code of each lane's escapes
+    codes: &'a mut [Row], // (tokens,); lanes after the last are not defined
+    escapes: Vec<u16>,    // codes
+}
+
+/// Computes the codes of all tiles. Those of escapes are [`ESCAPE`], and move to the tile's escapes.
+///
+/// N.B. Tile by tile, the strided loads of rows wait for memory: that took a fifth of the time. A second pass
+/// over the codes of tiles with escapes, which most have, took a third.
 #[cfg(feature = "alloc")]
 struct CodesOfBits<'a, 'b> {
-    tile: TileLanes,
-    tables: &'a TileTables<1>,
-    rows: &'a [u16],      // (tokens, channels)
-    codes: &'b mut [Row], // (tokens,); lanes after the last are not written
+    rows: &'a [u16], // (tokens, channels)
+    channels: usize,
+    tiles: &'b mut [TileCodes<'a>],
 }
 
 #[cfg(feature = "alloc")]
 impl Kernel for CodesOfBits<'_, '_> {
-    type Output = bool;
+    type Output = ();
 
     #[inline(always)]
-    fn scalar(self) -> bool {
-        let Self { tile, tables, rows, codes } = self;
-        let mut any = false;
-        for (codes, row) in codes.iter_mut().zip(rows.chunks_exact(tile.channels)) {
-            codes[..tile.lanes].copy_from_slice(&row[tile.first..][..tile.lanes]);
-            for (lane, code) in codes.iter_mut().enumerate() {
-                *code = tile.code(lane, *code);
-                any |= *code >> tables.low_bits[lane] >= tables.escape[0][lane];
+    fn scalar(self) {
+        for (t, row) in self.rows.chunks_exact(self.channels).enumerate() {
+            for (tile, bits) in self.tiles.iter_mut().zip(row.chunks(LANES)) {
+                let TileCodes { tile, first_escapes, codes, escapes } = tile;
+                let mut row: Row = bits.first_chunk().copied().unwrap_or_else(|| padded(bits));
+                let mut any = false;
+                for (lane, code) in row.iter_mut().enumerate() {
+                    *code = tile.code(lane, *code);
+                    any |= *code >= first_escapes[lane];
+                }
+                if any {
+                    let escaped = row[..tile.lanes].iter_mut().zip(first_escapes);
+                    for (code, _) in escaped.filter(|(code, first)| **code >= **first) {
+                        escapes.push(core::mem::replace(code, ESCAPE));
+                    }
+                }
+                codes[t] = row;
             }
         }
-        any
     }
 }
 
-/// Writes the elements of a tile's codes; returns whether any of them is an escape, whose element is then
-/// wrong.
+/// Writes the elements of a tile's codes, and takes those of escapes from `escapes`.
 struct BitsOfCodes<'a, 'b> {
     tile: TileLanes,
-    codes: &'a [Row],
+    codes: &'b [Row], // symbols, if their low bits are packed
+    low: Packed<'a>,
+    escapes: &'b mut &'a [u8],
     out: &'b mut [u16], // (tokens, channels)
 }
 
 impl Kernel for BitsOfCodes<'_, '_> {
-    type Output = bool;
+    type Output = Result<(), Error>;
 
     #[inline(always)]
-    fn scalar(self) -> bool {
-        let Self { tile, codes, out } = self;
-        let mut any = false;
-        for (row, codes) in out.chunks_exact_mut(tile.channels).zip(codes) {
-            let mut bits = *codes;
-            for (lane, bits) in bits.iter_mut().enumerate() {
-                any |= *bits == ESCAPE;
-                *bits = tile.bits(lane, *bits);
+    fn scalar(self) -> Result<(), Error> {
+        let Self { tile, codes, low, escapes, out } = self;
+        for (t, (row, codes)) in out.chunks_exact_mut(tile.channels).zip(codes).enumerate() {
+            let (mut bits, mut any) = (low.low(t), false);
+            for ((lane, bits), &code) in bits.iter_mut().enumerate().zip(codes) {
+                any |= code == ESCAPE;
+                *bits = tile.bits(lane, code << low.bits | *bits);
             }
-            row[tile.first..][..tile.lanes].copy_from_slice(&bits[..tile.lanes]);
+            if any {
+                for lane in (0..tile.lanes).filter(|&lane| codes[lane] == ESCAPE) {
+                    let (code, rest) = escapes.split_first_chunk().ok_or(Error::Corrupt)?;
+                    *escapes = rest;
+                    bits[lane] = tile.bits(lane, u16::from_le_bytes(*code));
+                }
+            }
+            let row = &mut row[tile.first..][..tile.lanes];
+            match row.first_chunk_mut() {
+                Some(row) => *row = bits,
+                None => copy_part(&bits, row),
+            }
         }
-        any
+        Ok(())
     }
+}
+
+/// Rows of words that the low bits of `rows` rows fill. All lanes have `bits` low bits: the first row has the
+/// lowest bits of the first word, and a word that is full is continued in the next one.
+const fn packed_rows(rows: usize, bits: u32) -> usize {
+    (rows * bits as usize).div_ceil(u16::BITS as usize)
+}
+
+/// Moves the low bits of codes, which become symbols, to words.
+#[cfg(feature = "alloc")]
+struct Pack<'a> {
+    bits: u32,
+    codes: &'a mut [Row],
+    words: &'a mut [Row], // `packed_rows`
+}
+
+#[cfg(feature = "alloc")]
+impl Kernel for Pack<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn scalar(self) {
+        let Self { bits, codes, words } = self;
+        let mut words = words.iter_mut();
+        let (mut word, mut filled) = ([0; LANES], 0);
+        for row in codes {
+            let mut next = [0; LANES];
+            for ((code, word), next) in row.iter_mut().zip(&mut word).zip(&mut next) {
+                let low = *code & ((1 << bits) - 1);
+                *code >>= bits;
+                *word |= low << filled;
+                *next = low >> (bits.min(u16::BITS - filled)); // what the word has no room for
+            }
+            filled += bits;
+            if filled >= u16::BITS {
+                words.next().into_iter().for_each(|out| *out = word);
+                (word, filled) = (next, filled - u16::BITS);
+            }
+        }
+        words.next().into_iter().for_each(|out| *out = word);
+    }
+}
+
+/// The packed low bits of rows.
+#[derive(Clone, Copy)]
+struct Packed<'a> {
+    bits: u32,
+    lanes: usize,
+    words: &'a [u8], // `packed_rows` of `lanes` words; empty without low bits
+}
+
+impl Packed<'_> {
+    /// The low bits of row `t`; lanes after the last are not defined.
+    ///
+    /// N.B. Not by `map`: the compiler does not inline it, and stores that a vector load waits for took a third of
+    /// the time, as did a state between rows.
+    #[inline(always)]
+    fn low(&self, t: usize) -> Row {
+        let (bits, at) = (self.bits, t * self.bits as usize);
+        let (word, shift) = (at / 16, at as u32 % 16);
+        let mut low = self.word(word);
+        low.iter_mut().for_each(|low| *low >>= shift);
+        if shift + bits > 16 {
+            let next = self.word(word + 1);
+            low.iter_mut().zip(next).for_each(|(low, next)| *low |= next << (16 - shift));
+        }
+        low.iter_mut().for_each(|low| *low &= (1 << bits) - 1);
+        low
+    }
+
+    #[inline(always)]
+    fn word(&self, i: usize) -> Row {
+        let bytes = self.words.get(2 * self.lanes * i..).unwrap_or(&[]);
+        let bytes: [u8; 2 * LANES] = bytes.first_chunk().copied().unwrap_or_else(|| padded(bytes));
+        let mut row = [0; LANES];
+        let words = bytes.as_chunks::<2>().0;
+        row.iter_mut().zip(words).for_each(|(row, &word)| *row = u16::from_le_bytes(word));
+        row
+    }
+}
+
+/// The elements followed by zeros. It is a call, lest the compiler make one out of the copies of whole rows.
+#[cold]
+#[inline(never)]
+fn padded<T: Copy + Default, const N: usize>(elements: &[T]) -> [T; N] {
+    let mut all = [T::default(); N];
+    all.iter_mut().zip(elements).for_each(|(to, &from)| *to = from);
+    all
+}
+
+/// Copies the first lanes, as [`padded`].
+#[cold]
+#[inline(never)]
+fn copy_part(lanes: &Row, out: &mut [u16]) {
+    out.copy_from_slice(&lanes[..out.len()]);
 }
 
 fn mantissa_bits(element: ElementType) -> Result<u32, Error> {
@@ -200,25 +340,31 @@ pub(crate) fn encode(
     if tokens > MAX_BLOCK_TOKENS {
         return Err(Error::TooLarge);
     }
-    let mut codes = alloc::vec![[0; LANES]; tokens];
-    for first in (0..channels).step_by(LANES) {
-        let tile = plane.tile(first);
-        let lanes = tile.lanes;
-        let tables = TileTables::<1>::new(&plane.models, first, lanes);
-        let mut escapes: Vec<u16> = Vec::new();
-        if backend.run(CodesOfBits { tile, tables: &tables, rows, codes: &mut codes }) {
-            for (lane, code) in codes.iter_mut().flat_map(|row| row[..lanes].iter_mut().enumerate()) {
-                if *code >> tables.low_bits[lane] >= tables.escape[0][lane] {
-                    escapes.push(core::mem::replace(code, ESCAPE));
-                }
-            }
-        }
+    let mut codes = alloc::vec![[0; LANES]; tokens * channels.div_ceil(LANES)];
+    let mut tiles: Vec<TileCodes<'_>> = (0..channels)
+        .step_by(LANES)
+        .zip(codes.chunks_exact_mut(tokens.max(1)))
+        .map(|(first, codes)| {
+            let first_escapes = plane.first_escapes(first);
+            TileCodes { tile: plane.tile(first), first_escapes, codes, escapes: Vec::new() }
+        })
+        .collect();
+    backend.run(CodesOfBits { rows, channels, tiles: &mut tiles });
+    let mut words = alloc::vec![[0; LANES]; tokens];
+    for TileCodes { tile: TileLanes { first, lanes, .. }, codes, escapes, .. } in tiles {
+        let mut tables = TileTables::<1>::new(&plane.models, first, lanes);
         let start = out.len();
-        out.extend_from_slice(&[CODED, 0]);
+        let packed = tables.take_low_bits();
+        out.extend_from_slice(&[if packed.is_some() { PACKED } else { CODED }, 0]);
         out.extend_from_slice(&(escapes.len() as u16).to_le_bytes());
-        rans::encode(&tables, backend, &codes, out);
+        if let Some(bits) = packed {
+            let words = &mut words[..packed_rows(tokens, bits)];
+            backend.run(Pack { bits, codes: &mut *codes, words: &mut *words });
+            words.iter().for_each(|row| rans::put_words(&row[..lanes], out));
+        }
+        rans::encode(&tables, backend, codes, out);
         pad(start, out);
-        escapes.iter().for_each(|code| out.extend_from_slice(&code.to_le_bytes()));
+        rans::put_words(&escapes, out);
         if out.len() - start > 4 + 2 * lanes * tokens {
             out.truncate(start);
             out.extend_from_slice(&[STORED, 0, 0, 0]);
@@ -273,28 +419,34 @@ fn decode_tile(
             }
             Ok(())
         }
-        (CODED, 0 | 1, _) => {
+        (CODED | PACKED, 0 | 1, _) => {
+            let mut tables = TileTables::<1>::new(&plane.models, first, lanes);
+            let packed = if kind == PACKED { tables.take_low_bits() } else { None };
+            if kind == PACKED && packed.is_none() {
+                return Err(Error::Corrupt);
+            }
+            let words = packed.map_or(0, |bits| 2 * lanes * packed_rows(rows, bits));
+            let (mut words, body) = body.split_at_checked(words).ok_or(Error::Truncated)?;
             let at = body.len().checked_sub(escapes + padding).ok_or(Error::Truncated)?;
             let (stream, escapes) = body.split_at(at);
             let mut escapes = &escapes[padding..];
-            let tables = TileTables::<1>::new(&plane.models, first, lanes);
             let mut decoder = rans::Decoder::new(&tables, backend, rows, stream)?;
             let mut codes = [[0; LANES]; CHUNK];
             let channels_of_tile = plane.tile(first);
             for rows in out.chunks_mut(CHUNK * channels) {
                 let codes = &mut codes[..rows.len() / channels];
                 decoder.decode(codes)?;
-                if !backend.run(BitsOfCodes { tile: channels_of_tile, codes, out: &mut *rows }) {
-                    continue;
-                }
-                for (row, codes) in rows.chunks_exact_mut(channels).zip(codes) {
-                    let escaped = codes[..lanes].iter().enumerate().filter(|(_, code)| **code == ESCAPE);
-                    for (lane, _) in escaped {
-                        let (code, rest) = escapes.split_first_chunk::<2>().ok_or(Error::Corrupt)?;
-                        escapes = rest;
-                        row[first + lane] = channels_of_tile.bits(lane, u16::from_le_bytes(*code));
-                    }
-                }
+                let bits = packed.unwrap_or(0);
+                let (of_rows, after) = words.split_at(2 * lanes * packed_rows(codes.len(), bits));
+                words = after;
+                let low = Packed { bits, lanes, words: of_rows };
+                backend.run(BitsOfCodes {
+                    tile: channels_of_tile,
+                    codes,
+                    low,
+                    escapes: &mut escapes,
+                    out: rows,
+                })?;
             }
             if !escapes.is_empty() {
                 return Err(Error::TrailingBytes);

@@ -126,6 +126,17 @@ impl<'a> Place<'a> {
     }
 }
 
+impl Place<'_> {
+    /// The elements of the tokens, if they are contiguous in order of token, head and component.
+    /// [`Self::check`] has passed.
+    #[cfg(feature = "alloc")]
+    pub(crate) fn contiguous(&self, info: &FrameInfo, tokens: Range<usize>) -> Option<Range<usize>> {
+        let mut runs = self.runs(info, tokens);
+        let (at, len) = runs.next()?;
+        runs.next().is_none().then(|| at..at + len)
+    }
+}
+
 /// Appends the tokens' elements to `out` as (tokens, heads, head_dim), converted by `convert`.
 #[cfg(feature = "alloc")]
 pub(crate) struct Gather<'a, T, U, F> {

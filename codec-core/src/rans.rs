@@ -17,12 +17,12 @@
 mod encode;
 
 use crate::model::slots::{MAX_SYMBOLS, PRECISION, SLOTS};
-use crate::model::tables::{ESCAPE, LANES, Row, TileTables};
+use crate::model::tables::{ESCAPE, KEY_BITS, LANES, Row, TileTables};
 use crate::simd::{Kernel, REFILL_BYTES, Simd};
 use crate::{Backend, Error};
 
 #[cfg(feature = "alloc")]
-pub(crate) use encode::encode;
+pub(crate) use encode::{encode, put_words};
 
 /// States below this bound read a word.
 const LOW: u32 = 1 << 16;
@@ -142,9 +142,12 @@ impl<'a, const C: usize> Kernel for DecodeRows<'a, '_, C> {
         Ok(self.words)
     }
 
-    /// The symbol of a lane is the number of its first slots at or below its slot, symbol 0 excluded. All
-    /// lanes compare with eight symbols at a time, until no lane has a higher one. Floor for 32 lanes: 4
-    /// operations per compared symbol, and about 30 for the state update and the renormalization.
+    /// All lanes take the distances from the keys of eight symbols at a time to their slot's last key, until
+    /// no lane has a higher symbol. The smallest distance is that of the lane's symbol; that of the next
+    /// symbol, which wraps around, is the largest. Floor for a register of lanes: 3 operations per symbol, and
+    /// about 30 for the state update and the renormalization.
+    ///
+    /// N.B. Comparing slots with first slots, selecting both bounds and counting takes 4 to 5 operations.
     #[inline(always)]
     fn vector<S: Simd>(self, s: S) -> Self::Output {
         if C > 1 {
@@ -152,7 +155,7 @@ impl<'a, const C: usize> Kernel for DecodeRows<'a, '_, C> {
         }
         let mut rows = VectorRows {
             s,
-            starts: &self.tables.starts[0],
+            keys: &self.tables.keys[0],
             escape: s.load(&self.tables.escape[0]),
             low_bits: s.load_wide(&self.tables.low_bits),
             any_low_bits: self.tables.any_low_bits(),
@@ -179,7 +182,7 @@ const ROW_BYTES: usize = 2 * LANES + REFILL_BYTES;
 /// The registers of the vector implementation.
 struct VectorRows<'a, S: Simd> {
     s: S,
-    starts: &'a [Row; MAX_SYMBOLS + 2],
+    keys: &'a [Row; MAX_SYMBOLS + 2],
     escape: S::Row,
     low_bits: S::Wide,
     any_low_bits: bool,
@@ -200,23 +203,32 @@ impl<S: Simd> VectorRows<'_, S> {
                 break;
             }
             let slots = s.slots(states);
-            let (mut symbol, mut start, mut end) = (s.splat(0), s.splat(0), s.load(&self.starts[1]));
-            for bounds in self.starts[1..].windows(AT_ONCE + 1).step_by(AT_ONCE) {
-                if !s.any(s.at_least(slots, s.load(&bounds[0]))) {
-                    break;
+            let key = s.last_keys(slots);
+            let (mut nearest, mut next, mut group) = (key, key, s.splat(0));
+            for (first, keys) in (0_u16..).step_by(AT_ONCE).zip(self.keys[1..].chunks_exact(AT_ONCE)) {
+                if first > 0 {
+                    let beyond = s.at_least(slots, s.slots_of(s.load(&self.keys[usize::from(first)])));
+                    if !s.any(beyond) {
+                        break;
+                    }
+                    group = s.select(beyond, s.splat(first), group);
                 }
-                for pair in bounds.windows(2) {
-                    let beyond = s.at_least(slots, s.load(&pair[0]));
-                    start = s.select(beyond, s.load(&pair[0]), start);
-                    end = s.select(beyond, s.load(&pair[1]), end);
-                    symbol = s.count(beyond, symbol);
+                for symbol in keys {
+                    let distance = s.sub(key, s.load(symbol));
+                    nearest = s.min(nearest, distance);
+                    next = s.max(next, distance);
                 }
             }
-            states = s.advance(states, s.sub(end, start), s.sub(slots, start));
+            let offset = s.slots_of(nearest);
+            let symbol = s.add(group, s.sub(s.last_keys(offset), nearest));
+            // From this slot to the end of the symbol's slots.
+            let left = s.add(s.slots_of(s.sub(s.splat(u16::MAX), next)), s.splat(1));
+            states = s.advance(states, s.add(offset, left), offset);
             if self.refill {
                 used += s.refill(&mut states, &words[used..]);
             }
             let escapes = s.at_least(symbol, self.escape);
+            let mut symbol = symbol;
             if self.any_low_bits {
                 (states, symbol) = s.take_low_bits(states, symbol, self.low_bits);
                 if self.refill {
@@ -266,4 +278,4 @@ fn refill(state: &mut u32, words: &mut &[u8]) -> Result<(), Error> {
 }
 
 /// Symbols compared between two checks whether any lane has a higher one.
-pub(super) const AT_ONCE: usize = 8;
+pub(super) const AT_ONCE: usize = 1 << KEY_BITS;

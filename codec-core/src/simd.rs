@@ -76,15 +76,20 @@ pub(crate) trait Simd: Copy {
     fn splat(self, x: u16) -> Self::Row;
     fn load(self, row: &Row) -> Self::Row;
     fn store(self, row: &mut Row, x: Self::Row);
+    fn add(self, a: Self::Row, b: Self::Row) -> Self::Row;
     fn sub(self, a: Self::Row, b: Self::Row) -> Self::Row;
     /// The smaller of both, unsigned.
     fn min(self, a: Self::Row, b: Self::Row) -> Self::Row;
+    /// The larger of both, unsigned.
+    fn max(self, a: Self::Row, b: Self::Row) -> Self::Row;
+    /// [`last_key`](crate::model::tables::last_key) of slots.
+    fn last_keys(self, slots: Self::Row) -> Self::Row;
+    /// [`slot_of`](crate::model::tables::slot_of) keys.
+    fn slots_of(self, keys: Self::Row) -> Self::Row;
     /// `a >= b`, for operands below 2^15.
     fn at_least(self, a: Self::Row, b: Self::Row) -> Self::Mask;
     fn any(self, mask: Self::Mask) -> bool;
     fn select(self, mask: Self::Mask, yes: Self::Row, no: Self::Row) -> Self::Row;
-    /// `a + 1` where the mask is set, else `a`.
-    fn count(self, mask: Self::Mask, a: Self::Row) -> Self::Row;
 
     fn load_wide(self, x: &[u32; LANES]) -> Self::Wide;
     fn store_wide(self, out: &mut [u32; LANES], x: Self::Wide);

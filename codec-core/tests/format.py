@@ -353,6 +353,18 @@ def decode_block(data, lengths, plane, tokens):
     return y
 
 
+def unpack(body, models, tokens):
+    """The number of low bits and those of each lane, the bytes after them, and the models without low bits."""
+    bits = {model[0][0] for model in models}
+    check(len(bits) == 1 and bits != {0})
+    (b,) = bits
+    words = -(-tokens * b // 16)
+    low = np.frombuffer(body, "<u2", words * len(models)) if len(body) >= 2 * words * len(models) else None
+    check(low is not None, "the data is too short")
+    lanes = [int.from_bytes(lane.tobytes(), "little") for lane in low.reshape(words, len(models)).T]
+    return (b, lanes), body[low.nbytes :], [[(0, starts) for _, starts in model] for model in models]
+
+
 def decode_lossless_block(data, lengths, plane, tokens):
     r, m = Reader(data), plane.mantissa
     out = np.zeros((tokens, plane.channels), np.uint16)
@@ -366,14 +378,20 @@ def decode_lossless_block(data, lengths, plane, tokens):
             check(padding == escapes == 0 and len(body) == 2 * tokens * lanes)
             out[:, first : first + lanes] = np.frombuffer(body, "<u2").reshape(tokens, lanes)
             continue
-        check(kind == 1 and padding <= 1)
+        check(kind in (1, 2) and padding <= 1)
+        models, packed = plane.models[first : first + lanes], None
+        if kind == 2:
+            packed, body, models = unpack(body, models, tokens)
         end = len(body) - 2 * escapes - padding
-        codes, used = decode_rans(body[:end], plane.models[first : first + lanes], tokens)
+        codes, used = decode_rans(body[:end], models, tokens)
         check(used == end)
         escaped = iter(struct.unpack(f"<{escapes}H", body[end + padding :]))
         for t, row in enumerate(codes):
             for i, code in enumerate(row):
-                code = next(escaped) if code is None else code
+                if code is None:
+                    code = next(escaped)
+                elif packed:
+                    code = code << packed[0] | packed[1][i] >> t * packed[0] & ((1 << packed[0]) - 1)
                 exponent = (int(plane.tops[first + i]) - (code >> (m + 1))) % 2 ** (15 - m)
                 out[t, first + i] = (code >> m & 1) << 15 | exponent << m | code & ((1 << m) - 1)
         check(next(escaped, None) is None)

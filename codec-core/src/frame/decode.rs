@@ -359,6 +359,9 @@ impl Frame<'_> {
         let info = &self.info;
         self.check_plane(plane.into(), layer, side)?;
         place.check("out", out.len(), info, 0..info.tokens)?;
+        if let Some(rows) = place.contiguous(info, 0..info.tokens) {
+            return self.decode_lossless_blocks(backend, plane, (layer, side), 0, &mut out[rows]);
+        }
         self.by_groups(|blocks, tokens, rows: &mut [u16]| {
             self.decode_lossless_blocks(backend, plane, (layer, side), blocks.start, rows)?;
             backend.run(Scatter { place, info, tokens, rows, convert: |bits| bits, out: &mut *out });
@@ -383,6 +386,11 @@ impl Frame<'_> {
         super::check_element::<E>(element)?;
         self.check_plane(plane.into(), layer, side)?;
         self.check_rope(rope, side, info.tokens)?;
+        if rope.is_none()
+            && let Some(bits) = E::bits_mut(out)
+        {
+            return self.decode_lossless_plane_to_with(backend, plane, layer, side, place, bits);
+        }
         place.check("out", out.len(), info, 0..info.tokens)?;
         self.by_groups(|blocks, tokens, rows: &mut [u16]| {
             self.decode_lossless_blocks(backend, plane, (layer, side), blocks.start, rows)?;

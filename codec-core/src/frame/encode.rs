@@ -1,5 +1,6 @@
 //! Encoding of frames: blocks of all planes in parallel, then the index in front of them.
 
+use alloc::borrow::Cow;
 use alloc::vec;
 use alloc::vec::Vec;
 use core::ops::Range;
@@ -243,7 +244,7 @@ pub fn encode_lossless_frame_with(
 ) -> Result<(), Error> {
     check_whole(info, rows)?;
     let place = Place::nhd(info.heads, info.head_dim);
-    CodedFrame::lossless(backend, info, planes, rows, &place, |bits| bits)?.append_to(out);
+    CodedFrame::lossless(backend, info, planes, rows, &place)?.append_to(out);
     Ok(())
 }
 
@@ -296,7 +297,7 @@ pub fn encode_lossless_frame_into_with(
     place: &Place<'_>,
     out: &mut [u8],
 ) -> Result<usize, Error> {
-    CodedFrame::lossless(backend, info, planes, rows, place, |bits| bits)?.write_to(out)
+    CodedFrame::lossless(backend, info, planes, rows, place)?.write_to(out)
 }
 
 /// [`encode_lossless_frame_into`] from elements instead of their bits; `f32` is rounded to `info.element`.
@@ -309,8 +310,27 @@ pub(crate) fn encode_elements_into<E: Element>(
 ) -> Result<usize, Error> {
     let element = info.element;
     check_element::<E>(element)?;
-    CodedFrame::lossless(Backend::detect(), info, planes, rows, place, |x: E| x.to_u16(element))?
-        .write_to(out)
+    let backend = Backend::detect();
+    if let Some(bits) = rows.iter().map(|rows| E::bits(rows)).collect::<Option<Vec<_>>>() {
+        return encode_lossless_frame_into_with(backend, info, planes, &bits, place, out);
+    }
+    let rounded =
+        |rows, tokens| Cow::Owned(gather(backend, info, rows, place, tokens, |x: E| x.to_u16(element)));
+    CodedFrame::lossless_from(backend, info, planes, rows, place, rounded)?.write_to(out)
+}
+
+/// The tokens of a block as (tokens, heads, head_dim).
+fn gather<T: Copy, U>(
+    backend: Backend,
+    info: &FrameInfo,
+    rows: &[T],
+    place: &Place<'_>,
+    tokens: Range<usize>,
+    convert: impl Fn(T) -> U,
+) -> Vec<U> {
+    let mut out = vec![];
+    backend.run(Gather { place, info, tokens, rows, convert, out: &mut out });
+    out
 }
 
 /// Checks that rows have the frame's tokens and no more.
@@ -339,9 +359,7 @@ impl<'a> CodedFrame<'a> {
         }
         check(backend, info, planes.iter().map(Plane::channels), rows, place)?;
         let blocks = code_blocks(info, |plane, tokens| {
-            let mut widened = vec![];
-            let (rows, out) = (rows[plane], &mut widened);
-            backend.run(Gather { place, info, tokens, rows, convert: E::widen, out });
+            let widened = gather(backend, info, rows[plane], place, tokens, E::widen);
             let mut coded = CodedBlock::default();
             block::encode::encode(&planes[plane], backend, widened, &mut coded.bytes, &mut coded.lengths)?;
             Ok(coded)
@@ -349,14 +367,29 @@ impl<'a> CodedFrame<'a> {
         Ok(Self { info, ids: planes.iter().map(Plane::id).collect(), blocks })
     }
 
-    /// `bits_of` gives the bits of an element of 16 bits.
-    fn lossless<T: Copy + Sync>(
+    fn lossless(
         backend: Backend,
         info: &'a FrameInfo,
         planes: &[LosslessPlane<'_>],
-        rows: &[&[T]],
+        rows: &[&[u16]],
         place: &Place<'_>,
-        bits_of: impl Fn(T) -> u16 + Sync + Copy,
+    ) -> Result<Self, Error> {
+        Self::lossless_from(backend, info, planes, rows, place, |rows, tokens| {
+            match place.contiguous(info, tokens.clone()) {
+                Some(range) => Cow::Borrowed(&rows[range]),
+                None => Cow::Owned(gather(backend, info, rows, place, tokens, |bits| bits)),
+            }
+        })
+    }
+
+    /// `bits_of` gives the bits of a plane's tokens, (tokens, heads, head_dim).
+    fn lossless_from<'r, T: Copy + Sync>(
+        backend: Backend,
+        info: &'a FrameInfo,
+        planes: &[LosslessPlane<'_>],
+        rows: &[&'r [T]],
+        place: &Place<'_>,
+        bits_of: impl Fn(&'r [T], Range<usize>) -> Cow<'r, [u16]> + Sync,
     ) -> Result<Self, Error> {
         if !info.lossless {
             return Err(Error::WrongCoding { lossless: false });
@@ -366,9 +399,7 @@ impl<'a> CodedFrame<'a> {
             return Err(Error::WrongPlane);
         }
         let blocks = code_blocks(info, |plane, tokens| {
-            let mut bits = vec![];
-            let (rows, out) = (rows[plane], &mut bits);
-            backend.run(Gather { place, info, tokens, rows, convert: bits_of, out });
+            let bits = bits_of(rows[plane], tokens);
             let mut coded = CodedBlock::default();
             lossless::encode(&planes[plane], backend, &bits, &mut coded.bytes, &mut coded.lengths)?;
             Ok(coded)

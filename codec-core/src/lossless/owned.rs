@@ -4,14 +4,58 @@ use alloc::vec::Vec;
 
 use super::{LosslessPlane, element_of, mantissa_bits};
 use crate::error::check_len;
-use crate::model::slots::{Distribution, MAX_SYMBOLS};
-use crate::model::tables::ESCAPE;
+use crate::model::cost::cost_of_counts;
+use crate::model::slots::{Distribution, MAX_SYMBOLS, Starts};
+use crate::model::tables::{ESCAPE, LANES};
 use crate::model::{Kind, TABLE_LEN};
 use crate::reader::{Reader, seal};
 use crate::{ElementType, Error, Models};
 
 const MAGIC: [u8; 4] = *b"KVCL";
 const VERSION: u8 = 1;
+
+/// Signs are symbols only where that saves more than a part in `WORTH_SIGNS` of a tile: they double the alphabet,
+/// and the time to decode grows with it.
+const WORTH_SIGNS: u64 = 100;
+
+/// How often the exponents and signs of a channel occur in a sample.
+struct Column {
+    top: u16,
+    counts: [[u64; 2]; EXPONENTS], // (distance from the top, sign)
+}
+
+/// Exponents of bf16, which has more of them than f16.
+const EXPONENTS: usize = 256;
+
+impl Column {
+    fn count(rows: &[u16], channels: usize, channel: usize, mantissa: u32) -> Self {
+        let exponent = |bits: u16| bits >> mantissa & (ESCAPE >> (mantissa + 1));
+        let column = || rows.iter().skip(channel).step_by(channels);
+        let top = column().map(|&bits| exponent(bits)).max().unwrap_or(0);
+        let mut counts = [[0; 2]; EXPONENTS];
+        column().for_each(|&bits| counts[usize::from(top - exponent(bits))][usize::from(bits >> 15)] += 1);
+        Self { top, counts }
+    }
+
+    /// The model of symbols above `low_bits`, and an estimate of the sample's size under it.
+    fn model(&self, mantissa: u32, low_bits: u32) -> (Distribution, u64) {
+        let most = (MAX_SYMBOLS - 1).min(usize::from(ESCAPE - 1) >> low_bits); // symbols before the escape
+        let mut counts = [0; MAX_SYMBOLS];
+        for (distance, signs) in self.counts.iter().enumerate() {
+            for (sign, &n) in signs.iter().enumerate() {
+                let symbol = if low_bits > mantissa { distance } else { 2 * distance + sign };
+                counts[symbol.min(most)] += 16 * n;
+            }
+        }
+        // A decoder compares with eight symbols at a time; those beyond the sample cost less than escapes.
+        let seen = (0..most).rev().find(|&s| counts[s] > 0).map_or(1, |s| s + 1);
+        let escape = ((seen + 1).next_multiple_of(8) - 1).min(most);
+        let escapes = if escape < most { core::mem::take(&mut counts[most]) } else { 0 };
+        counts[escape] += escapes + 1;
+        let model = Distribution::from_counts(&counts, escape + 1);
+        (model, cost_of_counts(&counts, low_bits, Starts(&model.0)))
+    }
+}
 
 /// An owned [`LosslessPlane`]. It is fitted once to the keys or values of a layer and serves all sequences of
 /// the model.
@@ -59,23 +103,24 @@ impl LosslessPlaneBuf {
             return Err(Error::Zero { what: "the number of sample rows" });
         }
         check_len("rows", rows.len(), rows.len() / channels * channels)?;
-        let exponents = ESCAPE >> (mantissa + 1);
-        let most = MAX_SYMBOLS - 1; // symbols before the escape
-        let (mut tops, mut tables) = (Vec::with_capacity(channels), Vec::with_capacity(channels * TABLE_LEN));
-        for c in 0..channels {
-            let column = || {
-                rows.iter().skip(c).step_by(channels).map(|bits| (bits >> mantissa & exponents, bits >> 15))
+        let columns: Vec<Column> =
+            (0..channels).map(|c| Column::count(rows, channels, c, mantissa)).collect();
+        let tops = columns.iter().map(|column| column.top as u8).collect();
+        let mut tables = Vec::with_capacity(channels * TABLE_LEN);
+        for tile in columns.chunks(LANES) {
+            let models = |low_bits: u32| -> (Vec<_>, u64) {
+                let models: Vec<_> = tile.iter().map(|column| column.model(mantissa, low_bits)).collect();
+                let cost = models.iter().map(|&(_, cost)| cost).sum();
+                (models, cost)
             };
-            let top = column().map(|(exponent, _)| exponent).max().unwrap_or(0);
-            let mut counts = [0_u64; MAX_SYMBOLS];
-            column().for_each(|(exponent, sign)| {
-                counts[usize::from(2 * (top - exponent) + sign).min(most)] += 16;
-            });
-            let used = (0..most).rev().find(|&s| counts[s] > 0).map_or(1, |s| s + 1);
-            counts[used] += counts[most] * u64::from(used < most) + 1;
-            tops.push(top as u8);
-            tables.push(mantissa as u16);
-            tables.extend(Distribution::from_counts(&counts, used + 1).0);
+            let (signs_modelled, signs_low) = (models(mantissa), models(mantissa + 1));
+            let low = signs_low.1 <= signs_modelled.1 + signs_modelled.1 / WORTH_SIGNS;
+            let (models, low_bits) =
+                if low { (signs_low.0, mantissa + 1) } else { (signs_modelled.0, mantissa) };
+            for (Distribution(starts), _) in models {
+                tables.push(low_bits as u16);
+                tables.extend(starts);
+            }
         }
         Self::new(element, tops, tables)
     }

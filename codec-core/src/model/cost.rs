@@ -18,6 +18,14 @@ pub(crate) fn cost((low_bits, starts): (u32, Starts<'_>), bins: impl ExactSizeIt
     bins.map(|bin| costs[quant::symbol(bin, low_bits).min(symbols as u32 - 1) as usize]).sum()
 }
 
+/// The size of symbols with these counts under a model, in the same units. That of escaped values is left out.
+pub(crate) fn cost_of_counts(counts: &[u64; MAX_SYMBOLS], low_bits: u32, starts: Starts<'_>) -> u64 {
+    let widths = starts.0.windows(2).map(|pair| usize::from(pair[1] - pair[0]));
+    let last = starts.0.last().map(|&start| usize::from(SLOTS - start));
+    let cost = |width: usize| u64::from(COSTS[width]) + (u64::from(low_bits) << COST_BITS);
+    counts.iter().zip(widths.chain(last)).filter(|(n, _)| **n > 0).map(|(n, width)| n * cost(width)).sum()
+}
+
 /// The standard deviation of `n` values that were rounded to bins with this sum of squares.
 pub(crate) fn deviation(squares: f64, n: f64) -> f64 {
     // Rounding adds 1/12 to the variance.

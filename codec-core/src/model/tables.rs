@@ -16,10 +16,31 @@ pub const ESCAPE: u16 = u16::MAX;
 /// The symbol of no lane. It is positive, since some instruction sets compare signed integers only.
 const NO_ESCAPE: u16 = 0x7fff;
 
+/// Bits of a key below its slot.
+pub const KEY_BITS: u32 = 3;
+
+/// The largest key of a slot. Every symbol has a key: its first slot, then the lowest bits of its number. The
+/// smallest distance from a symbol's key to the largest key of a slot is that of the slot's symbol, and gives
+/// both the distance of the slots and the symbol's lowest bits.
+pub const fn last_key(slot: u16) -> u16 {
+    slot << KEY_BITS | ((1 << KEY_BITS) - 1)
+}
+
+/// The slot of a key.
+pub const fn slot_of(key: u16) -> u16 {
+    key >> KEY_BITS
+}
+
+/// The key of a symbol.
+const fn key(symbol: usize, start: u16) -> u16 {
+    start << KEY_BITS | (symbol as u16 & ((1 << KEY_BITS) - 1))
+}
+
 /// The models of one tile with `C` contexts, transposed so that vectors load a symbol of all lanes at once.
 pub(crate) struct TileTables<const C: usize> {
-    /// First slots, (symbol, lane); [`SLOTS`] after a lane's last symbol. Vectors read two rows past the end.
-    pub starts: [[Row; MAX_SYMBOLS + 2]; C],
+    /// Keys, (symbol, lane); the first slot is [`SLOTS`] after a lane's last symbol. Vectors read two rows past
+    /// the end.
+    pub keys: [[Row; MAX_SYMBOLS + 2]; C],
     /// Low bits of every lane.
     pub low_bits: [u32; LANES],
     /// The escape symbol of every lane, (context, lane); [`NO_ESCAPE`] in unused lanes.
@@ -29,6 +50,17 @@ pub(crate) struct TileTables<const C: usize> {
     /// The largest number of symbols of a lane.
     pub symbols: usize,
 }
+
+/// The keys of lanes without symbols.
+const NO_SYMBOLS: [Row; MAX_SYMBOLS + 2] = {
+    let mut keys = [[0; LANES]; MAX_SYMBOLS + 2];
+    let mut symbol = 0;
+    while symbol < keys.len() {
+        keys[symbol] = [key(symbol, SLOTS); LANES];
+        symbol += 1;
+    }
+    keys
+};
 
 impl<const C: usize> TileTables<C> {
     /// The models of channels `first..first + lanes`.
@@ -45,21 +77,21 @@ impl<const C: usize> TileTables<C> {
 
     fn empty(lanes: usize) -> Self {
         let mut tables = Self {
-            starts: [[[SLOTS; LANES]; MAX_SYMBOLS + 2]; C],
+            keys: [NO_SYMBOLS; C],
             low_bits: [0; LANES],
             escape: [[NO_ESCAPE; LANES]; C],
             lanes,
             symbols: 1,
         };
         // An unused lane has one symbol, which takes no bits.
-        tables.starts.iter_mut().for_each(|starts| starts[0] = [0; LANES]);
+        tables.keys.iter_mut().for_each(|keys| keys[0] = [0; LANES]);
         tables
     }
 
     fn set(&mut self, lane: usize, context: usize, low_bits: u32, starts: Starts<'_>) {
         let symbols = starts.symbols();
-        for (row, &start) in self.starts[context].iter_mut().zip(&starts.0[..symbols]) {
-            row[lane] = start;
+        for (symbol, (row, &start)) in self.keys[context].iter_mut().zip(&starts.0[..symbols]).enumerate() {
+            row[lane] = key(symbol, start);
         }
         self.low_bits[lane] = low_bits;
         self.escape[context][lane] = (symbols - 1) as u16;
@@ -69,19 +101,30 @@ impl<const C: usize> TileTables<C> {
     /// Slots of a lane's symbol: the first one, and the one after the last.
     #[inline(always)]
     pub fn slots(&self, context: usize, symbol: usize, lane: usize) -> (u32, u32) {
-        let starts = &self.starts[context];
-        (starts[symbol][lane].into(), starts[symbol + 1][lane].into())
+        let keys = &self.keys[context];
+        (slot_of(keys[symbol][lane]).into(), slot_of(keys[symbol + 1][lane]).into())
     }
 
     /// The symbol of a lane whose slots contain `slot`.
     #[inline(always)]
     pub fn find(&self, context: usize, lane: usize, slot: u32) -> usize {
-        self.starts[context][1..self.symbols].iter().filter(|row| u32::from(row[lane]) <= slot).count()
+        let keys = &self.keys[context][1..self.symbols];
+        keys.iter().filter(|row| u32::from(slot_of(row[lane])) <= slot).count()
     }
 
     /// Whether any lane has low bits.
     pub fn any_low_bits(&self) -> bool {
         self.low_bits.iter().any(|&bits| bits > 0)
+    }
+
+    /// Removes the low bits of all lanes, if they have the same number of them, and returns it.
+    pub fn take_low_bits(&mut self) -> Option<u32> {
+        let bits = self.low_bits[0];
+        let equal = bits > 0 && self.low_bits[..self.lanes].iter().all(|&other| other == bits);
+        equal.then(|| {
+            self.low_bits = [0; LANES];
+            bits
+        })
     }
 
     /// The context of the token after a code.

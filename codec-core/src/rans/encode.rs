@@ -34,13 +34,22 @@ pub(crate) fn encode<const C: usize>(
         }
     }
     let coded = rows.len() - warmup;
-    let mut words = vec![0; SPILL_WORDS + 2 * lanes * coded];
+    let per_code = if tables.any_low_bits() { 2 } else { 1 };
+    let mut words = vec![0; SPILL_WORDS + per_code * lanes * coded];
     let (rows, states_mut, all) = (&rows[..coded], &mut states, &mut words[..]);
     let first = backend.run(EncodeRows { tables, rows, states: states_mut, words: all });
     out.extend_from_slice(&(warmup as u16).to_le_bytes());
     out.extend_from_slice(&carrying.to_le_bytes());
     write_states(&states[..lanes], out);
-    words[first..].iter().for_each(|word| out.extend_from_slice(&word.to_le_bytes()));
+    put_words(&words[first..], out);
+}
+
+/// Appends words.
+pub(crate) fn put_words(words: &[u16], out: &mut Vec<u8>) {
+    let start = out.len();
+    out.resize(start + 2 * words.len(), 0);
+    let bytes = out[start..].as_chunks_mut::<2>().0;
+    bytes.iter_mut().zip(words).for_each(|(bytes, word)| *bytes = word.to_le_bytes());
 }
 
 /// Encodes rows from the last to the first and fills `words` from the end. Returns the index of the first
@@ -49,7 +58,7 @@ struct EncodeRows<'a, const C: usize> {
     tables: &'a TileTables<C>,
     rows: &'a [Row],
     states: &'a mut [u32; LANES],
-    words: &'a mut [u16], // SPILL_WORDS, and two for every code
+    words: &'a mut [u16], // SPILL_WORDS, and for every code one, or two if there are low bits
 }
 
 impl<const C: usize> Kernel for EncodeRows<'_, C> {
@@ -83,7 +92,7 @@ impl<const C: usize> Kernel for EncodeRows<'_, C> {
             return self.scalar();
         }
         let Self { tables, rows, states, words } = self;
-        let starts = &tables.starts[0];
+        let keys = &tables.keys[0];
         // Codes of unused lanes become symbol 0, which takes no bits.
         let mut escape = tables.escape[0];
         escape[tables.lanes..].fill(0);
@@ -95,9 +104,9 @@ impl<const C: usize> Kernel for EncodeRows<'_, C> {
             let (symbol, low) = s.split(s.load(row), low_bits);
             let symbol = s.min(symbol, escape);
             let escapes = s.at_least(symbol, escape);
-            let (mut start, mut end) = (s.splat(0), s.load(&starts[1]));
+            let (mut start, mut end) = (s.splat(0), s.load(&keys[1]));
             let mut next = s.splat(1);
-            for bounds in starts[1..].windows(AT_ONCE + 1).step_by(AT_ONCE) {
+            for bounds in keys[1..].windows(AT_ONCE + 1).step_by(AT_ONCE) {
                 if !s.any(s.at_least(symbol, next)) {
                     break;
                 }
@@ -105,7 +114,7 @@ impl<const C: usize> Kernel for EncodeRows<'_, C> {
                     let reached = s.at_least(symbol, next);
                     start = s.select(reached, s.load(&pair[0]), start);
                     end = s.select(reached, s.load(&pair[1]), end);
-                    next = s.sub(next, s.splat(u16::MAX));
+                    next = s.add(next, s.splat(1));
                 }
             }
             if any_low_bits {
@@ -113,7 +122,8 @@ impl<const C: usize> Kernel for EncodeRows<'_, C> {
                 first -= s.spill(&mut state, below, s.splat_wide(1), &mut words[..first]);
                 state = s.join(state, s.select(escapes, s.splat(0), low), low_bits);
             }
-            let width = s.sub(end, start);
+            let start = s.slots_of(start);
+            let width = s.sub(s.slots_of(end), start);
             let above = s.splat_wide(32 - PRECISION);
             first -= s.spill(&mut state, above, s.widen(width), &mut words[..first]);
             state = s.encode(state, start, width);

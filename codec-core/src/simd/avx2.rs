@@ -4,7 +4,7 @@
 use core::arch::x86_64::*;
 
 use super::{Kernel, REFILL_BYTES, SPILL_WORDS, Simd};
-use crate::model::tables::{LANES, Row};
+use crate::model::tables::{KEY_BITS, LANES, Row, last_key};
 
 #[derive(Clone, Copy)]
 pub(crate) struct Avx2(());
@@ -94,12 +94,29 @@ impl Simd for Avx2 {
         });
     }
     #[inline(always)]
+    fn add(self, a: [__m256i; 2], b: [__m256i; 2]) -> [__m256i; 2] {
+        op!([_mm256_add_epi16(a[0], b[0]), _mm256_add_epi16(a[1], b[1])])
+    }
+    #[inline(always)]
     fn sub(self, a: [__m256i; 2], b: [__m256i; 2]) -> [__m256i; 2] {
         op!([_mm256_sub_epi16(a[0], b[0]), _mm256_sub_epi16(a[1], b[1])])
     }
     #[inline(always)]
     fn min(self, a: [__m256i; 2], b: [__m256i; 2]) -> [__m256i; 2] {
         op!([_mm256_min_epu16(a[0], b[0]), _mm256_min_epu16(a[1], b[1])])
+    }
+    #[inline(always)]
+    fn max(self, a: [__m256i; 2], b: [__m256i; 2]) -> [__m256i; 2] {
+        op!([_mm256_max_epu16(a[0], b[0]), _mm256_max_epu16(a[1], b[1])])
+    }
+    #[inline(always)]
+    fn last_keys(self, slots: [__m256i; 2]) -> [__m256i; 2] {
+        let last = op!(_mm256_set1_epi16(last_key(0) as i16));
+        slots.map(|x| op!(_mm256_or_si256(_mm256_slli_epi16::<{ KEY_BITS as i32 }>(x), last)))
+    }
+    #[inline(always)]
+    fn slots_of(self, keys: [__m256i; 2]) -> [__m256i; 2] {
+        keys.map(|x| op!(_mm256_srli_epi16::<{ KEY_BITS as i32 }>(x)))
     }
     #[inline(always)]
     fn at_least(self, a: [__m256i; 2], b: [__m256i; 2]) -> [__m256i; 2] {
@@ -112,14 +129,6 @@ impl Simd for Avx2 {
     #[inline(always)]
     fn select(self, mask: [__m256i; 2], yes: [__m256i; 2], no: [__m256i; 2]) -> [__m256i; 2] {
         op!([_mm256_blendv_epi8(yes[0], no[0], mask[0]), _mm256_blendv_epi8(yes[1], no[1], mask[1])])
-    }
-    #[inline(always)]
-    fn count(self, mask: [__m256i; 2], a: [__m256i; 2]) -> [__m256i; 2] {
-        let mut sum = a;
-        for i in 0..2 {
-            sum[i] = op!(_mm256_add_epi16(_mm256_add_epi16(a[i], mask[i]), _mm256_set1_epi16(1)));
-        }
-        sum
     }
 
     #[inline(always)]

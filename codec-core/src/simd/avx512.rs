@@ -3,7 +3,7 @@
 use core::arch::x86_64::*;
 
 use super::{Kernel, REFILL_BYTES, SPILL_WORDS, Simd};
-use crate::model::tables::{LANES, Row};
+use crate::model::tables::{KEY_BITS, LANES, Row, last_key};
 
 #[derive(Clone, Copy)]
 pub(crate) struct Avx512(());
@@ -50,12 +50,28 @@ impl Simd for Avx512 {
         op!(_mm512_storeu_si512(row.as_mut_ptr().cast(), x));
     }
     #[inline(always)]
+    fn add(self, a: __m512i, b: __m512i) -> __m512i {
+        op!(_mm512_add_epi16(a, b))
+    }
+    #[inline(always)]
     fn sub(self, a: __m512i, b: __m512i) -> __m512i {
         op!(_mm512_sub_epi16(a, b))
     }
     #[inline(always)]
     fn min(self, a: __m512i, b: __m512i) -> __m512i {
         op!(_mm512_min_epu16(a, b))
+    }
+    #[inline(always)]
+    fn max(self, a: __m512i, b: __m512i) -> __m512i {
+        op!(_mm512_max_epu16(a, b))
+    }
+    #[inline(always)]
+    fn last_keys(self, slots: __m512i) -> __m512i {
+        op!(_mm512_or_si512(_mm512_slli_epi16::<KEY_BITS>(slots), _mm512_set1_epi16(last_key(0) as i16)))
+    }
+    #[inline(always)]
+    fn slots_of(self, keys: __m512i) -> __m512i {
+        op!(_mm512_srli_epi16::<KEY_BITS>(keys))
     }
     #[inline(always)]
     fn at_least(self, a: __m512i, b: __m512i) -> __mmask32 {
@@ -68,10 +84,6 @@ impl Simd for Avx512 {
     #[inline(always)]
     fn select(self, mask: __mmask32, yes: __m512i, no: __m512i) -> __m512i {
         op!(_mm512_mask_mov_epi16(no, mask, yes))
-    }
-    #[inline(always)]
-    fn count(self, mask: __mmask32, a: __m512i) -> __m512i {
-        op!(_mm512_mask_sub_epi16(a, mask, a, _mm512_set1_epi16(-1)))
     }
 
     #[inline(always)]

@@ -4,7 +4,7 @@
 use core::arch::aarch64::*;
 
 use super::{Kernel, REFILL_BYTES, SPILL_WORDS, Simd};
-use crate::model::tables::{LANES, Row};
+use crate::model::tables::{KEY_BITS, LANES, Row, last_key};
 
 #[derive(Clone, Copy)]
 pub(crate) struct Neon(());
@@ -118,6 +118,14 @@ impl Simd for Neon {
         }
     }
     #[inline(always)]
+    fn add(self, a: [uint16x8_t; 4], b: [uint16x8_t; 4]) -> [uint16x8_t; 4] {
+        let mut x = a;
+        for i in 0..4 {
+            x[i] = op!(vaddq_u16(a[i], b[i]));
+        }
+        x
+    }
+    #[inline(always)]
     fn sub(self, a: [uint16x8_t; 4], b: [uint16x8_t; 4]) -> [uint16x8_t; 4] {
         let mut x = a;
         for i in 0..4 {
@@ -132,6 +140,23 @@ impl Simd for Neon {
             x[i] = op!(vminq_u16(a[i], b[i]));
         }
         x
+    }
+    #[inline(always)]
+    fn max(self, a: [uint16x8_t; 4], b: [uint16x8_t; 4]) -> [uint16x8_t; 4] {
+        let mut x = a;
+        for i in 0..4 {
+            x[i] = op!(vmaxq_u16(a[i], b[i]));
+        }
+        x
+    }
+    #[inline(always)]
+    fn last_keys(self, slots: [uint16x8_t; 4]) -> [uint16x8_t; 4] {
+        let last = op!(vdupq_n_u16(last_key(0)));
+        slots.map(|x| op!(vorrq_u16(vshlq_n_u16::<{ KEY_BITS as i32 }>(x), last)))
+    }
+    #[inline(always)]
+    fn slots_of(self, keys: [uint16x8_t; 4]) -> [uint16x8_t; 4] {
+        keys.map(|x| op!(vshrq_n_u16::<{ KEY_BITS as i32 }>(x)))
     }
     #[inline(always)]
     fn at_least(self, a: [uint16x8_t; 4], b: [uint16x8_t; 4]) -> [uint16x8_t; 4] {
@@ -155,10 +180,6 @@ impl Simd for Neon {
             x[i] = op!(vbslq_u16(mask[i], yes[i], no[i]));
         }
         x
-    }
-    #[inline(always)]
-    fn count(self, mask: [uint16x8_t; 4], a: [uint16x8_t; 4]) -> [uint16x8_t; 4] {
-        self.sub(a, mask)
     }
 
     #[inline(always)]

@@ -197,6 +197,22 @@ fn streams_without_loss() {
     assert_every_flip_is_noticed("lossless", &frame, |bytes| decode(bytes).is_ok());
 }
 
+/// Low bits in the stream of the symbols, as 0.2.0 wrote them.
+#[test]
+fn joint_streams_without_loss() {
+    let read = |name| std::fs::read(folder().join(name)).unwrap();
+    let plane = LosslessPlaneBuf::from_bytes(&read("lossless-joint.kvcl")).unwrap();
+    let bytes = read("lossless-joint.kvcc");
+    let frame = Frame::parse(&bytes, info().elements()).unwrap();
+    let mut out = vec![0; 2 * TOKENS * CHANNELS];
+    for (side, out) in [Side::Keys, Side::Values].into_iter().zip(out.chunks_exact_mut(TOKENS * CHANNELS)) {
+        let place = Place::nhd(HEADS, HEAD_DIM);
+        frame.decode_lossless_plane_to(&plane.view(), 0, side, &place, out).unwrap();
+    }
+    let out: Vec<u8> = out.iter().flat_map(|x| x.to_le_bytes()).collect();
+    assert!(out == read("lossless-joint.u16"));
+}
+
 /// A model of two layers, whose keys have a transform, at two levels; the frame is of half-precision rows.
 #[test]
 fn a_profile() {
@@ -296,7 +312,9 @@ fn the_second_reader_agrees() {
     for name in ["transform", "tables", "context", "paper", "token-scale"] {
         read(&[&format!("{name}.kvcp")], &format!("{name}.kvcc"), &format!("{name}.f32"));
     }
-    read(&["lossless.kvcl"], "lossless.kvcc", "lossless.u16");
+    for name in ["lossless", "lossless-joint"] {
+        read(&[&format!("{name}.kvcl")], &format!("{name}.kvcc"), &format!("{name}.u16"));
+    }
     read(&["first-level.kvcm"], "first-level.kvcc", "first-level.u16");
     let text = read(&["model.kvcm"], "model.kvcc", "model.f32");
     let lines: Vec<&str> = text.lines().collect();
