@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from conftest import settings
-from test_pages import bf16
+from test_pages import bf16, killed_writers, small_disk  # noqa: F401
 
 pytest.importorskip("sglang.srt.mem_cache.hicache_storage", reason="SGLang is not installed", exc_type=ImportError)
 
@@ -125,3 +125,49 @@ def test_damage_and_wrong_pools_are_refused(tmp_path, rng):
             backend(tmp_path, "layer_first", pool=pool)
     with pytest.raises(kvcodes.ElementError):
         backend(tmp_path, "layer_first", pool=Pool("layer_first", dtype=torch.float8_e4m3fn))
+
+
+def page_of(i: int) -> torch.Tensor:
+    """The page number ``i``, flat."""
+    bits = bf16(np.random.default_rng(i), (2, LAYERS, PAGE, HEADS, DIM)).view(np.int16)
+    return torch.from_numpy(bits).view(torch.bfloat16).flatten()
+
+
+def keep(storage, pool: Pool, i: int) -> bool:
+    """Whether the backend says that it has stored the page number ``i``, from the pool's first one."""
+    pool.get_data_page(0, flat=False).copy_(page_of(i).view(2, LAYERS, PAGE, HEADS, DIM))
+    return storage.batch_set_v1([f"{i:064x}"], INDICES[:PAGE]) == [True]
+
+
+def whole(storage, pool: Pool, i: int) -> bool:
+    """Whether the page number ``i`` is found, which must then be the right one."""
+    (found,) = storage.batch_get_v1([f"{i:064x}"], INDICES[:PAGE])
+    assert not found or torch.equal(pool.get_data_page(0).view(torch.int16), page_of(i).view(torch.int16)), i
+    return found
+
+
+WRITER = """
+import os, sys
+sys.path.insert(0, %r)
+import test_sglang as test
+storage, pool = test.backend(sys.argv[1], "layer_first")
+for i in map(int, sys.argv[2].split(",")):
+    if test.keep(storage, pool, i):
+        os.write(1, b"%%d\\n" %% i)
+"""
+
+
+def test_two_processes_that_are_killed_lose_nothing(tmp_path):
+    rng, acknowledged = np.random.default_rng(5), set()
+    for _ in range(2):
+        acknowledged |= killed_writers(WRITER, tmp_path, rng)
+        storage, pool = backend(tmp_path, "layer_first")
+        assert acknowledged <= {i for i in range(40) if whole(storage, pool, i)}
+    assert acknowledged
+
+
+def test_a_full_disk(small_disk):  # noqa: F811
+    storage, pool = backend(small_disk, "layer_first", retry=1)
+    stored = [keep(storage, pool, i) for i in range(100)]
+    assert True in stored and False in stored
+    assert [whole(storage, pool, i) for i in range(100)] == stored

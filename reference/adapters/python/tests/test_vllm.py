@@ -1,12 +1,13 @@
 """vLLM's own tiering manager over the tier: chunks leave its memory, are found, and come back."""
 
+import itertools
 import time
 import uuid
 
 import numpy as np
 import pytest
 from conftest import settings
-from test_pages import bf16
+from test_pages import bf16, killed_writers, small_disk  # noqa: F401
 
 pytest.importorskip("vllm.v1.kv_offload.tiering.base", reason="vLLM is not installed", exc_type=ImportError)
 
@@ -25,6 +26,7 @@ from vllm.v1.kv_offload.config import (  # noqa: E402
     OffloadingParallelConfig,
 )
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion  # noqa: E402
+from vllm.v1.kv_offload.tiering.base import TransferJob  # noqa: E402
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory  # noqa: E402
 from vllm.v1.kv_offload.tiering.manager import (  # noqa: E402
     CPUPrimaryTierOffloadingManager,
@@ -112,6 +114,27 @@ class Engine:
             time.sleep(0.002)
         return found
 
+    def transfer(self, submit, i: int) -> bool:
+        """Whether the tier, alone, moves the chunk number ``i`` between its store and the first slot."""
+        job = TransferJob(next(JOBS), [key_of(i)], np.array([0]), submit == self.tier.submit_load, ReqContext("a"))
+        submit(job)
+        self.tier.drain_jobs()
+        (result,) = self.tier.get_finished_jobs()
+        assert result.job_id == job.job_id
+        return result.success
+
+    def keep(self, i: int) -> bool:
+        """Whether the tier says that it has stored the chunk number ``i``."""
+        self.memory[0, : self.nbytes] = np.frombuffer(page_of(i), np.uint8)
+        return self.transfer(self.tier.submit_store, i)
+
+    def whole(self, i: int) -> bool:
+        """Whether the chunk number ``i`` is found, which must then be the right one."""
+        self.memory[0] = 0
+        found = self.transfer(self.tier.submit_load, i)
+        assert not found or self.memory[0, : self.nbytes].tobytes() == page_of(i), i
+        return found
+
     def load(self, context: ReqContext, key) -> bytes:
         (slot,) = self.manager.prepare_load([key], context).chunk_ids.tolist()
         found = self.memory[slot, : self.nbytes].tobytes()
@@ -119,12 +142,24 @@ class Engine:
         return found
 
 
-KEYS = [make_offload_key(bytes([i]) * 32, 0) for i in range(12)]
+JOBS = itertools.count()
+
+
+def key_of(i: int):
+    return make_offload_key(bytes([i]) * 32, 0)
+
+
+def page_of(i: int) -> bytes:
+    """The chunk number ``i``."""
+    return bf16(np.random.default_rng(i), (LAYERS, BLOCKS, TOKENS, HEADS, 2, DIM)).tobytes()
+
+
+KEYS = [key_of(i) for i in range(12)]
 
 
 @pytest.fixture
-def pages(rng):
-    return [bf16(rng, (LAYERS, BLOCKS, TOKENS, HEADS, 2, DIM)).tobytes() for _ in KEYS]
+def pages():
+    return [page_of(i) for i in range(len(KEYS))]
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -187,4 +222,33 @@ def test_backpressure_of_vllm_drops_stores(tmp_path, pages):
     engine = Engine(tmp_path, backpressure=pressure)
     assert engine.tier.bp_detector is not None
     engine.store(engine.request("a"), KEYS[:4], pages[:4])
+    engine.close()
+
+
+WRITER = """
+import os, sys
+sys.path.insert(0, %r)
+import test_vllm as test
+engine = test.Engine(sys.argv[1], slots=1)
+for i in map(int, sys.argv[2].split(",")):
+    if engine.keep(i):
+        os.write(1, b"%%d\\n" %% i)
+"""
+
+
+def test_two_processes_that_are_killed_lose_nothing(tmp_path):
+    rng, acknowledged = np.random.default_rng(5), set()
+    for _ in range(2):
+        acknowledged |= killed_writers(WRITER, tmp_path, rng)
+        engine = Engine(tmp_path, slots=1)
+        assert acknowledged <= {i for i in range(40) if engine.whole(i)}
+        engine.close()
+    assert acknowledged
+
+
+def test_a_full_disk(small_disk):  # noqa: F811
+    engine = Engine(small_disk, slots=1, retry=1)
+    stored = [engine.keep(i) for i in range(40)]
+    assert True in stored and False in stored
+    assert [engine.whole(i) for i in range(40)] == stored
     engine.close()
