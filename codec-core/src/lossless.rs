@@ -1,9 +1,10 @@
-//! Lossless coding of 16-bit floats: the distance of an exponent from the largest one of its channel, with the
-//! sign, is a symbol; the mantissa is low bits. FORMAT.md, "Block of a lossless frame", specifies the bytes.
+//! Lossless coding of 16-bit floats: the distance of an exponent from the largest one of its channel, with
+//! the sign where that saves bits, is a symbol; the rest is low bits. FORMAT.md, "Block of a lossless frame",
+//! specifies the bytes.
 //!
 //! N.B. Signs in the symbols gain most on keys before RoPE, whose channels have means. With the mantissa's
-//! first bit in the symbols, too, rows are slightly smaller, but a decoder compares with twice as many symbols;
-//! with its second bit, an alphabet of 64 symbols is too small and rows grow.
+//! first bit in the symbols, too, rows are slightly smaller, but a decoder compares with twice as many
+//! symbols; with its second bit, an alphabet of 64 symbols is too small and rows grow.
 
 #[cfg(feature = "alloc")]
 pub(crate) mod owned;
@@ -82,7 +83,7 @@ impl<'a> LosslessPlane<'a> {
         self.id
     }
 
-    /// The smallest code of each lane's escapes in the tile that begins at channel `first`, and the largest code
+    /// The smallest code of each lane's escapes in the tile that begins at channel `first`, the largest code
     /// for a lane that is not used.
     #[cfg(feature = "alloc")]
     fn first_escapes(&self, first: usize) -> Row {
@@ -270,8 +271,8 @@ struct Packed<'a> {
 impl Packed<'_> {
     /// The low bits of row `t`; lanes after the last are not defined.
     ///
-    /// N.B. Not by `map`: the compiler does not inline it, and stores that a vector load waits for took a third of
-    /// the time, as did a state between rows.
+    /// N.B. Not by `map`, which the compiler does not inline: loads of whole rows then wait for stores of
+    /// single lanes, which took a third of the time. So did words that are kept between rows.
     #[inline(always)]
     fn low(&self, t: usize) -> Row {
         let (bits, at) = (self.bits, t * self.bits as usize);

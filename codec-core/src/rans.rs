@@ -144,8 +144,8 @@ impl<'a, const C: usize> Kernel for DecodeRows<'a, '_, C> {
 
     /// All lanes take the distances from the keys of eight symbols at a time to their slot's last key, until
     /// no lane has a higher symbol. The smallest distance is that of the lane's symbol; that of the next
-    /// symbol, which wraps around, is the largest. Floor for a register of lanes: 3 operations per symbol, and
-    /// about 30 for the state update and the renormalization.
+    /// symbol, which wraps around, is the largest. Floor for a register of lanes: 3 operations per symbol,
+    /// and about 30 for the state update and the renormalization.
     ///
     /// N.B. Comparing slots with first slots, selecting both bounds and counting takes 4 to 5 operations.
     #[inline(always)]

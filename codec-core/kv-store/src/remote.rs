@@ -10,7 +10,8 @@ use bytes::Bytes;
 use futures_util::{StreamExt, TryStreamExt, stream};
 use object_store::path::Path;
 use object_store::{
-    GetOptions, GetRange, GetResult, GetResultPayload, ObjectMeta, ObjectStore, ObjectStoreExt, PutMode, PutPayload,
+    GetOptions, GetRange, GetResult, GetResultPayload, ObjectMeta, ObjectStore, ObjectStoreExt, PutMode,
+    PutPayload,
 };
 use tokio::sync::Semaphore;
 use tokio::time::{Instant, sleep, timeout};

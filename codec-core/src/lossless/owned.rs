@@ -14,7 +14,7 @@ use crate::{ElementType, Error, Models};
 const MAGIC: [u8; 4] = *b"KVCL";
 const VERSION: u8 = 1;
 
-/// Signs are symbols only where that saves more than a part in `WORTH_SIGNS` of a tile: they double the alphabet,
+/// Signs are symbols where that saves more than a part in `WORTH_SIGNS` of a tile: they double the alphabet,
 /// and the time to decode grows with it.
 const WORTH_SIGNS: u64 = 100;
 
@@ -74,7 +74,7 @@ impl LosslessPlaneBuf {
         Ok(Self { mantissa, tops, tables, id })
     }
 
-    /// Fits a table of exponents and signs per channel to the bits of sample rows.
+    /// Fits a table of exponents per channel to the bits of sample rows, and of signs where that saves bits.
     ///
     /// # Shapes
     /// `rows` (tokens, channels): the bits of f16 or bf16 elements.

@@ -18,7 +18,7 @@ pub(crate) fn cost((low_bits, starts): (u32, Starts<'_>), bins: impl ExactSizeIt
     bins.map(|bin| costs[quant::symbol(bin, low_bits).min(symbols as u32 - 1) as usize]).sum()
 }
 
-/// The size of symbols with these counts under a model, in the same units. That of escaped values is left out.
+/// The size of symbols with these counts under a model, in the same units, without that of escaped values.
 pub(crate) fn cost_of_counts(counts: &[u64; MAX_SYMBOLS], low_bits: u32, starts: Starts<'_>) -> u64 {
     let widths = starts.0.windows(2).map(|pair| usize::from(pair[1] - pair[0]));
     let last = starts.0.last().map(|&start| usize::from(SLOTS - start));

@@ -38,8 +38,8 @@ const fn key(symbol: usize, start: u16) -> u16 {
 
 /// The models of one tile with `C` contexts, transposed so that vectors load a symbol of all lanes at once.
 pub(crate) struct TileTables<const C: usize> {
-    /// Keys, (symbol, lane); the first slot is [`SLOTS`] after a lane's last symbol. Vectors read two rows past
-    /// the end.
+    /// Keys, (symbol, lane); the first slot is [`SLOTS`] after a lane's last symbol. Vectors read two rows
+    /// past the end.
     pub keys: [[Row; MAX_SYMBOLS + 2]; C],
     /// Low bits of every lane.
     pub low_bits: [u32; LANES],
