@@ -2,7 +2,6 @@
 """Objects of LMCache below its memory, through its own storage manager: storage_doors.{json,md}.
 
     PROFILE=release .ci/adapters engines    # installs kvcodes and LMCache into target/engines-venv
-    target/engines-venv/bin/pip install transformers==5.24.0
     target/engines-venv/bin/python benches/peers/storage_doors.py benches/results
 
 Keys after RoPE and values of the shipped model, in bf16, in LMCache's chunks of 256 tokens: the held-out speeches.
