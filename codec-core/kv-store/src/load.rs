@@ -13,7 +13,7 @@ use tokio::task::JoinSet;
 use tokio::time::Instant;
 use tracing::info;
 
-use crate::manifest::digest;
+use crate::manifest::piece_digest;
 use crate::{AsyncStore, Error, Result, Space, StoredChunk};
 
 /// The transfer of a chunk.
@@ -121,7 +121,7 @@ impl AsyncStore {
         for (i, (range, expected)) in found.pieces().enumerate() {
             let (remote, path, received) = (self.remote().clone(), path.clone(), received.clone());
             tasks.spawn(async move {
-                let verified = |bytes: &[u8]| digest(bytes) == expected;
+                let verified = |bytes: &[u8]| piece_digest(bytes) == expected;
                 remote.get_range(&path, &range, &received, verified).await.map(|piece| (i, piece))
             });
         }

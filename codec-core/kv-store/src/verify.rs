@@ -6,7 +6,7 @@ use futures_util::{StreamExt, stream};
 use object_store::path::Path;
 use tracing::warn;
 
-use crate::manifest::{Manifest, digest};
+use crate::manifest::{Manifest, piece_digest};
 use crate::{AsyncStore, ChunkId, Error, Result, Space, StoredChunk};
 
 /// How the frames of a chunk are checked.
@@ -61,7 +61,7 @@ impl AsyncStore {
         let mut checks = stream::iter(pieces)
             .map(|(range, expected)| {
                 let path = &path;
-                let verified = move |bytes: &[u8]| digest(bytes) == expected;
+                let verified = move |bytes: &[u8]| piece_digest(bytes) == expected;
                 async move { remote.get_range(path, &range, &AtomicU64::new(0), verified).await }
             })
             .buffer_unordered(remote.options().parallel.max(1));

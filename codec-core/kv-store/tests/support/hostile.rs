@@ -11,6 +11,7 @@ use object_store::memory::InMemory;
 use object_store::path::Path;
 use object_store::{ObjectStore, ObjectStoreExt};
 use sha2::{Digest, Sha256};
+use twox_hash::XxHash3_128;
 
 /// One without loss, one with.
 const LEVELS: usize = 2;
@@ -18,6 +19,8 @@ const LEVELS: usize = 2;
 const FIXED: usize = 140;
 const LEVEL: usize = 16;
 const DIGEST: usize = 32;
+/// Bytes of a piece's digest.
+const PIECE_DIGEST: usize = 16;
 /// Bytes of a stored profile before its digest.
 const NAMED: usize = 40;
 
@@ -147,7 +150,7 @@ impl Written {
             };
             for level in 0..LEVELS {
                 let entry = FIXED + LEVEL * level;
-                let digest = FIXED + LEVEL * LEVELS + DIGEST * level;
+                let digest = FIXED + LEVEL * LEVELS + PIECE_DIGEST * level;
                 let number = |at: usize| {
                     let bytes = manifest.get(at..at + 8)?.try_into().ok()?;
                     usize::try_from(u64::from_le_bytes(bytes)).ok()
@@ -156,9 +159,9 @@ impl Written {
                     let (start, len) = (number(entry)?, number(entry + 8)?);
                     data.get(start..start.checked_add(len)?)
                 };
-                let Some(computed) = frame().map(Sha256::digest) else { continue };
-                if let Some(digest) = manifest.get_mut(digest..digest + DIGEST) {
-                    digest.copy_from_slice(&computed);
+                let Some(computed) = frame().map(XxHash3_128::oneshot) else { continue };
+                if let Some(digest) = manifest.get_mut(digest..digest + PIECE_DIGEST) {
+                    digest.copy_from_slice(&computed.to_le_bytes());
                 }
             }
         }
