@@ -111,12 +111,16 @@ impl Simd for Avx2 {
     }
     #[inline(always)]
     fn last_keys(self, slots: [__m256i; 2]) -> [__m256i; 2] {
-        let last = op!(_mm256_set1_epi16(last_key(0) as i16));
-        slots.map(|x| op!(_mm256_or_si256(_mm256_slli_epi16::<{ KEY_BITS as i32 }>(x), last)))
+        let mut keys = self.splat(last_key(0));
+        for i in 0..2 {
+            keys[i] = op!(_mm256_or_si256(_mm256_slli_epi16::<{ KEY_BITS as i32 }>(slots[i]), keys[i]));
+        }
+        keys
     }
     #[inline(always)]
     fn slots_of(self, keys: [__m256i; 2]) -> [__m256i; 2] {
-        keys.map(|x| op!(_mm256_srli_epi16::<{ KEY_BITS as i32 }>(x)))
+        const BITS: i32 = KEY_BITS as i32;
+        op!([_mm256_srli_epi16::<BITS>(keys[0]), _mm256_srli_epi16::<BITS>(keys[1])])
     }
     #[inline(always)]
     fn at_least(self, a: [__m256i; 2], b: [__m256i; 2]) -> [__m256i; 2] {

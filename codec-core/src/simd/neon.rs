@@ -151,12 +151,19 @@ impl Simd for Neon {
     }
     #[inline(always)]
     fn last_keys(self, slots: [uint16x8_t; 4]) -> [uint16x8_t; 4] {
-        let last = op!(vdupq_n_u16(last_key(0)));
-        slots.map(|x| op!(vorrq_u16(vshlq_n_u16::<{ KEY_BITS as i32 }>(x), last)))
+        let mut keys = self.splat(last_key(0));
+        for i in 0..4 {
+            keys[i] = op!(vorrq_u16(vshlq_n_u16::<{ KEY_BITS as i32 }>(slots[i]), keys[i]));
+        }
+        keys
     }
     #[inline(always)]
     fn slots_of(self, keys: [uint16x8_t; 4]) -> [uint16x8_t; 4] {
-        keys.map(|x| op!(vshrq_n_u16::<{ KEY_BITS as i32 }>(x)))
+        let mut slots = keys;
+        for i in 0..4 {
+            slots[i] = op!(vshrq_n_u16::<{ KEY_BITS as i32 }>(keys[i]));
+        }
+        slots
     }
     #[inline(always)]
     fn at_least(self, a: [uint16x8_t; 4], b: [uint16x8_t; 4]) -> [uint16x8_t; 4] {
