@@ -63,11 +63,12 @@ pub trait Simd: Copy {
     /// # Safety
     /// `LANES` elements from `p` on are readable.
     unsafe fn load_bf16(self, p: *const u16) -> Self::F32;
-    /// Loads `LANES` signed bytes and converts them.
+    /// The products of `N` signed bytes and `N` integers of 16 bits, 16 or 32, added up in the lanes: exactly, then
+    /// rounded to floats.
     ///
     /// # Safety
-    /// `LANES` bytes from `p` on are readable.
-    unsafe fn load_i8(self, p: *const i8) -> Self::F32;
+    /// `N` bytes from `a` on and `N` integers from `b` on are readable.
+    unsafe fn dot_i8_i16<const N: usize>(self, a: *const i8, b: *const i16) -> Self::F32;
     /// Stores a register.
     ///
     /// # Safety

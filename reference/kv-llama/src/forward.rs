@@ -245,6 +245,12 @@ impl Decoder {
     /// and for weights or positions that do not match the model's configuration; errors of the cache;
     /// [`Error::Logits`], after which the cache holds the token.
     pub fn step(&mut self, token: u32, cache: &mut dyn KvCache) -> Result<&[f32]> {
+        // Inside the pool: from outside, each of the many products of a step would wait for a thread to wake.
+        rayon::scope(|_| self.step_inside(token, cache))?;
+        Ok(&self.logits)
+    }
+
+    fn step_inside(&mut self, token: u32, cache: &mut dyn KvCache) -> Result<()> {
         let model = &*self.model;
         let config = &model.config;
         model.check_tokens(&[token])?;
@@ -270,8 +276,7 @@ impl Decoder {
         }
         rms_norm(x, &model.norm, config.rms_norm_eps, &mut buffers.normed);
         self.logits.resize(config.vocab_size, 0.0);
-        logits_into(model, &buffers.normed, &mut self.logits)?;
-        Ok(&self.logits)
+        logits_into(model, &buffers.normed, &mut self.logits)
     }
 
     /// Appends `tokens` to the cache, all through one layer after the other, and returns the logits

@@ -19,7 +19,7 @@ mod tokenizer;
 pub use checkpoint::Checkpoint;
 pub use config::{Config, LayerAttention, RopeScaling, Yarn};
 pub use error::{Error, Result};
-pub use gguf::{Codes, Group, decode_q4_0, decode_q8_0};
+pub use gguf::{Codes, decode_q4_0, decode_q8_0};
 pub use matrix::{CodedRows, Matrix};
 pub use model::{AttentionWeights, FeedForwardWeights, Layer, Linear, Model};
 pub use rope::{Rope, frequencies as rope_frequencies};

@@ -1,8 +1,11 @@
 //! Matrices of weights as they are kept in memory.
 
 use std::borrow::Cow;
+use std::ops::Range;
 
-use crate::gguf::{Codes, Layout};
+use kv_attend::Backend;
+
+use crate::gguf::{Codes, Layout, UnpackBlocks};
 
 /// A matrix that multiplies vectors from the left, row-major: in single precision, or as the blocks of a GGUF file,
 /// which are decoded a few rows at a time.
@@ -93,7 +96,8 @@ impl Matrix {
         match &self.numbers {
             Numbers::F32(_) => None,
             Numbers::Blocks { layout, bytes } => {
-                Some(CodedRows { unpack: layout.unpack()?, bytes, row: layout.bytes(self.n_in).ok()? })
+                let (group, unpack) = layout.codes()?;
+                Some(CodedRows { group, unpack, bytes, row: bytes.len() / self.n_out })
             }
         }
     }
@@ -140,18 +144,25 @@ impl Matrix {
 /// The rows of a matrix in blocks of codes.
 #[derive(Clone, Copy, Debug)]
 pub struct CodedRows<'a> {
-    unpack: fn(&mut Codes, &[u8]),
+    group: usize,
+    unpack: UnpackBlocks,
     bytes: &'a [u8],
     row: usize, // bytes of a row
 }
 
 impl CodedRows<'_> {
-    /// Replaces `codes` by those of a row.
+    /// Neighbouring codes of a scale: 16 or 32.
+    #[must_use]
+    pub const fn group(&self) -> usize {
+        self.group
+    }
+
+    /// Replaces `codes` by those of some rows.
     ///
     /// # Panics
-    /// When there is no such row.
-    pub fn unpack(&self, row: usize, codes: &mut Codes) {
-        (self.unpack)(codes, &self.bytes[row * self.row..][..self.row]);
+    /// When there are no such rows.
+    pub fn unpack(&self, rows: Range<usize>, codes: &mut Codes) {
+        (self.unpack)(codes, Backend::detect(), &self.bytes[rows.start * self.row..rows.end * self.row]);
     }
 }
 

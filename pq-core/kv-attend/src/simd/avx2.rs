@@ -42,8 +42,18 @@ impl Simd for Avx2 {
         op!(_mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(_mm_loadu_si128(p.cast())))))
     }
     #[inline(always)]
-    unsafe fn load_i8(self, p: *const i8) -> __m256 {
-        op!(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(p.cast()))))
+    unsafe fn dot_i8_i16<const N: usize>(self, a: *const i8, b: *const i16) -> __m256 {
+        const { assert!(N == 16 || N == 32) };
+        op!({
+            let mut sums = _mm256_setzero_si256();
+            let mut i = 0;
+            while i < N {
+                let a = _mm256_cvtepi8_epi16(_mm_loadu_si128(a.add(i).cast()));
+                sums = _mm256_add_epi32(sums, _mm256_madd_epi16(a, _mm256_loadu_si256(b.add(i).cast())));
+                i += 16;
+            }
+            _mm256_cvtepi32_ps(sums)
+        })
     }
     #[inline(always)]
     unsafe fn store(self, p: *mut f32, x: __m256) {

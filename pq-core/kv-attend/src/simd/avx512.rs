@@ -42,8 +42,18 @@ impl Simd for Avx512 {
         op!(_mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(p.cast())))))
     }
     #[inline(always)]
-    unsafe fn load_i8(self, p: *const i8) -> __m512 {
-        op!(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(p.cast()))))
+    unsafe fn dot_i8_i16<const N: usize>(self, a: *const i8, b: *const i16) -> __m512 {
+        const { assert!(N == 16 || N == 32) };
+        op!({
+            let sums = if N == 16 {
+                let a = _mm256_cvtepi8_epi16(_mm_loadu_si128(a.cast()));
+                _mm512_zextsi256_si512(_mm256_madd_epi16(a, _mm256_loadu_si256(b.cast())))
+            } else {
+                let a = _mm512_cvtepi8_epi16(_mm256_loadu_si256(a.cast()));
+                _mm512_madd_epi16(a, _mm512_loadu_si512(b.cast()))
+            };
+            _mm512_cvtepi32_ps(sums)
+        })
     }
     #[inline(always)]
     unsafe fn store(self, p: *mut f32, x: __m512) {

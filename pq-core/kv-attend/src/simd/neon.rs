@@ -55,10 +55,18 @@ impl Simd for Neon {
         op!(vreinterpretq_f32_u32(vshlq_n_u32::<16>(vmovl_u16(vld1_u16(p)))))
     }
     #[inline(always)]
-    unsafe fn load_i8(self, p: *const i8) -> float32x4_t {
+    unsafe fn dot_i8_i16<const N: usize>(self, a: *const i8, b: *const i16) -> float32x4_t {
+        const { assert!(N == 16 || N == 32) };
         op!({
-            let bytes = vreinterpret_s8_s32(vdup_n_s32(p.cast::<i32>().read_unaligned()));
-            vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(bytes))))
+            let mut sums = vdupq_n_s32(0);
+            let mut i = 0;
+            while i < N {
+                let (a, b) = (vmovl_s8(vld1_s8(a.add(i))), vld1q_s16(b.add(i)));
+                sums = vmlal_s16(sums, vget_low_s16(a), vget_low_s16(b));
+                sums = vmlal_s16(sums, vget_high_s16(a), vget_high_s16(b));
+                i += 8;
+            }
+            vcvtq_f32_s32(sums)
         })
     }
     #[inline(always)]

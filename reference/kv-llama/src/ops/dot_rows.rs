@@ -37,26 +37,19 @@ impl Kernel for DotRows<'_> {
         let (x, tail) = self.x.split_at(self.x.len() - self.x.len() % (4 * S::LANES));
         for (out, row) in self.out.iter_mut().zip(self.rows.chunks_exact(self.x.len())) {
             let (row, row_tail) = row.split_at(x.len());
-            // SAFETY: the row has as many numbers as `x`, of which a register begins at the given one.
-            *out = dot_registers(s, x, |at| unsafe { s.load(row.as_ptr().add(at)) }) + dot(tail, row_tail);
+            let mut sums = [s.splat(0.0); 4];
+            for first in (0..x.len()).step_by(4 * S::LANES) {
+                for (i, sum) in sums.iter_mut().enumerate() {
+                    let at = first + i * S::LANES;
+                    // SAFETY: the row has as many numbers as `x`, of which four registers begin at `first`.
+                    *sum =
+                        unsafe { s.mul_add(s.load(row.as_ptr().add(at)), s.load(x.as_ptr().add(at)), *sum) };
+                }
+            }
+            let [a, b, c, d] = s.sum4(sums);
+            *out = (a + b) + (c + d) + dot(tail, row_tail);
         }
     }
-}
-
-/// The inner product of `x`, which is a multiple of four registers, with a row, of which `load` gives a register from
-/// an element on.
-#[inline(always)]
-pub(super) fn dot_registers<S: Simd>(s: S, x: &[f32], load: impl Fn(usize) -> S::F32) -> f32 {
-    let mut sums = [s.splat(0.0); 4];
-    for step in 0..x.len() / (4 * S::LANES) {
-        for (i, sum) in sums.iter_mut().enumerate() {
-            let at = (4 * step + i) * S::LANES;
-            // SAFETY: four registers for each step are in `x`.
-            *sum = s.mul_add(load(at), unsafe { s.load(x.as_ptr().add(at)) }, *sum);
-        }
-    }
-    let [a, b, c, d] = s.sum4(sums);
-    (a + b) + (c + d)
 }
 
 #[cfg(test)]

@@ -2,15 +2,18 @@
 
 mod codes;
 mod k_quants;
+mod lanes;
 mod simple;
 
 use std::fmt;
 
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
+use kv_attend::Backend;
 
 use codes::Block;
-pub use codes::{Codes, Group};
+pub use codes::Codes;
+pub(crate) use codes::UnpackBlocks;
 
 /// The block layout of a ggml type.
 #[derive(Clone, Copy)]
@@ -25,7 +28,10 @@ pub(crate) struct Layout {
 #[derive(Clone, Copy)]
 enum Form {
     Floats(fn(&[u8], &mut [f32])),
-    Codes(fn(&mut Codes, &[u8])),
+    Codes {
+        group: usize, // elements of a scale
+        unpack: UnpackBlocks,
+    },
 }
 
 /// The types by their numbers; gaps have no name.
@@ -73,7 +79,8 @@ impl Layout {
     const fn of_codes<B: Block<SIZE, N, GROUPS>, const SIZE: usize, const N: usize, const GROUPS: usize>(
         kind: u32,
     ) -> Self {
-        Self { kind, block: 32 * N, size: SIZE, form: Form::Codes(Codes::unpack::<B, SIZE, N, GROUPS>) }
+        let form = Form::Codes { group: 32 * N / GROUPS, unpack: Codes::unpack::<B, SIZE, N, GROUPS> };
+        Self { kind, block: 32 * N, size: SIZE, form }
     }
 
     /// Whether elements take less than single precision.
@@ -93,22 +100,22 @@ impl Layout {
     pub fn decode(self, bytes: &[u8], out: &mut [f32]) {
         let unpack = match self.form {
             Form::Floats(decode) => return decode(bytes, out),
-            Form::Codes(unpack) => unpack,
+            Form::Codes { unpack, .. } => unpack,
         };
         const BLOCKS: usize = 4096; // elements at a time: their codes stay in the first-level cache
         let blocks = BLOCKS / self.block;
         let mut codes = Codes::default();
         for (bytes, out) in bytes.chunks(blocks * self.size).zip(out.chunks_mut(blocks * self.block)) {
-            unpack(&mut codes, bytes);
+            unpack(&mut codes, Backend::detect(), bytes);
             codes.decode(out);
         }
     }
 
-    /// What reads whole blocks as codes, in types that are made of them.
-    pub const fn unpack(self) -> Option<fn(&mut Codes, &[u8])> {
+    /// Elements of a scale, and what reads whole blocks as codes, in types that are made of them.
+    pub const fn codes(self) -> Option<(usize, UnpackBlocks)> {
         match self.form {
             Form::Floats(_) => None,
-            Form::Codes(unpack) => Some(unpack),
+            Form::Codes { group, unpack } => Some((group, unpack)),
         }
     }
 
@@ -221,6 +228,13 @@ mod tests {
             let raw: Vec<u8> = numbers.iter().flat_map(|x| (x + 0.0).to_le_bytes()).collect(); // no -0
             let got: String = Sha256::digest(&raw)[..8].iter().map(|byte| format!("{byte:02x}")).collect();
             assert_eq!(got, digest, "{}", NAMES[kind as usize]);
+            let (_, unpack) = layout.codes().unwrap();
+            let [expected, others @ ..] = Backend::ALL.map(|backend| {
+                let mut codes = Codes::default();
+                unpack(&mut codes, backend, &bytes);
+                codes
+            });
+            assert!(others.iter().all(|codes| *codes == expected), "{}", NAMES[kind as usize]);
         }
     }
 }

@@ -1,21 +1,33 @@
 //! ggml's K-quants: blocks of 256 elements in groups of 16 or 32, whose scales are quantized too.
+//!
+//! Codes are unpacked in loops, not closures: the compiler may leave a closure as a function without the features of
+//! the instruction set, in which every operation is a call.
 
 use std::array::from_fn;
 
-use super::codes::{Block, Group, Word32, bytes32, half, less, or, part};
+use super::codes::{Block, Unpacked};
+use super::lanes::Lanes;
+use super::simple::at;
 
 /// Q2_K: 16 groups of 16, a scale and a minimum of 4 bits each.
 pub(super) struct Q2;
 
 impl Block<84, 8, 16> for Q2 {
+    const HAS_OFFSETS: bool = true;
+
     #[inline(always)]
-    fn unpack(b: &[u8; 84]) -> ([Word32; 8], [Group; 16]) {
-        let (scales, d, min) = (&b[..16], half(&b[80..]), half(&b[82..]));
-        let group = |group: usize| Group {
-            scale: d * f32::from(scales[group] & 15),
-            offset: -(min * f32::from(scales[group] >> 4)),
-        };
-        (words(|i| two_bits(&b[16..80], i)), from_fn(group))
+    fn unpack<L: Lanes>(l: L, b: &[u8; 84]) -> Unpacked<L::Bytes, 8, 16> {
+        let (d, min) = (l.half(*at(b, 80)), l.half(*at(b, 82)));
+        let both: &[u8; 16] = at(b, 0);
+        let mut codes = [l.load(at(b, 16)); 8];
+        for (i, codes) in codes.iter_mut().enumerate() {
+            *codes = two_bits(l, &b[16..80], i);
+        }
+        Unpacked {
+            codes,
+            scales: both.map(|x| d * f32::from(x & 15)),
+            offsets: both.map(|x| -(min * f32::from(x >> 4))),
+        }
     }
 }
 
@@ -24,14 +36,18 @@ pub(super) struct Q3;
 
 impl Block<110, 8, 16> for Q3 {
     #[inline(always)]
-    fn unpack(b: &[u8; 110]) -> ([Word32; 8], [Group; 16]) {
-        let (high, scales, d) = (bytes32(b, 0), &b[96..108], half(&b[108..]));
-        let group = |group: usize| {
+    fn unpack<L: Lanes>(l: L, b: &[u8; 110]) -> Unpacked<L::Bytes, 8, 16> {
+        let (high, scales, d) = (l.load(at(b, 0)), &b[96..108], l.half(*at(b, 108)));
+        let scale = |group: usize| {
             let low = if group < 8 { scales[group] & 15 } else { scales[group - 8] >> 4 };
             let scale = low | (scales[8 + group % 4] >> (2 * (group / 4)) & 3) << 4;
-            Group::scaled(d * (f32::from(scale) - 32.0))
+            d * (f32::from(scale) - 32.0)
         };
-        (words(|i| less(or(two_bits(&b[32..96], i), part::<1>(high, i, 2)), 4)), from_fn(group))
+        let mut codes = [high; 8];
+        for (i, codes) in codes.iter_mut().enumerate() {
+            *codes = l.less(l.or(two_bits(l, &b[32..96], i), l.part::<1>(high, i as u32, 2)), 4);
+        }
+        Unpacked::scaled(codes, from_fn(scale))
     }
 }
 
@@ -39,9 +55,16 @@ impl Block<110, 8, 16> for Q3 {
 pub(super) struct Q4;
 
 impl Block<144, 8, 8> for Q4 {
+    const HAS_OFFSETS: bool = true;
+
     #[inline(always)]
-    fn unpack(b: &[u8; 144]) -> ([Word32; 8], [Group; 8]) {
-        (words(|i| nibbles32(&b[16..], i)), six_bits(b))
+    fn unpack<L: Lanes>(l: L, b: &[u8; 144]) -> Unpacked<L::Bytes, 8, 8> {
+        let mut codes = [l.load(at(b, 16)); 8];
+        for (i, codes) in codes.iter_mut().enumerate() {
+            *codes = nibbles32(l, &b[16..], i);
+        }
+        let (scales, offsets) = six_bits(l, at(b, 0));
+        Unpacked { codes, scales, offsets }
     }
 }
 
@@ -49,10 +72,17 @@ impl Block<144, 8, 8> for Q4 {
 pub(super) struct Q5;
 
 impl Block<176, 8, 8> for Q5 {
+    const HAS_OFFSETS: bool = true;
+
     #[inline(always)]
-    fn unpack(b: &[u8; 176]) -> ([Word32; 8], [Group; 8]) {
-        let fifth = bytes32(&b[16..], 0);
-        (words(|i| or(nibbles32(&b[48..], i), part::<1>(fifth, i, 4))), six_bits(b))
+    fn unpack<L: Lanes>(l: L, b: &[u8; 176]) -> Unpacked<L::Bytes, 8, 8> {
+        let fifth = l.load(at(b, 16));
+        let mut codes = [fifth; 8];
+        for (i, codes) in codes.iter_mut().enumerate() {
+            *codes = l.or(nibbles32(l, &b[48..], i), l.part::<1>(fifth, i as u32, 4));
+        }
+        let (scales, offsets) = six_bits(l, at(b, 0));
+        Unpacked { codes, scales, offsets }
     }
 }
 
@@ -61,50 +91,46 @@ pub(super) struct Q6;
 
 impl Block<210, 8, 16> for Q6 {
     #[inline(always)]
-    fn unpack(b: &[u8; 210]) -> ([Word32; 8], [Group; 16]) {
-        let (low, high, scales, d) = (&b[..128], &b[128..192], &b[192..208], half(&b[208..]));
-        let codes = |i: usize| {
-            let low = part::<4>(bytes32(low, i / 4 * 2 + i % 2), i % 4 / 2 * 4, 0);
-            let high = part::<2>(bytes32(high, i / 4), i % 4 * 2, 4);
-            less(or(low, high), 32)
-        };
-        (words(codes), from_fn(|group| Group::scaled(d * f32::from(scales[group] as i8))))
+    fn unpack<L: Lanes>(l: L, b: &[u8; 210]) -> Unpacked<L::Bytes, 8, 16> {
+        let (low, high, d) = (&b[..128], &b[128..192], l.half(*at(b, 208)));
+        let mut codes = [l.load(at(b, 0)); 8];
+        for (i, codes) in codes.iter_mut().enumerate() {
+            let low = l.part::<4>(bytes32(l, low, i / 4 * 2 + i % 2), i as u32 % 4 / 2 * 4, 0);
+            let high = l.part::<2>(bytes32(l, high, i / 4), i as u32 % 4 * 2, 4);
+            *codes = l.less(l.or(low, high), 32);
+        }
+        let scales: &[u8; 16] = at(b, 192);
+        Unpacked::scaled(codes, scales.map(|scale| d * f32::from(scale as i8)))
     }
 }
 
-/// Codes `32 * i` of a block, for all `i`.
+/// `32 * i` bytes on.
 #[inline(always)]
-fn words(word: impl Fn(usize) -> Word32) -> [Word32; 8] {
-    let mut words = [[0; 4]; 8];
-    for (i, out) in words.iter_mut().enumerate() {
-        *out = word(i);
-    }
-    words
+fn bytes32<L: Lanes>(l: L, bytes: &[u8], i: usize) -> L::Bytes {
+    l.load(at(bytes, 32 * i))
 }
 
 /// Two bits of elements `32 * i` on: byte `j` of each 32 has those of elements `j`, `j + 32`, `j + 64`, `j + 96`.
 #[inline(always)]
-fn two_bits(bytes: &[u8], i: usize) -> Word32 {
-    part::<2>(bytes32(bytes, i / 4), i % 4 * 2, 0)
+fn two_bits<L: Lanes>(l: L, bytes: &[u8], i: usize) -> L::Bytes {
+    l.part::<2>(bytes32(l, bytes, i / 4), i as u32 % 4 * 2, 0)
 }
 
 /// Nibbles of elements `32 * i` on: the low ones of 32 bytes, then the high ones.
 #[inline(always)]
-fn nibbles32(bytes: &[u8], i: usize) -> Word32 {
-    part::<4>(bytes32(bytes, i / 2), i % 2 * 4, 0)
+fn nibbles32<L: Lanes>(l: L, bytes: &[u8], i: usize) -> L::Bytes {
+    l.part::<4>(bytes32(l, bytes, i / 2), i as u32 % 2 * 4, 0)
 }
 
-/// Scales and minima of the groups of Q4_K and Q5_K: two halves, then 12 bytes.
+/// Scales and offsets of the groups of Q4_K and Q5_K, from two halves and 12 bytes: six bits of the first four scales
+/// and of the first four minima, whose two high bits are those of the last four, and the nibbles of these.
 #[inline(always)]
-fn six_bits(b: &[u8]) -> [Group; 8] {
-    let (d, min, scales) = (half(b), half(&b[2..]), &b[4..16]);
-    from_fn(|group| {
-        let (scale, minimum) = if group < 4 {
-            (scales[group] & 63, scales[group + 4] & 63)
-        } else {
-            let low = scales[group + 4];
-            (low & 15 | scales[group - 4] >> 6 << 4, low >> 4 | scales[group] >> 6 << 4)
-        };
-        Group { scale: d * f32::from(scale), offset: -(min * f32::from(minimum)) }
-    })
+fn six_bits<L: Lanes>(l: L, b: &[u8; 16]) -> ([f32; 8], [f32; 8]) {
+    let (d, min) = (l.half(*at(b, 0)), l.half(*at(b, 2)));
+    let [scales, minima, nibbles] = [4, 8, 12].map(|first| u32::from_le_bytes(*at(b, first)));
+    let first = |x: u32| x & 0x3f3f_3f3f;
+    let last = |low: u32, high: u32| low & 0x0f0f_0f0f | high >> 2 & 0x3030_3030;
+    let all = |low: u32, high: u32| (u64::from(last(low, high)) << 32 | u64::from(first(high))).to_le_bytes();
+    let (scales, minima) = (all(nibbles, scales), all(nibbles >> 4, minima));
+    (scales.map(|x| d * f32::from(x)), minima.map(|x| -(min * f32::from(x))))
 }

@@ -1,14 +1,15 @@
 //! Blocks of 32 elements with one scale, in half precision but for MXFP4.
 
-use super::codes::{Block, Group, Word32, bytes32, fifth_bits, half, less, nibbles16, of_table, or};
+use super::codes::{Block, Unpacked};
+use super::lanes::Lanes;
 
 /// Nibbles less 8, and a scale.
 pub(super) struct Q4_0;
 
 impl Block<18, 1, 1> for Q4_0 {
     #[inline(always)]
-    fn unpack(b: &[u8; 18]) -> ([Word32; 1], [Group; 1]) {
-        ([less(nibbles16(&b[2..]), 8)], [Group::scaled(half(b))])
+    fn unpack<L: Lanes>(l: L, b: &[u8; 18]) -> Unpacked<L::Bytes, 1, 1> {
+        Unpacked::scaled([l.less(l.nibbles(at(b, 2)), 8)], [l.half(*at(b, 0))])
     }
 }
 
@@ -16,9 +17,12 @@ impl Block<18, 1, 1> for Q4_0 {
 pub(super) struct Q4_1;
 
 impl Block<20, 1, 1> for Q4_1 {
+    const HAS_OFFSETS: bool = true;
+
     #[inline(always)]
-    fn unpack(b: &[u8; 20]) -> ([Word32; 1], [Group; 1]) {
-        ([nibbles16(&b[4..])], [Group { scale: half(b), offset: half(&b[2..]) }])
+    fn unpack<L: Lanes>(l: L, b: &[u8; 20]) -> Unpacked<L::Bytes, 1, 1> {
+        let codes = l.nibbles(at(b, 4));
+        Unpacked { codes: [codes], scales: [l.half(*at(b, 0))], offsets: [l.half(*at(b, 2))] }
     }
 }
 
@@ -27,9 +31,9 @@ pub(super) struct Q5_0;
 
 impl Block<22, 1, 1> for Q5_0 {
     #[inline(always)]
-    fn unpack(b: &[u8; 22]) -> ([Word32; 1], [Group; 1]) {
-        let codes = or(nibbles16(&b[6..]), fifth_bits(&b[2..]));
-        ([less(codes, 16)], [Group::scaled(half(b))])
+    fn unpack<L: Lanes>(l: L, b: &[u8; 22]) -> Unpacked<L::Bytes, 1, 1> {
+        let codes = l.or(l.nibbles(at(b, 6)), l.sixteens(u32::from_le_bytes(*at(b, 2))));
+        Unpacked::scaled([l.less(codes, 16)], [l.half(*at(b, 0))])
     }
 }
 
@@ -37,10 +41,12 @@ impl Block<22, 1, 1> for Q5_0 {
 pub(super) struct Q5_1;
 
 impl Block<24, 1, 1> for Q5_1 {
+    const HAS_OFFSETS: bool = true;
+
     #[inline(always)]
-    fn unpack(b: &[u8; 24]) -> ([Word32; 1], [Group; 1]) {
-        let codes = or(nibbles16(&b[8..]), fifth_bits(&b[4..]));
-        ([codes], [Group { scale: half(b), offset: half(&b[2..]) }])
+    fn unpack<L: Lanes>(l: L, b: &[u8; 24]) -> Unpacked<L::Bytes, 1, 1> {
+        let codes = l.or(l.nibbles(at(b, 8)), l.sixteens(u32::from_le_bytes(*at(b, 4))));
+        Unpacked { codes: [codes], scales: [l.half(*at(b, 0))], offsets: [l.half(*at(b, 2))] }
     }
 }
 
@@ -49,8 +55,8 @@ pub(super) struct Q8_0;
 
 impl Block<34, 1, 1> for Q8_0 {
     #[inline(always)]
-    fn unpack(b: &[u8; 34]) -> ([Word32; 1], [Group; 1]) {
-        ([bytes32(&b[2..], 0)], [Group::scaled(half(b))])
+    fn unpack<L: Lanes>(l: L, b: &[u8; 34]) -> Unpacked<L::Bytes, 1, 1> {
+        Unpacked::scaled([l.load(at(b, 2))], [l.half(*at(b, 0))])
     }
 }
 
@@ -59,10 +65,10 @@ pub(super) struct Iq4Nl;
 
 impl Block<18, 1, 1> for Iq4Nl {
     #[inline(always)]
-    fn unpack(b: &[u8; 18]) -> ([Word32; 1], [Group; 1]) {
+    fn unpack<L: Lanes>(l: L, b: &[u8; 18]) -> Unpacked<L::Bytes, 1, 1> {
         /// The levels.
         const LEVELS: [i8; 16] = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113];
-        ([of_table(nibbles16(&b[2..]), &LEVELS)], [Group::scaled(half(b))])
+        Unpacked::scaled([l.of_table(l.nibbles(at(b, 2)), &LEVELS)], [l.half(*at(b, 0))])
     }
 }
 
@@ -71,10 +77,16 @@ pub(super) struct Mxfp4;
 
 impl Block<17, 1, 1> for Mxfp4 {
     #[inline(always)]
-    fn unpack(b: &[u8; 17]) -> ([Word32; 1], [Group; 1]) {
+    fn unpack<L: Lanes>(l: L, b: &[u8; 17]) -> Unpacked<L::Bytes, 1, 1> {
         /// The values of 4-bit floats (E2M1), doubled.
         const E2M1: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
         let scale = f64::from_bits((1023 - 128 + u64::from(b[0])) << 52) as f32;
-        ([of_table(nibbles16(&b[1..]), &E2M1)], [Group::scaled(scale)])
+        Unpacked::scaled([l.of_table(l.nibbles(at(b, 1)), &E2M1)], [scale])
     }
+}
+
+/// `N` bytes from `first` on.
+#[inline(always)]
+pub(super) fn at<const N: usize>(bytes: &[u8], first: usize) -> &[u8; N] {
+    &bytes[first..].as_chunks().0[0]
 }
