@@ -48,7 +48,7 @@ enum Command {
     /// Run the model over every kind of cache and print what each saves and costs
     Compare(compare::Compare),
     /// Continue a prompt
-    Generate(generate::Generate),
+    Generate(Box<generate::Generate>),
     /// Print the logits of every position, to check against other implementations
     Logits(logits::Logits),
     /// Perplexity, divergence and retrieval at several lengths and depths

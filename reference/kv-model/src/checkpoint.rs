@@ -8,7 +8,7 @@ use crate::error::Quoted;
 use crate::gguf::Gguf;
 use crate::model::{check_context, check_tokens, name_of, tokenizer_of};
 use crate::tensors::SafetensorsFiles;
-use crate::{Config, Model, Tokenizer};
+use crate::{ChatTemplate, Config, Model, Tokenizer};
 use crate::{Error, Result};
 
 /// A checkpoint on disk whose header has been read. The tokenizer is read when it is first asked for, the
@@ -52,6 +52,22 @@ impl Checkpoint {
     /// As [`Model::tokenizer`]; [`Error::Io`] or [`Error::File`] for a tokenizer that cannot be read.
     pub fn tokenizer(&self) -> Result<&Tokenizer> {
         tokenizer_of(&self.name, self.read_tokenizer()?)
+    }
+
+    /// The chat template.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for a model without one, [`Error::Feature`] in a build without the feature `tokenizers`;
+    /// [`Error::Io`] or [`Error::File`] for one that cannot be read.
+    pub fn chat_template(&self) -> Result<ChatTemplate> {
+        let template = match &self.gguf {
+            Some(gguf) => ChatTemplate::of_gguf(gguf)?,
+            None => ChatTemplate::of_folder(&self.path)?,
+        };
+        template.ok_or_else(|| match cfg!(feature = "tokenizers") {
+            true => Error::argument(format!("model {} has no chat template", self.name)),
+            false => Error::Feature { what: "a chat", feature: "tokenizers" },
+        })
     }
 
     fn read_tokenizer(&self) -> Result<Option<&Arc<Tokenizer>>> {

@@ -174,6 +174,11 @@ impl Gguf {
         Ok(RopeScaling::Divisors(divisors))
     }
 
+    /// The file.
+    pub fn path(&self) -> &Path {
+        self.source.path()
+    }
+
     /// A text in the metadata.
     pub fn text(&self, key: &str) -> Result<String> {
         text(&self.source, &self.header, key)

@@ -23,4 +23,4 @@ pub use gguf::{Codes, decode_q4_0, decode_q8_0};
 pub use matrix::{CodedRows, Matrix};
 pub use model::{AttentionWeights, FeedForwardWeights, Layer, Linear, Model};
 pub use rope::{Rope, frequencies as rope_frequencies};
-pub use tokenizer::{TextStream, Tokenizer};
+pub use tokenizer::{ChatTemplate, Message, TextStream, Tokenizer};

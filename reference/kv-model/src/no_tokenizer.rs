@@ -35,6 +35,12 @@ impl Tokenizer {
 
     /// # Errors
     /// None: there is no tokenizer.
+    pub fn encode_chat(&self, _: &str) -> Result<Vec<u32>> {
+        match *self {}
+    }
+
+    /// # Errors
+    /// None: there is no tokenizer.
     pub fn encode_piece(&self, _: &str) -> Result<Vec<u32>> {
         match *self {}
     }
@@ -54,6 +60,43 @@ impl Tokenizer {
     /// Nothing: there is no tokenizer.
     #[must_use]
     pub fn token_id(&self, _: &str) -> Option<u32> {
+        match *self {}
+    }
+}
+
+/// A message of a conversation.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Message {
+    /// `system`, `user` or `assistant`.
+    pub role: String,
+    /// The text.
+    pub content: String,
+}
+
+impl Message {
+    /// A message.
+    #[must_use]
+    pub fn new(role: impl Into<String>, content: impl Into<String>) -> Self {
+        Self { role: role.into(), content: content.into() }
+    }
+}
+
+/// A model's chat template: without the feature `tokenizers` there is none.
+#[derive(Debug)]
+pub enum ChatTemplate {}
+
+impl ChatTemplate {
+    pub(crate) fn of_folder(_: &Path) -> Result<Option<Self>> {
+        Ok(None)
+    }
+
+    pub(crate) fn of_gguf(_: &Gguf) -> Result<Option<Self>> {
+        Ok(None)
+    }
+
+    /// # Errors
+    /// None: there is no template.
+    pub fn render(&self, _: &[Message], _: bool) -> Result<String> {
         match *self {}
     }
 }

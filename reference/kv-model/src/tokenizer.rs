@@ -1,5 +1,6 @@
 //! Texts to tokens and back, by `tokenizer.json` or by a GGUF vocabulary.
 
+mod chat;
 mod from_folder;
 mod from_gguf;
 mod from_json;
@@ -17,6 +18,7 @@ use std::path::Path;
 
 use crate::Result;
 use crate::gguf::Gguf;
+pub use chat::{ChatTemplate, Message};
 pub use stream::TextStream;
 
 /// Text to tokens and back.
@@ -29,6 +31,8 @@ pub struct Tokenizer {
 trait Vocabulary: Send + Sync {
     /// As [`Tokenizer::encode`].
     fn encode(&self, text: &str) -> Result<Vec<u32>>;
+    /// As [`Tokenizer::encode_chat`].
+    fn encode_chat(&self, text: &str) -> Result<Vec<u32>>;
     /// As [`Tokenizer::encode_piece`].
     fn encode_piece(&self, text: &str) -> Result<Vec<u32>>;
     /// The bytes that a token adds to a text after another token, or at its beginning (`None`). `None` if it is
@@ -72,6 +76,14 @@ impl Tokenizer {
     /// [`Error::Argument`](crate::Error::Argument) when the text cannot be tokenized.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
         self.vocabulary.encode(text)
+    }
+
+    /// Tokens of a text that a chat template has written: the special tokens are those of the text.
+    ///
+    /// # Errors
+    /// [`Error::Argument`](crate::Error::Argument) when the text cannot be tokenized.
+    pub fn encode_chat(&self, text: &str) -> Result<Vec<u32>> {
+        self.vocabulary.encode_chat(text)
     }
 
     /// Tokens of a piece inside a text: without BOS and EOS, and without sentencepiece's leading space.

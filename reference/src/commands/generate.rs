@@ -15,7 +15,7 @@ use kv_llama_gpu::Weights;
 #[cfg(feature = "cuda")]
 use kv_methods::Place;
 use kv_methods::{Method, Prepared, Profile, calibrated_on};
-use kv_model::{Model, Rope, TextStream, files};
+use kv_model::{Checkpoint, Message, Model, Rope, TextStream, files};
 #[cfg(feature = "cuda")]
 use kv_reference::compare::OnGpu;
 #[cfg(feature = "cuda")]
@@ -53,6 +53,12 @@ pub struct Generate {
         default_value_if("device_memory", ArgPredicate::IsPresent, Some("hybrid"))
     )]
     method: Method,
+    /// Put the prompt into the model's chat template, as what the user says
+    #[arg(long)]
+    chat: bool,
+    /// With --chat, what the system says first
+    #[arg(long, value_name = "TEXT", requires = "chat")]
+    system: Option<String>,
     /// Maximum tokens to generate
     #[arg(long, value_name = "N", default_value_t = 64)]
     tokens: usize,
@@ -104,6 +110,7 @@ struct Generated<'a> {
     #[serde(skip_serializing_if = "Option::is_none")]
     kv: Option<Prefix>,
     tokens: Vec<u32>,
+    token_seconds: Vec<f64>, // the first is that of sampling after the prompt
     text: String,
 }
 
@@ -126,7 +133,17 @@ impl Generate {
         self.kv.check(&self.method)?;
         let profile = read_profile(self.profile.as_ref(), &checkpoint.config, &self.methods()?)?;
         let (text, tokenizer) = (self.prompt()?, checkpoint.tokenizer()?);
-        let prompt = tokenizer.encode(&text)?;
+        let (text, prompt) = match self.chat {
+            true => {
+                let text = self.chat_text(text, &checkpoint)?;
+                let tokens = tokenizer.encode_chat(&text)?;
+                (text, tokens)
+            }
+            false => {
+                let tokens = tokenizer.encode(&text)?;
+                (text, tokens)
+            }
+        };
         if prompt.is_empty() {
             return Err(Error::argument("the prompt is empty"));
         }
@@ -143,14 +160,16 @@ impl Generate {
         let Started { model, prefilled, mut next, misfits } =
             self.start(site, model, rope, &profile, (&prompt, sampling))?;
         notes.iter().chain(&misfits).for_each(|note| print_error(format_args!("kv: {note}\n")));
-        let (mut tokens, mut shown) = (vec![], String::new());
+        let (mut tokens, mut token_seconds, mut shown) = (vec![], vec![], String::new());
         let mut stream = TextStream::new(model.tokenizer()?);
         while tokens.len() < self.tokens {
+            let begin = Instant::now();
             let token = next()?;
             if model.config.eos_tokens.contains(&token) {
                 break;
             }
             tokens.push(token);
+            token_seconds.push(begin.elapsed().as_secs_f64());
             let part = stream.push(token)?;
             shown.push_str(&part);
             out.print(part);
@@ -170,6 +189,7 @@ impl Generate {
             prompt_seconds: prefilled.seconds,
             kv: prefilled.prefix,
             tokens,
+            token_seconds,
             text: shown,
         })
     }
@@ -203,6 +223,13 @@ impl Generate {
         }
         text.truncate(text.trim_end_matches('\n').len());
         Ok(text)
+    }
+
+    /// The text of a chat in which the user says `prompt`, up to where the model answers.
+    fn chat_text(&self, prompt: String, checkpoint: &Checkpoint) -> Result<String> {
+        let system = self.system.iter().map(|text| Message::new("system", text));
+        let messages: Vec<_> = system.chain([Message::new("user", prompt)]).collect();
+        Ok(checkpoint.chat_template()?.render(&messages, true)?)
     }
 
     /// Runs the prompt.

@@ -23,11 +23,17 @@ fn says_f0(path: &Path, edit: impl FnOnce(&mut Gguf)) {
 
 /// Standard output, standard error, and the JSON of an answer of up to three tokens.
 fn answer(prompt: &str, edit: impl FnOnce(&mut Gguf)) -> (String, String, Value) {
+    answer_with(&[prompt], edit)
+}
+
+/// The same for a prompt and options.
+fn answer_with(prompt: &[&str], edit: impl FnOnce(&mut Gguf)) -> (String, String, Value) {
     let folder = tempfile::tempdir().unwrap();
     let (path, json) = (folder.path().join("model.gguf"), folder.path().join("json"));
     says_f0(&path, edit);
-    let args = ["generate", prompt, "--model", text(&path), "--tokens", "3", "--json", text(&json)];
-    let output = run("generate", kv(&[&args[..], &["--device", "cpu", "--method", "dense"]].concat()));
+    let args = ["--model", text(&path), "--tokens", "3", "--json", text(&json)];
+    let args = [&["generate"], prompt, &args[..], &["--device", "cpu", "--method", "dense"]].concat();
+    let output = run("generate", kv(&args));
     let [stdout, stderr] = [output.stdout, output.stderr].map(|bytes| String::from_utf8(bytes).unwrap());
     assert!(output.status.success(), "{stderr}");
     (stdout, stderr, serde_json::from_slice(&std::fs::read(&json).unwrap()).unwrap())
@@ -58,4 +64,17 @@ fn an_answer_stops_at_every_token_that_a_key_names() {
 fn a_second_bos_is_pointed_out() {
     let (_, stderr, json) = answer("<s>a", |_| {});
     assert!(stderr.contains("BOS token twice") && json["prompt_tokens"] == 3, "{stderr}");
+}
+
+#[test]
+fn a_chat_is_written_by_the_model_s_template() {
+    const TEMPLATE: &str = "{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}a";
+    let answer = |options: &[&str]| {
+        let (_, stderr, json) = answer_with(options, |gguf| gguf.text("tokenizer.chat_template", TEMPLATE));
+        assert!(!stderr.contains("BOS"), "{stderr}"); // the template's is the only one
+        (json["prompt"].clone(), json["prompt_tokens"].clone())
+    };
+    assert_eq!(answer(&["a", "--chat"]), ("<s>aa".into(), 3.into()));
+    assert_eq!(answer(&["a", "--chat", "--system", "aa"]), ("<s>aaaa".into(), 5.into()));
+    assert_eq!(answer(&["a"]), ("a".into(), 2.into()));
 }

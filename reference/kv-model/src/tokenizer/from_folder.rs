@@ -71,24 +71,29 @@ pub(super) fn load(dir: &Path) -> Result<Option<(Json, Vec<u32>)>> {
 }
 
 /// A file that names tokens.
-struct Settings {
+pub(super) struct Settings {
     path: PathBuf,
     fields: Map<String, Value>, // none if there is no such file
 }
 
 impl Settings {
-    fn read(dir: &Path, name: &str) -> Result<Self> {
+    pub fn read(dir: &Path, name: &str) -> Result<Self> {
         let path = dir.join(name);
         let fields = json::read_optional(&path)?.unwrap_or_default();
         Ok(Self { path, fields })
     }
 
-    fn error(&self, what: impl ToString) -> Error {
+    pub fn error(&self, what: impl ToString) -> Error {
         Error::file(&self.path, what)
     }
 
+    /// The value of a key.
+    pub fn get(&self, key: &str) -> Option<&Value> {
+        self.fields.get(key)
+    }
+
     /// The texts of the tokens of a key.
-    fn tokens(&self, key: &str) -> Result<Vec<&str>> {
+    pub fn tokens(&self, key: &str) -> Result<Vec<&str>> {
         let mut texts = vec![];
         match self.fields.get(key).is_none_or(|value| add_texts(value, &mut texts)) {
             true => Ok(texts),

@@ -92,6 +92,12 @@ impl Vocabulary for Ggml {
         Ok(out)
     }
 
+    fn encode_chat(&self, text: &str) -> Result<Vec<u32>> {
+        let mut out = vec![];
+        self.append(text, true, &mut out)?;
+        Ok(out)
+    }
+
     fn encode_piece(&self, text: &str) -> Result<Vec<u32>> {
         let mut out = vec![];
         self.append(text, false, &mut out)?;

@@ -44,6 +44,10 @@ impl Vocabulary for Json {
         self.encode_with(text, true)
     }
 
+    fn encode_chat(&self, text: &str) -> Result<Vec<u32>> {
+        self.encode_with(text, false)
+    }
+
     fn encode_piece(&self, text: &str) -> Result<Vec<u32>> {
         let plain = self.encode_with(text, false)?;
         if self.space != SENTENCEPIECE_SPACE {

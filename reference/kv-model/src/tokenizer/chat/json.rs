@@ -1,0 +1,44 @@
+//! JSON as Python's `json.dumps` spaces it.
+
+use std::io;
+
+use serde::Serialize;
+use serde_json::Serializer;
+use serde_json::ser::{Formatter, PrettyFormatter};
+
+/// With `, ` and `: ` between items, or on lines of this indent for each level.
+pub(super) fn python_style(value: &impl Serialize, indent: Option<usize>) -> serde_json::Result<String> {
+    let mut out = vec![];
+    match indent {
+        None => value.serialize(&mut Serializer::with_formatter(&mut out, OneLine))?,
+        Some(n) => {
+            let indent = " ".repeat(n);
+            let formatter = PrettyFormatter::with_indent(indent.as_bytes());
+            value.serialize(&mut Serializer::with_formatter(&mut out, formatter))?;
+        }
+    }
+    Ok(String::from_utf8_lossy(&out).into_owned())
+}
+
+/// All on one line.
+struct OneLine;
+
+impl OneLine {
+    fn separate<W: io::Write + ?Sized>(writer: &mut W, first: bool) -> io::Result<()> {
+        if first { Ok(()) } else { writer.write_all(b", ") }
+    }
+}
+
+impl Formatter for OneLine {
+    fn begin_array_value<W: io::Write + ?Sized>(&mut self, writer: &mut W, first: bool) -> io::Result<()> {
+        Self::separate(writer, first)
+    }
+
+    fn begin_object_key<W: io::Write + ?Sized>(&mut self, writer: &mut W, first: bool) -> io::Result<()> {
+        Self::separate(writer, first)
+    }
+
+    fn begin_object_value<W: io::Write + ?Sized>(&mut self, writer: &mut W) -> io::Result<()> {
+        writer.write_all(b": ")
+    }
+}
