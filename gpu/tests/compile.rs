@@ -183,7 +183,8 @@ fn attention_on_codes_and_exact_rows() {
             let quantizer = |(m, nbits)| PqShape::new(dim, m, nbits).unwrap();
             let (keys, values) = (quantizer(keys), quantizer(values));
             let (element, rule) = (Element::Bf16, GroupRule::SumOfSoftmax);
-            let options = [(false, false, false), (true, false, true), (true, true, false), (true, true, true)];
+            let options =
+                [(false, false, false), (true, false, true), (true, true, false), (true, true, true)];
             for (o, (addends, value_norms, adaptive)) in options.into_iter().enumerate() {
                 if !every_kernel() && o % 2 != i % 2 {
                     continue;
