@@ -15,6 +15,11 @@ pub enum Error {
         /// Bits per component.
         bits: f32,
     },
+    /// The scale of values is no power of two from 2^-126 to 2^126.
+    ValueScale {
+        /// The unit of the values.
+        scale: f32,
+    },
 }
 
 impl Error {
@@ -25,6 +30,7 @@ impl Error {
             Self::Pq(error) => error.code(),
             Self::Svd(error) => error.code(),
             Self::KeyBits { .. } => 601,
+            Self::ValueScale { .. } => 602,
         }
     }
 }
@@ -36,6 +42,9 @@ impl fmt::Display for Error {
             Self::Svd(error) => error.fmt(f),
             Self::KeyBits { bits } => {
                 write!(f, "{bits} bits per component of keys: expected 1/8 to 8 in eighths")
+            }
+            Self::ValueScale { scale } => {
+                write!(f, "a scale of values of {scale}: expected a power of two from 2^-126 to 2^126")
             }
         }
     }

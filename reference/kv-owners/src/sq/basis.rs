@@ -234,8 +234,8 @@ impl Basis {
     ///
     /// # Errors
     /// [`Error::KeyBits`]; those of [`allot`], [`Shape::new`] and [`HeadTransform::new`], for bits of values
-    /// outside their range and parts that do not fit together; [`kv_attend::Error::BadField`] for a scale that is
-    /// no power of two; [`svd_core::Error::TooLarge`] for values that have no Hadamard transform.
+    /// outside their range and parts that do not fit together; [`Error::ValueScale`];
+    /// [`svd_core::Error::TooLarge`] for values that have no Hadamard transform.
     pub fn head(&self, frequencies: &[f32], bits: &Bits) -> Result<Arc<Head>, Error> {
         let CodedKeys { shape, basis, dual, sigma } = self.coded_keys(bits.key_slots(self.sigma.len())?)?;
         let values = ValueTransform::new(&self.value_mean, self.value_scale)?;

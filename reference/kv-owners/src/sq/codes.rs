@@ -88,6 +88,7 @@ impl Codes {
         self.append_coded(backend, first, keys, &values)
     }
 
+    /// Codes one block after the other, so that sums do not depend on how blocks are divided among appends.
     fn append_coded(
         &mut self,
         backend: Backend,
@@ -95,16 +96,32 @@ impl Codes {
         keys: &[f32],
         values: &[f32],
     ) -> Result<Evicted, Error> {
-        let evicted = self.codes.append(backend, first, keys, values)?;
-        self.coded.tokens += evicted.tokens;
-        self.coded.errors.keys += evicted.key_error;
-        self.coded.errors.values += evicted.value_error;
+        let transform = self.codes.transform();
+        let (dim, dim_v, block) = (transform.keys().dim(), transform.values().dim(), transform.block());
+        if !keys.len().is_multiple_of(dim) {
+            return Err(kv_attend::Error::PartialRow { what: "keys", row: dim, actual: keys.len() }.into());
+        }
+        let (n, scale) = (keys.len() / dim, f64::from(self.head.values().scale()));
+        if values.len() != n * dim_v {
+            let (expected, actual) = (n * dim_v, values.len());
+            return Err(kv_attend::Error::Length { what: "values", expected, actual }.into());
+        }
         let square =
             |row: &[f32]| row.iter().filter(|x| x.is_finite()).map(|&x| f64::from(x).powi(2)).sum::<f64>();
-        let rows = values.chunks_exact(self.head.value_mean().len());
-        self.coded.value_squares += rows.map(|row| square(row).max(LEAST_SQUARE)).sum::<f64>();
-        let scale = f64::from(self.head.values().scale());
-        Ok(Evicted { value_error: evicted.value_error * scale * scale, ..evicted })
+        let mut sum = Evicted::default();
+        for (i, (keys, values)) in keys.chunks(block * dim).zip(values.chunks(block * dim_v)).enumerate() {
+            let evicted = self.codes.append(backend, first + i * block, keys, values)?;
+            self.coded.tokens += evicted.tokens;
+            self.coded.errors.keys += evicted.key_error;
+            self.coded.errors.values += evicted.value_error;
+            values
+                .chunks_exact(dim_v)
+                .for_each(|row| self.coded.value_squares += square(row).max(LEAST_SQUARE));
+            sum.tokens += evicted.tokens;
+            sum.key_error += evicted.key_error;
+            sum.value_error += evicted.value_error * scale * scale;
+        }
+        Ok(sum)
     }
 
     /// Drops all tokens from index `len` on. Without any left, the codes have the head's bits again.

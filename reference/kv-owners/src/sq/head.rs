@@ -137,7 +137,7 @@ impl Head {
     /// Reads what [`to_bytes`](Self::to_bytes) wrote.
     ///
     /// # Errors
-    /// Those of [`HeadTransform::from_bytes`]; [`kv_attend::Error::BadField`].
+    /// Those of [`HeadTransform::from_bytes`]; [`kv_attend::Error::BadField`], [`Error::ValueScale`].
     pub fn from_bytes(bytes: &[u8]) -> Result<Arc<Self>, Error> {
         let mut reader = Reader::new("a head of scalar codes", MAGIC, VERSION, bytes)?;
         let len = reader.usize()?;

@@ -15,13 +15,12 @@ pub(super) struct ValueTransform {
 
 impl ValueTransform {
     /// # Errors
-    /// [`pq_core::Error::NotFinite`]; [`kv_attend::Error::BadField`] for a scale that is no power of two from 2^-126
-    /// to 2^126; those of [`Hadamard::new`].
+    /// [`pq_core::Error::NotFinite`]; [`Error::ValueScale`]; those of [`Hadamard::new`].
     pub fn new(mean: &[f32], scale: f32) -> Result<Self, Error> {
         check_finite("mean of the values", mean)?;
         let fraction = scale.to_bits() & 0x7f_ffff;
         if !(scale > 0.0 && scale.is_normal() && scale.recip().is_normal() && fraction == 0) {
-            return Err(kv_attend::Error::BadField { what: "scale of the values" }.into());
+            return Err(Error::ValueScale { scale });
         }
         Ok(Self { hadamard: Hadamard::new(mean.len())?, mean: mean.to_vec(), scale })
     }
