@@ -2,8 +2,8 @@
 
 use std::path::Path;
 
-use crate::Result;
 use crate::gguf::Gguf;
+use crate::{Message, Result};
 
 /// Text to tokens and back: without the feature `tokenizers` there is no value of this type.
 pub enum Tokenizer {}
@@ -61,23 +61,6 @@ impl Tokenizer {
     #[must_use]
     pub fn token_id(&self, _: &str) -> Option<u32> {
         match *self {}
-    }
-}
-
-/// A message of a conversation.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Message {
-    /// `system`, `user` or `assistant`.
-    pub role: String,
-    /// The text.
-    pub content: String,
-}
-
-impl Message {
-    /// A message.
-    #[must_use]
-    pub fn new(role: impl Into<String>, content: impl Into<String>) -> Self {
-        Self { role: role.into(), content: content.into() }
     }
 }
 

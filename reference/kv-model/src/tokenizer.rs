@@ -18,7 +18,7 @@ use std::path::Path;
 
 use crate::Result;
 use crate::gguf::Gguf;
-pub use chat::{ChatTemplate, Message};
+pub use chat::ChatTemplate;
 pub use stream::TextStream;
 
 /// Text to tokens and back.

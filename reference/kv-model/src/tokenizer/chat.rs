@@ -11,29 +11,11 @@ use chrono::Local;
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, Serde, Value, ValueKind};
 use minijinja::{Environment, ErrorKind, Output, State, context};
-use serde::{Deserialize, Serialize};
 
 use super::from_folder::Settings;
 use crate::error::Quoted;
 use crate::gguf::Gguf;
-use crate::{Error, Result, files};
-
-/// A message of a conversation.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Message {
-    /// `system`, `user` or `assistant`; templates may know others.
-    pub role: String,
-    /// The text.
-    pub content: String,
-}
-
-impl Message {
-    /// A message.
-    #[must_use]
-    pub fn new(role: impl Into<String>, content: impl Into<String>) -> Self {
-        Self { role: role.into(), content: content.into() }
-    }
-}
+use crate::{Error, Message, Result, files};
 
 /// A model's chat template.
 ///
