@@ -30,9 +30,9 @@ pub fn decode_norm(code: u8) -> f32 {
     libm::exp2f((f32::from(code) - ONE) / STEPS)
 }
 
-/// The unit of the norms of rows: the largest power of two that is not above the root mean square of their norms,
-/// from 2^-126 to 2^126; 1 if all rows are 0. Norms of rows that are divided by it, which is exact, have codes of
-/// [`encode_norm`] from 2^-8 to 2^8 of it. A NaN or infinite component counts as 0.
+/// The unit of the norms of rows: the largest power of two that is not above the root mean square of their
+/// norms, from 2^-126 to 2^126; 1 if all rows are 0. Norms of rows that are divided by it, which is exact,
+/// have codes of [`encode_norm`] from 2^-8 to 2^8 of it. A NaN or infinite component counts as 0.
 ///
 /// # Shapes
 /// `rows` (n, dim).

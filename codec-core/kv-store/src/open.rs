@@ -116,8 +116,8 @@ pub fn folder_of(url: &str) -> Result<Option<PathBuf>> {
     }
 }
 
-/// Makes the folder that a URL names and checks that it can be written to, before there is something to write.
-/// Other stores are not asked.
+/// Makes the folder that a URL names and checks that it can be written to, before there is something to
+/// write. Other stores are not asked.
 ///
 /// # Errors
 /// [`Error::Url`] with what the system said.

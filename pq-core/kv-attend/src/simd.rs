@@ -63,8 +63,8 @@ pub trait Simd: Copy {
     /// # Safety
     /// `LANES` elements from `p` on are readable.
     unsafe fn load_bf16(self, p: *const u16) -> Self::F32;
-    /// The products of `N` signed bytes and `N` integers of 16 bits, 16 or 32, added up in the lanes: exactly, then
-    /// rounded to floats.
+    /// The products of `N` signed bytes and `N` integers of 16 bits, 16 or 32, added up in the lanes:
+    /// exactly, then rounded to floats.
     ///
     /// # Safety
     /// `N` bytes from `a` on and `N` integers from `b` on are readable.

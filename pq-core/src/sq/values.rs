@@ -199,9 +199,9 @@ fn uniform(shape: &Shape) -> Result<u32, Error> {
     prefix.and(shape.uniform_width()).ok_or(Error::ShapeMismatch)
 }
 
-/// Codes the values of a block, in a Hadamard basis and without their mean. A NaN or infinite component counts as
-/// 0. Norms are those of [`encode_norm`]: values that are longer than 2^8, or shorter than 2^-8, take these norms,
-/// so that values of a head come in units of their usual norm.
+/// Codes the values of a block, in a Hadamard basis and without their mean. A NaN or infinite component is
+/// taken as 0. Norms are those of [`encode_norm`]: values that are longer than 2^8, or shorter than 2^-8, take
+/// these norms, so that values of a head come in units of their usual norm.
 ///
 /// # Shapes
 /// `rows` (n, dim), n at most [`MAX_BLOCK`](super::MAX_BLOCK); `norms` (n,) and `words`

@@ -57,8 +57,8 @@ impl Checkpoint {
     /// The chat template.
     ///
     /// # Errors
-    /// [`Error::Argument`] for a model without one, [`Error::Feature`] in a build without the feature `tokenizers`;
-    /// [`Error::Io`] or [`Error::File`] for one that cannot be read.
+    /// [`Error::Argument`] for a model without one, [`Error::Feature`] in a build without the feature
+    /// `tokenizers`; [`Error::Io`] or [`Error::File`] for one that cannot be read.
     pub fn chat_template(&self) -> Result<ChatTemplate> {
         let template = match &self.gguf {
             Some(gguf) => ChatTemplate::of_gguf(gguf)?,

@@ -126,8 +126,8 @@ impl Gguf {
         Ok(ends)
     }
 
-    /// Scaling of RoPE, by the keys of every age: without a type a factor is linear, and the oldest files have
-    /// `rope.scale_linear` instead of `rope.scaling.factor`.
+    /// Scaling of RoPE, by the keys of every age: without a type a factor is linear, and the oldest files
+    /// have `rope.scale_linear` instead of `rope.scaling.factor`.
     fn rope_scaling(&self, head_dim: usize, max_seq_len: usize) -> Result<RopeScaling> {
         let key = |name: &str| self.key(&format!("rope.scaling.{name}"));
         let old = self.float_or(&self.key("rope.scale_linear"), 0.0)?;
@@ -251,8 +251,8 @@ impl Gguf {
         }
     }
 
-    /// A token in the metadata, or a list of them; none if the key is missing. Numbers that are no tokens are left
-    /// out: files write -1 for none.
+    /// A token in the metadata, or a list of them; none if the key is missing. Numbers that are no tokens are
+    /// left out: files write -1 for none.
     pub fn token_ids(&self, key: &str) -> Result<Vec<u32>> {
         match self.header.metadata.get(key) {
             None => Ok(vec![]),

@@ -7,8 +7,8 @@ use kv_attend::Backend;
 
 use crate::gguf::{Codes, Layout, UnpackBlocks};
 
-/// A matrix that multiplies vectors from the left, row-major: in single precision, or as the blocks of a GGUF file,
-/// which are decoded a few rows at a time.
+/// A matrix that multiplies vectors from the left, row-major: in single precision, or as the blocks of a GGUF
+/// file, which are decoded a few rows at a time.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Matrix {
     n_in: usize,

@@ -35,8 +35,8 @@ trait Vocabulary: Send + Sync {
     fn encode_chat(&self, text: &str) -> Result<Vec<u32>>;
     /// As [`Tokenizer::encode_piece`].
     fn encode_piece(&self, text: &str) -> Result<Vec<u32>>;
-    /// The bytes that a token adds to a text after another token, or at its beginning (`None`). `None` if it is
-    /// no part of texts, such as a special token: the beginning is still to come after it.
+    /// The bytes that a token adds to a text after another token, or at its beginning (`None`). `None` if it
+    /// is no part of texts, such as a special token: the beginning is still to come after it.
     fn bytes(&self, token: u32, after: Option<u32>) -> Result<Option<Vec<u8>>>;
     /// All tokens but those added to the model's own.
     fn tokens(&self) -> Vec<(u32, String)>;

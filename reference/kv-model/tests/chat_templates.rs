@@ -1,5 +1,5 @@
-//! Chat templates of folders, next to what Jinja makes of them with transformers' options: `chat_templates/expected.json`,
-//! which `chat_templates/make_expected.py` wrote with jinja2 3.1.6.
+//! Chat templates of folders, next to what Jinja makes of them with transformers' options:
+//! `chat_templates/expected.json`, which `chat_templates/make_expected.py` wrote with jinja2 3.1.6.
 
 #![cfg(feature = "tokenizers")]
 #![allow(clippy::unwrap_used, clippy::panic)] // helpers of tests, too

@@ -123,7 +123,8 @@ fn attention_is_that_of_the_rows_up_to_the_bits() {
     }
 }
 
-/// Windows from none to beyond the text, texts from one token on, groups of 1 to 16: every token is exact or coded.
+/// Windows from none to beyond the text, texts from one token on, groups of 1 to 16: every token is exact or
+/// coded.
 #[test]
 fn windows_and_texts_of_any_length() {
     let heads = heads(8);
@@ -226,7 +227,8 @@ fn unchecked(mut bytes: Vec<u8>) -> Vec<u8> {
 /// Reads what was saved and uses it.
 type Serves<'a> = &'a dyn Fn(&[u8]) -> Result<(), kv_owners::Error>;
 
-/// Every bit of what is saved turned, with a checksum and without: an error, or parts that serve without a panic.
+/// Every bit of what is saved turned, with a checksum and without: an error, or parts that serve without a
+/// panic.
 #[test]
 fn turned_bits_are_errors_or_serve() {
     let (frequencies, window) = ([0.5], Window { sinks: 1, recent: 2, batch: 32 });
@@ -315,8 +317,8 @@ fn keys_that_do_not_fit_get_more_bits() {
     assert!(fits(&wide).iter().all(|fit| fit.tokens == 0 && fit.added_bits == 0.0));
 }
 
-/// Values of every length, of calibration and of text, `size` times those of the other tests: the output is the scaled
-/// one, bit for bit where the size is a power of two.
+/// Values of every length, of calibration and of text, `size` times those of the other tests: the output is
+/// the scaled one, bit for bit where the size is a power of two.
 #[test]
 fn values_of_every_length_keep_their_bits() {
     let n = 200;
@@ -355,7 +357,8 @@ fn values_of_every_length_keep_their_bits() {
         let (_, error, misfit, _) = attend(size, size);
         assert!(error < 0.03 && !misfit, "{size}: {error}");
     }
-    // A text unlike the calibration: values that are too long are noticed, short ones lose no more than those of the calibration.
+    // A text unlike the calibration: values that are too long are noticed, short ones lose no more than those
+    // of the calibration.
     for (fitted, size, most) in [(1.0, 60.0, 0.03), (1.0, 1e6, f64::INFINITY), (1e-6, 1.0, f64::INFINITY)] {
         let (_, error, misfit, _) = attend(fitted, size);
         assert!(error < most && misfit == most.is_infinite(), "{size} after {fitted}: {error}");
@@ -428,8 +431,8 @@ fn saved_bases_without_components_make_no_head() {
     }
 }
 
-/// Bases fitted to rows of which nothing can be learnt serve rows like them, for heads of every length; what cannot
-/// be fitted is an error.
+/// Bases fitted to rows of which nothing can be learnt serve rows like them, for heads of every length; what
+/// cannot be fitted is an error.
 #[test]
 fn degenerate_samples_make_bases_that_serve_or_errors() {
     let attention = Attention::scaled(0.2);

@@ -30,8 +30,8 @@ pub struct Calibrate {
     model: ModelArgs,
     #[command(flatten)]
     text: CalibrationTextArgs,
-    /// Tokens to use, from the start of the text or of each of several [default: 4096, or all that the texts have
-    /// and the model takes]
+    /// Tokens to use, from the start of the text or of each of several [default: 4096, or all that the texts
+    /// have and the model takes]
     #[arg(long, value_name = "N")]
     tokens: Option<usize>,
     /// Methods to prepare for [default: those of `kv compare`]

@@ -414,7 +414,8 @@ fn codes_that_do_not_fit_a_text_are_noticed() {
     assert!(s.prefilled("int4:window=4:group=8", 100).cache.fits().is_empty(), "nothing of it is fitted");
 }
 
-/// A head whose keys lose more than the profile expects gets more bits, on prompts of 64 coded tokens and more.
+/// A head whose keys lose more than the profile expects gets more bits, on prompts of 64 coded tokens and
+/// more.
 #[test]
 fn keys_that_do_not_fit_get_more_bits() {
     let [kept, widened] = ["sq:k=2:v=4:block=32:window=4:widen=off", "sq:k=2:v=4:block=32:window=4"];

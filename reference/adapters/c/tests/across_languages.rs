@@ -1,10 +1,12 @@
-//! `../same_bytes` holds what every language writes, reads and computes, bit for bit: the shared state and the
-//! cache of a layer with product codes and with scalar codes, and attention of the cache. This test covers Rust, on
-//! every backend, and C; `../python/tests/test_same_bytes.py` covers Python from the same inputs.
+//! `../same_bytes` holds what every language writes, reads and computes, bit for bit: the shared state and
+//! the cache of a layer with product codes and with scalar codes, and attention of the cache. This test
+//! covers Rust, on every backend, and C; `../python/tests/test_same_bytes.py` covers Python from the same
+//! inputs.
 //!
-//! Inputs are such that no sum is rounded and every query sees one token alone, whose score exceeds all others by
-//! more than 87: results do not depend on the order of sums, and so not on the machine. `KVC_WRITE_SAME_BYTES=1
-//! cargo test --test across_languages` writes the files anew, after a change of a format.
+//! Inputs are such that no sum is rounded and every query sees one token alone, whose score exceeds all
+//! others by more than 87: results do not depend on the order of sums, and so not on the machine.
+//! `KVC_WRITE_SAME_BYTES=1 cargo test --test across_languages` writes the files anew, after a change of a
+//! format.
 
 #![allow(
     clippy::undocumented_unsafe_blocks,

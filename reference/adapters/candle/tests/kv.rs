@@ -1,6 +1,6 @@
-//! Greedy tokens of candle's Llama on the repository's model are those of `kv generate`, for the dense cache and for
-//! codes with the codebooks and bases of `kv calibrate`. The program is `$KV`, or that of the repository's target
-//! folder; without one the test prints that it was skipped.
+//! Greedy tokens of candle's Llama on the repository's model are those of `kv generate`, for the dense cache
+//! and for codes with the codebooks and bases of `kv calibrate`. The program is `$KV`, or that of the
+//! repository's target folder; without one the test prints that it was skipped.
 
 #![allow(clippy::unwrap_used, clippy::panic)] // helpers of tests, too
 

@@ -5,8 +5,8 @@ use serde::Serialize;
 
 /// The [`Fit`] of the codes of one head's keys or values.
 ///
-/// Errors of PQ codes, and of `sq`'s values, are sums of squares, relative to those of the rows in the space of the
-/// codes. Errors of `sq`'s keys are mean squares of the error of a score.
+/// Errors of PQ codes, and of `sq`'s values, are sums of squares, relative to those of the rows in the space
+/// of the codes. Errors of `sq`'s keys are mean squares of the error of a score.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct HeadFit {
     /// Layer.
@@ -21,8 +21,8 @@ pub struct HeadFit {
 }
 
 impl HeadFit {
-    /// A line about the heads of `all` whose codes do not fit, with the worst, or to whose codes bits were added,
-    /// with the most; none if all fit.
+    /// A line about the heads of `all` whose codes do not fit, with the worst, or to whose codes bits were
+    /// added, with the most; none if all fit.
     #[must_use]
     pub fn warning(method: &str, all: &[Self]) -> Option<String> {
         let misfits = all.iter().filter(|head| head.fit.is_misfit());

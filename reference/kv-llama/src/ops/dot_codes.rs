@@ -9,12 +9,13 @@ use super::matmul::{TILE, rows_of};
 /// `out[i] = rows[first + i] . x`, by groups of neighbouring codes that share a scale and an offset:
 /// `sum over groups of scale * (codes . x) + offset * sum(x)`, in `f32` in an order that depends on the CPU.
 ///
-/// In the products, `x` is rounded to 16 bits: to multiples of 1/32767 of the largest magnitude in its group. That is
-/// 1/258 of the step of activations in 8 bits, at the same cost: the product of a code is that of 16-bit integers.
+/// In the products, `x` is rounded to 16 bits: to multiples of 1/32767 of the largest magnitude in its group.
+/// That is 1/258 of the step of activations in 8 bits, at the same cost: the product of a code is that of
+/// 16-bit integers.
 ///
 /// # Cost
-/// One pass over the blocks. Floor: their bytes from memory. 16 numbers take two loads, a conversion, a multiply-add and
-/// an addition of AVX2, next to their share in unpacking the codes.
+/// One pass over the blocks. Floor: their bytes from memory. 16 numbers take two loads, a conversion, a
+/// multiply-add and an addition of AVX2, next to their share in unpacking the codes.
 ///
 /// # Panics
 /// When there are not so many rows, or they are not as long as `x`.

@@ -5,9 +5,9 @@ use kv_attend::simd::{Kernel, Run, Simd, dot};
 
 /// `out[i] = rows[i] . x`: `rows` (out.len(), x.len()).
 ///
-/// The order of additions depends on the length of a row and the CPU, not on the number of rows. Rows are read one
-/// after the other: four at a time take 1.5 to 2 times as long where they come from memory, since the CPU prefetches
-/// along one stream.
+/// The order of additions depends on the length of a row and the CPU, not on the number of rows. Rows are
+/// read one after the other: four at a time take 1.5 to 2 times as long where they come from memory, since
+/// the CPU prefetches along one stream.
 ///
 /// # Panics
 /// When the lengths are inconsistent.

@@ -13,19 +13,19 @@ use super::product;
 /// Minimum multiply-adds that are worth a second thread.
 const PARALLEL_FROM: usize = 1 << 17;
 
-/// Numbers per share of the product of one vector. Shares of 2^16 made a decode step of the shipped model 20 to
-/// 30 % slower on two cores; from 2^18 on it takes as long as with one share per thread.
+/// Numbers per share of the product of one vector. Shares of 2^16 made a decode step of the shipped model 20
+/// to 30 % slower on two cores; from 2^18 on it takes as long as with one share per thread.
 const SHARE: usize = 4 * PARALLEL_FROM;
 
 /// Numbers of a share that are decoded at a time: they stay in the first-level cache.
 pub(super) const TILE: usize = 1 << 12;
 
-/// Maximum vectors that are multiplied one after the other with decoded numbers, which are in the first-level cache.
-/// With more of them gemm is faster.
+/// Maximum vectors that are multiplied one after the other with decoded numbers, which are in the first-level
+/// cache. With more of them gemm is faster.
 const FEW: usize = 8;
 
-/// Numbers that are multiplied at a time with many vectors. The order in which gemm sums depends on the number of
-/// rows of a call, so both forms have the same.
+/// Numbers that are multiplied at a time with many vectors. The order in which gemm sums depends on the
+/// number of rows of a call, so both forms have the same.
 const PANEL: usize = 1 << 22;
 
 /// Rows of `n_in` numbers that are about `len` numbers.
@@ -54,8 +54,8 @@ pub fn matmul(weight: &Matrix, x: &[f32], y: &mut [f32]) {
     }
 }
 
-/// The products of one vector, or of a few: `y` (n_out, n). Reading the weights is most of their cost. Each thread takes
-/// shares of the rows.
+/// The products of one vector, or of a few: `y` (n_out, n). Reading the weights is most of their cost. Each
+/// thread takes shares of the rows.
 fn multiply_few(weight: &Matrix, x: &[f32], y: &mut [f32]) {
     let (n_in, n_out) = (weight.n_in(), weight.n_out());
     let n = x.len() / n_in;
@@ -94,7 +94,8 @@ fn multiply_share(weight: &Matrix, first: usize, x: &[f32], y: &mut [f32]) {
     }
 }
 
-/// The products of many vectors: all threads take part in the product with some of the rows, which are decoded once.
+/// The products of many vectors: all threads take part in the product with some of the rows, which are
+/// decoded once.
 fn multiply_many(weight: &Matrix, x: &[f32], y: &mut [f32]) {
     let (n_in, n_out) = (weight.n_in(), weight.n_out());
     let some = rows_of(PANEL, n_in);
@@ -119,8 +120,8 @@ fn decoded(weight: &Matrix, first: usize, n: usize) -> Cow<'_, [f32]> {
     rows.into()
 }
 
-/// `x W^T` for some rows of a matrix: `weight` (rows, n_in), `x` (n, n_in). They are `rows` columns of `y` (n, n_out),
-/// from the given one on.
+/// `x W^T` for some rows of a matrix: `weight` (rows, n_in), `x` (n, n_in). They are `rows` columns of `y`
+/// (n, n_out), from the given one on.
 ///
 /// # Panics
 /// When the lengths are inconsistent.
@@ -132,8 +133,8 @@ fn product_of_rows(weight: &[f32], x: &[f32], (y, column): (&mut [f32], usize), 
     );
     let parallelism = if parallel { Parallelism::Rayon(0) } else { Parallelism::None };
     let y = &mut y[column..];
-    // SAFETY: the assertion above has proved x (n, n_in), weight (rows, n_in), and `rows` columns of y (n, n_out) after
-    // the first ones, which the slice begins behind.
+    // SAFETY: the assertion above has proved x (n, n_in), weight (rows, n_in), and `rows` columns of y (n,
+    // n_out) after the first ones, which the slice begins behind.
     unsafe { product(n, rows, n_in, y, n_out, x, (n_in, 1), weight, (1, n_in), 1.0, parallelism) };
 }
 
@@ -145,7 +146,8 @@ mod tests {
         (0..n).map(|i| (((i + seed) * 7919) % 1000) as f32 / 500.0 - 1.0).collect()
     }
 
-    /// `y = rows x`, up to 2e-6 of the sum of all magnitudes, where the numbers of `x` have errors up to `rounding`.
+    /// `y = rows x`, up to 2e-6 of the sum of all magnitudes, where the numbers of `x` have errors up to
+    /// `rounding`.
     fn assert_products(rows: &[f32], x: &[f32], y: &[f32], rounding: f64) {
         for (row, y) in rows.chunks(x.len()).zip(y) {
             let terms = || row.iter().zip(x).map(|(w, x)| f64::from(*w) * f64::from(*x));
@@ -176,8 +178,8 @@ mod tests {
     /// Half the step of a vector in fixed point whose largest number is 1.
     const HALF_STEP: f64 = 1.0 / 65534.0;
 
-    /// Every type that the reader knows, at sizes of one tile, several, and several shares or panels, for one vector, a
-    /// few and many.
+    /// Every type that the reader knows, at sizes of one tile, several, and several shares or panels, for one
+    /// vector, a few and many.
     #[test]
     fn blocks_have_the_products_of_their_numbers() {
         for (n_in, n_out) in [(256, 1), (256, 17), (768, 300), (1024, 1500), (1 << 17, 40)] {

@@ -158,8 +158,8 @@ impl PqKlt {
         matches!((side, self.values), (Side::Values, ValueBooks::Gaussian))
     }
 
-    /// The factor of rows that are divided by their norms: values are averaged, so that their codes are without
-    /// bias where it is known.
+    /// The factor of rows that are divided by their norms: values are averaged, so that their codes are
+    /// without bias where it is known.
     fn norms(&self, side: Side, head_dim: usize) -> Result<Option<f32>> {
         let shape = self.codes[side].shape(head_dim)?;
         let gain =
@@ -341,7 +341,8 @@ impl Kind for PqKlt {
                     let (basis, dual) = (single(fitted.rotation.basis()), single(fitted.rotation.dual()));
                     [("store", basis), ("probe", dual), ("centroids", fitted.centroids)]
                 });
-                // Of rows near zero, whose norms have no code, the relative error may exceed single precision.
+                // Of rows near zero, whose norms have no code, the relative error may exceed single
+                // precision.
                 let error = error.min(f64::from(f32::MAX)) as f32;
                 let parts = [("mean", mean), ("scale", scale), ("error", vec![error]), ("errors", errors)];
                 for (part, values) in parts.into_iter().chain(fitted.into_iter().flatten()) {

@@ -1,10 +1,10 @@
 //! Scalar codes: keys in their query-weighted KLT, rotated relative to blocks of positions, values in a
 //! Hadamard basis. Calibration needs means and second moments only.
 //!
-//! The transform of the keys is all that is fitted, with the mean and the scale of the values, so that the keys of a
-//! text of another kind may lose more than those of the calibration: mostly those of a few heads. If the keys of a
-//! head on a prompt lose more than 1.5 times what the profile expects, they are coded again with as many more bits
-//! as bring the error back.
+//! The transform of the keys is all that is fitted, with the mean and the scale of the values, so that the
+//! keys of a text of another kind may lose more than those of the calibration: mostly those of a few heads.
+//! If the keys of a head on a prompt lose more than 1.5 times what the profile expects, they are coded again
+//! with as many more bits as bring the error back.
 
 #[cfg(feature = "cuda")]
 mod device;

@@ -1,5 +1,6 @@
-//! Sizes that no model of the tests has: heads of 2 to 320 components, groups of 1 to 16, one layer, a vocabulary of
-//! one token; windows and sinks beyond the text, and none. A method serves them or names what it cannot.
+//! Sizes that no model of the tests has: heads of 2 to 320 components, groups of 1 to 16, one layer, a
+//! vocabulary of one token; windows and sinks beyond the text, and none. A method serves them or names what
+//! it cannot.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -155,8 +156,8 @@ fn heads_groups_layers_and_vocabularies_of_any_size() {
     assert!(served > 700, "{served}");
 }
 
-/// A model with values that are `2^exponent` times as long, and outputs of heads that undo it, is the same function:
-/// methods lose no more of it.
+/// A model with values that are `2^exponent` times as long, and outputs of heads that undo it, is the same
+/// function: methods lose no more of it.
 #[test]
 fn values_of_any_length() {
     let sizes = Sizes { head_dim: 32, n_kv_heads: 2, group: 2, layers: 2, vocabulary: 96 };

@@ -192,7 +192,8 @@ mod tests {
         assert!(refused(99).starts_with("ggml type 99 is"));
     }
 
-    /// Against `gguf.quants.dequantize` of the `gguf` package, on pseudo-random blocks: the digest of the numbers.
+    /// Against `gguf.quants.dequantize` of the `gguf` package, on pseudo-random blocks: the digest of the
+    /// numbers.
     #[test]
     fn every_type_decodes_as_the_gguf_package_does() {
         // Type, offsets of the block's half-precision scales, digest.

@@ -1,5 +1,5 @@
-//! Chat templates: the text of a conversation as a model was trained on it, by the Jinja template of its checkpoint,
-//! with the options and functions that transformers gives them.
+//! Chat templates: the text of a conversation as a model was trained on it, by the Jinja template of its
+//! checkpoint, with the options and functions that transformers gives them.
 
 mod json;
 
@@ -19,8 +19,8 @@ use crate::{Error, Message, Result, files};
 
 /// A model's chat template.
 ///
-/// A template is a program of the checkpoint. The number of its steps is limited; the memory of the texts that it
-/// makes is not.
+/// A template is a program of the checkpoint. The number of its steps is limited; the memory of the texts
+/// that it makes is not.
 ///
 /// # Examples
 /// ```no_run
@@ -49,7 +49,8 @@ const TOKENS: [&str; 7] =
     ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
 
 impl ChatTemplate {
-    /// That of a folder: `chat_template.jinja`, or `chat_template` of `tokenizer_config.json`. `None` if it has none.
+    /// That of a folder: `chat_template.jinja`, or `chat_template` of `tokenizer_config.json`. `None` if it
+    /// has none.
     pub(crate) fn of_folder(dir: &Path) -> Result<Option<Self>> {
         /// Ten times the longest templates.
         const MOST: usize = 1 << 20;
@@ -107,7 +108,8 @@ impl ChatTemplate {
         Ok(Self { path, environment, tokens })
     }
 
-    /// The text of a conversation, with the beginning of the assistant's next message if `add_generation_prompt`.
+    /// The text of a conversation, with the beginning of the assistant's next message if
+    /// `add_generation_prompt`.
     ///
     /// # Errors
     /// [`Error::File`] when the template fails, or refuses the conversation.
@@ -148,7 +150,8 @@ fn template_error(path: &Path, error: &minijinja::Error) -> Error {
     Error::file(path, format!("{NAME}{line}: {detail}"))
 }
 
-/// A template without the tags around what an assistant says, which mark tokens for training and have no text.
+/// A template without the tags around what an assistant says, which mark tokens for training and have no
+/// text.
 fn without_generation_tags(source: &str) -> String {
     let mut out = String::with_capacity(source.len());
     let mut rest = source;

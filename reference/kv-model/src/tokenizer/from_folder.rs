@@ -39,7 +39,8 @@ pub(super) fn load(dir: &Path) -> Result<Option<(Json, Vec<u32>)>> {
         special.extend(file.tokens(key)?);
     }
 
-    // As transformers does: tokens in the order of their numbers, then special tokens that are not among them.
+    // As transformers does: tokens in the order of their numbers, then special tokens that are not among
+    // them.
     let mut numbered = config.numbered_tokens()?;
     let added = json::read_optional::<BTreeMap<String, u64>>(&dir.join("added_tokens.json"))?;
     for (token, id) in added.into_iter().flatten() {
@@ -117,8 +118,8 @@ impl Settings {
     }
 }
 
-/// Adds the texts of a token, which is a text or an object, or of a list or a map of tokens; false for what is none
-/// of these.
+/// Adds the texts of a token, which is a text or an object, or of a list or a map of tokens; false for what
+/// is none of these.
 fn add_texts<'a>(value: &'a Value, texts: &mut Vec<&'a str>) -> bool {
     match value {
         Value::Null => {}

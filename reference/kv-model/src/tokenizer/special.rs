@@ -11,8 +11,8 @@ pub(super) enum Part<'a> {
     Token(u32),
 }
 
-/// Cuts a text at special tokens: at every occurrence of the first one, then of the second in what is left, and so
-/// on. llama.cpp's order is that of descending length. Tokens without a letter are nowhere.
+/// Cuts a text at special tokens: at every occurrence of the first one, then of the second in what is left,
+/// and so on. llama.cpp's order is that of descending length. Tokens without a letter are nowhere.
 ///
 /// # Cost
 /// One pass over the text for each token, however many parts there are.

@@ -106,8 +106,8 @@ pub struct Basis {
     pub sigma: Vec<f32>,
     /// Mean of the values: (dim of the values,).
     pub value_mean: Vec<f32>,
-    /// The unit of the norms of values, a power of two from 2^-126 to 2^126: codes hold values without their mean
-    /// whose norms are 2^-8 to 2^8 of it.
+    /// The unit of the norms of values, a power of two from 2^-126 to 2^126: codes hold values without their
+    /// mean whose norms are 2^-8 to 2^8 of it.
     pub value_scale: f32,
 }
 
@@ -122,8 +122,8 @@ impl Basis {
     /// # Errors
     /// [`kv_attend::Error::Zero`] for no head or no row; [`kv_attend::Error::Length`] and
     /// [`kv_attend::Error::PartialRow`] for rows that are not those of `heads` heads;
-    /// [`kv_attend::Error::TooLarge`] for positions beyond `i64`; [`pq_core::Error`] for a bad block; errors of
-    /// the rotation, or [`pq_core::Error::NotFinite`], for rows that are not finite.
+    /// [`kv_attend::Error::TooLarge`] for positions beyond `i64`; [`pq_core::Error`] for a bad block; errors
+    /// of the rotation, or [`pq_core::Error::NotFinite`], for rows that are not finite.
     /// # Cost
     /// n * dim * dim multiply-adds per head for its keys, and as many for each of its query heads; an
     /// eigenproblem of dim components.

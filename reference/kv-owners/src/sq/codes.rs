@@ -14,8 +14,8 @@ use crate::Error;
 /// Query heads that are attended together: their statistics are on the stack.
 const HEADS: usize = 16;
 
-/// The least square of a norm in [`Codes::fits`], an octave above the least norm that has a code: the error of
-/// shorter values is at most the one expected of such a norm.
+/// The least square of a norm in [`Codes::fits`], an octave above the least norm that has a code: the error
+/// of shorter values is at most the one expected of such a norm.
 const LEAST_SQUARE: f64 = 1.0 / (128.0 * 128.0);
 
 /// [`HeadCodes`] with the transforms of a [`Head`], and what coding has lost.
@@ -47,8 +47,9 @@ impl Codes {
         &self.codes
     }
 
-    /// How well the codes fit their tokens, in the units of [`Head::expected_errors`]. Values do not fit if their
-    /// norms are far above those of the samples; far below, their error is small next to that of the samples.
+    /// How well the codes fit their tokens, in the units of [`Head::expected_errors`]. Values do not fit if
+    /// their norms are far above those of the samples; far below, their error is small next to that of the
+    /// samples.
     #[must_use]
     pub fn fits(&self) -> Pair<Fit> {
         let [own, slots] = [self.head.transform(), self.codes.transform()].map(|made| made.keys().slots());

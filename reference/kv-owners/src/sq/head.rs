@@ -57,8 +57,8 @@ impl Head {
         self.values.mean()
     }
 
-    /// The errors to expect of codes: of keys the mean squared error of a score, of values the squared error relative
-    /// to the values without their mean.
+    /// The errors to expect of codes: of keys the mean squared error of a score, of values the squared error
+    /// relative to the values without their mean.
     #[must_use]
     pub const fn expected_errors(&self) -> Pair<f64> {
         self.expected

@@ -20,11 +20,11 @@ pub(crate) enum RowFormat {
     /// bit is a bit of the group's f16 scale. A record of 128 components a side takes two PCIe reads of 128
     /// bytes. Rows are padded to whole groups.
     ///
-    /// If a group's largest magnitude is between 0.0039 and 4.1e6, so that its scale is a normal f16, the error
-    /// of a component is at most half a step of 1/63 of that magnitude, and 1/2048 of it more since the scale
-    /// is rounded. Below, the scale is rounded up to a multiple of 2^-24: the error is at most 2^-25 more than
-    /// half a step, which doubles it at 3.8e-6. Components beyond 63 * 65504 (4.1e6) become that magnitude, and
-    /// NaN becomes 0.
+    /// If a group's largest magnitude is between 0.0039 and 4.1e6, so that its scale is a normal f16, the
+    /// error of a component is at most half a step of 1/63 of that magnitude, and 1/2048 of it more since the
+    /// scale is rounded. Below, the scale is rounded up to a multiple of 2^-24: the error is at most 2^-25
+    /// more than half a step, which doubles it at 3.8e-6. Components beyond 63 * 65504 (4.1e6) become that
+    /// magnitude, and NaN becomes 0.
     Int8,
 }
 

@@ -40,15 +40,15 @@ pub(crate) struct HeadCode {
     pub codebook: Arc<CodebookBuf>,
     pub is_gaussian: bool, // the codebook is that of all heads, basis and dual too but for a scale
     pub norms: Option<f32>, // factor of rows, which are then divided by their norms, stored in a byte each
-    /// Mean squared error of each component of a key, as the query sees it, on the calibration rows: (head_dim,).
-    /// Empty for values.
+    /// Mean squared error of each component of a key, as the query sees it, on the calibration rows:
+    /// (head_dim,). Empty for values.
     pub errors: Vec<f32>,
     pub error: f32, // squared error relative to the squared rows, on the calibration rows
 }
 
 impl HeadCode {
-    /// Transforms mean-free rows (n, head_dim) in place; with a gain, also divides them by their norms, and returns
-    /// these times the gain.
+    /// Transforms mean-free rows (n, head_dim) in place; with a gain, also divides them by their norms, and
+    /// returns these times the gain.
     pub fn transform(basis: &MapBuf, gain: Option<f32>, rows: &mut Vec<f32>) -> Result<Vec<u8>> {
         let dim = basis.view().dim();
         let mut transformed = vec![0.0; rows.len()];
@@ -82,7 +82,8 @@ impl HeadCode {
         Ok(residuals)
     }
 
-    /// Multiplies rows by their norms, if there are any, and divides them by the gain, which the norms include.
+    /// Multiplies rows by their norms, if there are any, and divides them by the gain, which the norms
+    /// include.
     fn multiply_by_norms(rows: &mut [f32], gain: Option<f32>, norms: &[u8]) {
         let dim = rows.len() / norms.len().max(1);
         for (row, &norm) in rows.chunks_exact_mut(dim.max(1)).zip(norms) {
@@ -194,8 +195,9 @@ impl TransformedStore {
         Ok(rows)
     }
 
-    /// Keeps the first `len` tokens. The mean errors of values are those of the tokens that are kept: `values`
-    /// gives the rows (n, head_dim) of a head's tokens again, up to 255. After an error nothing has changed.
+    /// Keeps the first `len` tokens. The mean errors of values are those of the tokens that are kept:
+    /// `values` gives the rows (n, head_dim) of a head's tokens again, up to 255. After an error nothing has
+    /// changed.
     pub fn truncate_of(
         &mut self,
         len: usize,

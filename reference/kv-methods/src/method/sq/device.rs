@@ -1,4 +1,5 @@
-//! Scalar codes as a device computes them: values enter and leave in their Hadamard basis, in units of their scale.
+//! Scalar codes as a device computes them: values enter and leave in their Hadamard basis, in units of their
+//! scale.
 
 use kv_device::plan::{Plan, ScalarHead, ScalarPlan};
 use kv_model::{Config, Model};

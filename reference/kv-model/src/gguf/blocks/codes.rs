@@ -69,8 +69,8 @@ pub(super) trait Block<const SIZE: usize, const N: usize, const GROUPS: usize> {
     /// Whether groups have offsets.
     const HAS_OFFSETS: bool = false;
 
-    /// What a block holds. It must be `#[inline(always)]`, as must what it calls, so that it is compiled for each
-    /// instruction set.
+    /// What a block holds. It must be `#[inline(always)]`, as must what it calls, so that it is compiled for
+    /// each instruction set.
     fn unpack<L: Lanes>(l: L, block: &[u8; SIZE]) -> Unpacked<L::Bytes, N, GROUPS>;
 }
 
@@ -112,7 +112,8 @@ where
     fn vector<L: Lanes>(self, l: L) {
         let out = self.codes.iter_mut().zip(self.scales);
         for (i, (block, (codes, scales))) in self.blocks.iter().zip(out).enumerate() {
-            // What is computed with these codes, before more blocks are asked for, would leave the memory idle.
+            // What is computed with these codes, before more blocks are asked for, would leave the memory
+            // idle.
             l.prefetch(block.as_ptr().wrapping_add(AHEAD));
             let unpacked = B::unpack(l, block);
             for (out, codes) in codes.iter_mut().zip(unpacked.codes) {

@@ -1,7 +1,7 @@
 //! ggml's K-quants: blocks of 256 elements in groups of 16 or 32, whose scales are quantized too.
 //!
-//! Codes are unpacked in loops, not closures: the compiler may leave a closure as a function without the features of
-//! the instruction set, in which every operation is a call.
+//! Codes are unpacked in loops, not closures: the compiler may leave a closure as a function without the
+//! features of the instruction set, in which every operation is a call.
 
 use std::array::from_fn;
 
@@ -110,7 +110,8 @@ fn bytes32<L: Lanes>(l: L, bytes: &[u8], i: usize) -> L::Bytes {
     l.load(at(bytes, 32 * i))
 }
 
-/// Two bits of elements `32 * i` on: byte `j` of each 32 has those of elements `j`, `j + 32`, `j + 64`, `j + 96`.
+/// Two bits of elements `32 * i` on: byte `j` of each 32 has those of elements `j`, `j + 32`, `j + 64`,
+/// `j + 96`.
 #[inline(always)]
 fn two_bits<L: Lanes>(l: L, bytes: &[u8], i: usize) -> L::Bytes {
     l.part::<2>(bytes32(l, bytes, i / 4), i as u32 % 4 * 2, 0)
@@ -122,8 +123,9 @@ fn nibbles32<L: Lanes>(l: L, bytes: &[u8], i: usize) -> L::Bytes {
     l.part::<4>(bytes32(l, bytes, i / 2), i as u32 % 2 * 4, 0)
 }
 
-/// Scales and offsets of the groups of Q4_K and Q5_K, from two halves and 12 bytes: six bits of the first four scales
-/// and of the first four minima, whose two high bits are those of the last four, and the nibbles of these.
+/// Scales and offsets of the groups of Q4_K and Q5_K, from two halves and 12 bytes: six bits of the first
+/// four scales and of the first four minima, whose two high bits are those of the last four, and the nibbles
+/// of these.
 #[inline(always)]
 fn six_bits<L: Lanes>(l: L, b: &[u8; 16]) -> ([f32; 8], [f32; 8]) {
     let (d, min) = (l.half(*at(b, 0)), l.half(*at(b, 2)));

@@ -7,8 +7,8 @@ use std::array::from_fn;
 
 use kv_attend::Backend;
 
-/// An operation over [`Lanes`]. `vector` must be `#[inline(always)]`, so that it is compiled with the features of the
-/// function that it is inlined into.
+/// An operation over [`Lanes`]. `vector` must be `#[inline(always)]`, so that it is compiled with the
+/// features of the function that it is inlined into.
 pub(super) trait Kernel {
     type Output;
 

@@ -12,8 +12,8 @@ kv_attend::cpu_features!(Avx2 => run);
 /// Evaluates an expression of the set's intrinsics.
 macro_rules! op {
     ($e:expr) => {{
-        // SAFETY: a value of `Avx2` exists only where the CPU has the features; what pointers read or write is a
-        // reference's array of that size.
+        // SAFETY: a value of `Avx2` exists only where the CPU has the features; what pointers read or write
+        // is a reference's array of that size.
         unsafe { $e }
     }};
 }
