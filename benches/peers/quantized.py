@@ -80,11 +80,11 @@ def llama(folder, model, text, context, tokens, threads):
     made = likeliest[:1]
     prompt_seconds, seconds = time.perf_counter() - begin, []
     # Searching a list for its largest entry takes Python as long as a step: only the call is timed.
-    decode = peer.call
+    call = peer.call
 
     def timed(name, *arguments):
         begin = time.perf_counter()
-        result = decode(name, *arguments)
+        result = call(name, *arguments)
         if name == "llama_decode":
             seconds.append(time.perf_counter() - begin)
         return result

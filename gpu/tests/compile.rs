@@ -103,8 +103,8 @@ const VARIANTS: [(&[usize], Element, Paging, [bool; 3]); 10] = [
     (&[1, 4], Element::Bf16, Paging::Tiles, [false, false, true]),
 ];
 
-/// Whether the environment variable `EVERY_KERNEL` asks for every combination of options, which takes ten minutes on
-/// two cores. Without it each value of each option is compiled at least once.
+/// Whether the environment variable `EVERY_KERNEL` asks for every combination of options, which takes many minutes.
+/// Without it each value of each option is compiled at least once.
 fn every_kernel() -> bool {
     std::env::var_os("EVERY_KERNEL").is_some()
 }

@@ -19,8 +19,8 @@
 //! | 32 | SHA-256 of all preceding bytes |
 //!
 //! Integers are little-endian. A piece is 4 MiB of a frame, the last one the remainder: pieces are fetched,
-//! verified and retried independently. Their digests guard against faults, as checksums do, and are as fast:
-//! SHA-256 took as long as half of decoding.
+//! verified and retried independently. Their digests guard against faults, as checksums do, not against
+//! writers of the store, and cost far less than SHA-256.
 
 use std::ops::Range;
 

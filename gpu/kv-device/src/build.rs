@@ -65,7 +65,8 @@ impl Plan {
     /// An empty cache of these sizes.
     ///
     /// # Errors
-    /// As [`Self::check`]; [`Error::Argument`] for data of other sizes; [`Error::Profile`] for data that no
+    /// As [`Self::check`]; [`Error::Argument`] for data of other sizes or a scale of values that is not positive;
+    /// [`Error::Profile`] for data that no
     /// 16-bit element holds; [`Error::DeviceMemory`], [`Error::HostMemory`], [`Error::Gpu`].
     pub fn build(self, gpu: &Gpu, shape: &CacheShape) -> Result<DeviceCache> {
         let _purpose = Allocating::new("caches");
@@ -135,6 +136,14 @@ impl Plan {
                         && has_maps(&head.maps)
                         && rows.into_iter().all(|row| row.len() == dim)
                 })
+            }
+            Self::Scalar(_, Some(heads))
+                if heads
+                    .iter()
+                    .flatten()
+                    .any(|head| !(head.value_scale > 0.0 && head.value_scale.recip().is_normal())) =>
+            {
+                Err(Error::argument("the scale of a head's values is no positive number"))
             }
             Self::Scalar(plan, heads) => check_heads(shape, heads, |head| {
                 let rows = [&head.key_mean, &head.value_mean];

@@ -172,7 +172,30 @@ pub(crate) fn single(x: &[f64]) -> Vec<f32> {
     x.iter().map(|&x| x as f32).collect()
 }
 
-/// A map (dim, dim) in single precision, times a power of two.
+/// A map (dim, dim) in single precision, times a power of two: a profile's scale of values, or its reciprocal.
+///
+/// # Errors
+/// [`Error::Profile`] for a factor that is no power of two, or whose reciprocal is not normal.
 pub(crate) fn scaled(map: &[f64], factor: f32, dim: usize) -> Result<MapBuf> {
+    let fraction = factor.to_bits() & 0x7f_ffff;
+    if !(factor > 0.0 && factor.is_normal() && factor.recip().is_normal() && fraction == 0) {
+        let what = "a scale of values that is no power of two from 2^-126 to 2^126";
+        return Err(Error::Profile(what.into()));
+    }
     Ok(MapBuf::new(map.iter().map(|&x| x as f32 * factor).collect(), dim, dim)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn scales_of_a_profile_are_powers_of_two() {
+        for factor in [0.0, -1.0, 3.0, f32::NAN, f32::INFINITY, 1e-45, 2.0_f32.powi(127)] {
+            assert!(matches!(scaled(&[1.0], factor, 1), Err(Error::Profile(_))), "{factor}");
+        }
+        for exponent in [-126, 0, 126] {
+            scaled(&[1.0], 2.0_f32.powi(exponent), 1).unwrap();
+        }
+    }
 }

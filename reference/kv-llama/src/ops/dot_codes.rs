@@ -195,7 +195,7 @@ mod tests {
         }
     }
 
-    /// What is no number must reach the logits, which are checked.
+    /// A NaN or an infinity must reach the logits, which are checked.
     #[test]
     fn fixed_point_keeps_what_is_not_finite() {
         for special in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {

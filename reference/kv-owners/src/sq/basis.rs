@@ -203,7 +203,7 @@ impl Basis {
             dual: single(rotation.dual()),
             sigma: single(rotation.sigma()),
             value_mean,
-            // With the mean: without it, what is left of few samples may be rounding alone.
+            // The mean is not subtracted: the rest of a few samples may be nothing but rounding errors.
             value_scale: norm_scale(&values, dim_v)?,
         })
     }
