@@ -510,6 +510,56 @@ def models(data):
     return lines + by_model(data["models"])
 
 
+def models_device(data):
+    lines = [
+        "# Time and quality of one configuration",
+        "",
+        "    python benches/peers/models_device.py target/release/kv target/release/decode_speed benches/results NAME=PATH \\",
+        "        --profile PROFILE --text NAME=FILE [--lengths 2048+8192] [--cpu]",
+        "",
+        "One sequence on a GPU. Milliseconds per step and to the first token of a prompt. `hits` is the measured share of selected",
+        "rows that the device has already; the time in brackets is that of a step without any. `KL, CPU` is that of the same",
+        "method on a CPU.",
+        "",
+    ]
+    for name, model in data["models"].items():
+        for run in sorted(model["runs"], key=lambda run: run["length"]):
+            lines += [f"## {name}, {run['text']}, {run['length']:,} tokens, {run['decode']} decoded", ""]
+            lines += [f"{model['gpu']}, copy {run['copy_bytes_per_second'] / 1e12:.2f} TB/s; {time_of(model)}.", ""]
+            lines += time_and_quality(run["rows"])
+    return lines
+
+
+def time_and_quality(rows):
+    found = lambda at: f"{sum(part['hits'] for part in at)}/{sum(part['trials'] for part in at)}" if at else ""
+    dense, cells = rows[0], []
+    for row in rows:
+        times, without = row["times"], row.get("step_ms_without_hits")
+        cells.append(
+            [
+                f"`{row['name']}`",
+                row["setting"].replace(":", " "),
+                f"{row['bits_per_value']:.2f}",
+                f"{row['kl']:.5f}",
+                f"{row['cpu_kl']:.5f}" if "cpu_kl" in row else "",
+                f"{100 * row['top1']:.1f} %",
+                f"{row['perplexity'] / dense['perplexity']:.3f}",
+                found(row["needle"]),
+                found(row["recall"]),
+                f"{100 * row['hits']:.0f} %" if "hits" in row else "",
+                f"{times['step_ms']:.2f}" + (f" ({without:.2f})" if without else ""),
+                f"{times['step_ms'] / times['floor_ms']:.2f}",
+                f"{times['step_ms'] / dense['times']['step_ms']:.2f}",
+                f"{times['prompt']['first_token_ms']:.0f}",
+                f"{times['device_bytes'] / 1e6:.0f}",
+                f"{times['host_bytes'] / 1e6:.0f}",
+            ]
+        )
+    columns = ["method", "setting", "bits", "KL", "KL, CPU", "top-1", "perplexity", "pass keys", "lines", "hits"]
+    columns += ["step", "over floor", "over dense", "first token", "MB device", "MB host"]
+    return table(columns, cells)
+
+
 def by_model(models):
     """The tables of each model and length."""
     lines = []
@@ -656,6 +706,7 @@ PAGES = {
     "pqcache": pqcache,
     "any-text": any_text,
     "models": models,
+    "models-device": models_device,
     "streaming": streaming,
     "sq": sq,
     "storage": storage,
