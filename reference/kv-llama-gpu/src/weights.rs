@@ -1,11 +1,12 @@
 //! The weights of a model on the device, packed for the products of a decode step.
 
-use std::borrow::Cow;
-
+use half::slice::{HalfBitsSliceExt, HalfFloatSliceExt};
+use half::{bf16, f16};
 use kv_device::{Allocating, Buffer, Gpu, fill_hashed};
 use kv_gpu::pq::Prefetch;
 use kv_gpu::{DevicePtr, Element, Grid, Kernel, Program};
-use kv_model::{Config, LayerAttention, Linear, Model, RopeScaling};
+use kv_model::{Config, LayerAttention, Linear, Matrix, Model, RopeScaling};
+use rayon::prelude::*;
 
 use crate::{Error, Result};
 
@@ -73,7 +74,7 @@ pub struct Weights {
 
 /// The source of a matrix's elements.
 enum Source<'a> {
-    Parts(&'a [Cow<'a, [f32]>]),
+    Rows(&'a [f32]),
     Hashed(u32),
 }
 
@@ -83,6 +84,28 @@ struct Packer<'a> {
     element: Element,
     pack: Kernel,
     head_dim: usize,
+}
+
+/// Numbers that a thread decodes at a time.
+const DECODED: usize = 1 << 16;
+
+/// Rows of a matrix that a thread decodes at a time.
+fn rows_at_once(matrix: &Matrix) -> usize {
+    (DECODED / matrix.n_in()).max(1)
+}
+
+/// Replaces `rows` by those of matrices, one matrix after the other.
+fn decode(matrices: &[&Matrix], rows: &mut Vec<f32>) {
+    let len = |matrix: &Matrix| matrix.n_out() * matrix.n_in();
+    rows.resize(matrices.iter().map(|matrix| len(matrix)).sum(), 0.0);
+    let mut rest = rows.as_mut_slice();
+    for matrix in matrices {
+        let (rows, others) = rest.split_at_mut(len(matrix));
+        let some = rows_at_once(matrix);
+        let parts = rows.par_chunks_mut(some * matrix.n_in()).enumerate();
+        parts.for_each(|(i, rows)| matrix.rows_into(i * some, rows));
+        rest = others;
+    }
 }
 
 #[derive(Clone, Copy)]
@@ -109,7 +132,7 @@ impl<'a> Packer<'a> {
         let (tiles, chunks) = (rows.div_ceil(16), n_in.div_ceil(64));
         let weight = Buffer::zeros(self.gpu, tiles * chunks * 1024)?;
         let (given, tensor) = match source {
-            Source::Parts(parts) => (Some(Buffer::of(self.gpu, &parts.concat())?), 0),
+            Source::Rows(rows) => (Some(Buffer::of(self.gpu, rows)?), 0),
             Source::Hashed(tensor) => (None, *tensor),
         };
         let arguments = PackArguments {
@@ -123,7 +146,7 @@ impl<'a> Packer<'a> {
             amplitude: AMPLITUDE,
         };
         // SAFETY: the kernel writes tiles * chunks * 1024 elements, which `weight` has, and reads rows *
-        // n_in, which the parts have together.
+        // n_in, which are given.
         unsafe {
             self.pack.launch(self.gpu.stream(), Grid::new([chunks, tiles, 1])?, 256, false, &arguments)
         }?;
@@ -131,11 +154,11 @@ impl<'a> Packer<'a> {
         Ok(Packed { weight, bias: None, rows, n_in, order })
     }
 
-    /// Linear layers stacked into one matrix.
-    fn linears(&self, linears: &[&Linear], order: Order) -> Result<Packed> {
-        let parts: Vec<_> = linears.iter().map(|linear| linear.weight.to_f32()).collect();
-        let rows = linears.iter().map(|linear| linear.n_out()).sum();
-        let packed = self.pack(&Source::Parts(&parts), order, rows, linears[0].n_in())?;
+    /// Linear layers stacked into one matrix, of which `rows` has the numbers afterwards.
+    fn linears(&self, linears: &[&Linear], order: Order, rows: &mut Vec<f32>) -> Result<Packed> {
+        decode(&linears.iter().map(|linear| &linear.weight).collect::<Vec<_>>(), rows);
+        let n_out = linears.iter().map(|linear| linear.n_out()).sum();
+        let packed = self.pack(&Source::Rows(rows), order, n_out, linears[0].n_in())?;
         let biases = linears.iter().any(|linear| linear.bias.is_some()).then(|| {
             let bias = |linear: &&Linear| linear.bias.clone().unwrap_or_else(|| vec![0.0; linear.n_out()]);
             linears.iter().flat_map(bias).collect::<Vec<f32>>()
@@ -150,12 +173,20 @@ impl<'a> Packer<'a> {
         Ok(table)
     }
 
-    fn table(&self, rows: &[f32]) -> Result<Buffer<u16>> {
-        let bits = rows.iter().map(|&x| match self.element {
-            Element::F16 => half::f16::from_f32(x).to_bits(),
-            Element::Bf16 => half::bf16::from_f32(x).to_bits(),
+    /// A matrix in 16 bits, row by row.
+    fn table(&self, matrix: &Matrix) -> Result<Buffer<u16>> {
+        let mut bits = vec![0_u16; matrix.n_out() * matrix.n_in()];
+        let some = rows_at_once(matrix);
+        let parts = bits.par_chunks_mut(some * matrix.n_in()).enumerate();
+        parts.for_each_init(Vec::new, |rows, (i, bits)| {
+            rows.resize(bits.len(), 0.0);
+            matrix.rows_into(i * some, rows);
+            match self.element {
+                Element::F16 => bits.reinterpret_cast_mut::<f16>().convert_from_f32_slice(rows),
+                Element::Bf16 => bits.reinterpret_cast_mut::<bf16>().convert_from_f32_slice(rows),
+            }
         });
-        let table = Buffer::of(self.gpu, &bits.collect::<Vec<u16>>())?;
+        let table = Buffer::of(self.gpu, &bits)?;
         self.gpu.synchronize()?;
         Ok(table)
     }
@@ -178,31 +209,28 @@ impl Weights {
         let _purpose = Allocating::new("weights");
         let config = checked(model.config.clone())?;
         let packer = Packer::new(gpu, element, config.head_dim)?;
+        let mut rows = vec![]; // of a matrix at a time
         let layers = model.layers.iter().map(|layer| {
             let (attention, feed_forward) = (&layer.attention, &layer.feed_forward);
             Ok(LayerWeights {
                 attention_norm: Buffer::of(gpu, &attention.norm)?,
-                qkv: packer.linears(&[&attention.q, &attention.k, &attention.v], Order::Heads)?,
-                o: packer.linears(&[&attention.o], Order::Rows)?,
+                qkv: packer.linears(&[&attention.q, &attention.k, &attention.v], Order::Heads, &mut rows)?,
+                o: packer.linears(&[&attention.o], Order::Rows, &mut rows)?,
                 feed_forward_norm: Buffer::of(gpu, &feed_forward.norm)?,
-                gate_up: packer.linears(&[&feed_forward.gate, &feed_forward.up], Order::GateUp)?,
-                down: packer.linears(&[&feed_forward.down], Order::Rows)?,
+                gate_up: packer.linears(&[&feed_forward.gate, &feed_forward.up], Order::GateUp, &mut rows)?,
+                down: packer.linears(&[&feed_forward.down], Order::Rows, &mut rows)?,
             })
         });
         let layers = layers.collect::<Result<_>>()?;
-        let output = [model.output.to_f32()];
+        decode(&[&model.output], &mut rows);
+        let output = packer.pack(&Source::Rows(&rows), Order::Rows, config.vocab_size, config.hidden_size)?;
         Ok(Self {
             name: model.name.clone(),
             element,
-            embedding: packer.table(&model.embedding.to_f32())?,
+            embedding: packer.table(&model.embedding)?,
             layers,
             norm: Buffer::of(gpu, &model.norm)?,
-            output: packer.pack(
-                &Source::Parts(&output),
-                Order::Rows,
-                config.vocab_size,
-                config.hidden_size,
-            )?,
+            output,
             config,
         })
     }
