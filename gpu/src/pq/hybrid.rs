@@ -1,10 +1,13 @@
 //! Hybrid attention: selection of tokens by their codes, and one softmax over codes and exact rows.
 
+mod mean_errors;
+
 use cudarc::driver::sys::CUstream;
 use half::f16;
 use kv_attend::owner::Side;
 use pq_core::{GroupRule, PqShape};
 
+use self::mean_errors::AddMeanErrors;
 use crate::compile::source;
 use crate::device::Kernel;
 use crate::launch::Operation;
@@ -70,9 +73,7 @@ const PASS_BYTES: usize = 16;
 /// Offsets in the workspace.
 struct Parts {
     partials: usize,
-    mean_counts: usize,
-    log_sum_exp: usize,
-    mean_partials: usize,
+    mean_errors: usize,
     select: usize,
 }
 
@@ -162,13 +163,8 @@ impl HybridShape {
         if self.may_attend_beside(capability, shared_memory) {
             programs.push(self.attend_program(plan, true));
         }
-        programs.extend(self.mean_errors.then(|| self.mean_errors_program()));
+        programs.extend(self.mean_errors.then(|| AddMeanErrors::program(self)));
         Ok(programs)
-    }
-
-    fn mean_errors_program(&self) -> Program {
-        let program = self.selection().program(source!("pq_hybrid/mean_errors.cu"), &[]);
-        program.define_if(self.adaptive, "ADAPTIVE")
     }
 
     /// Whether attention can run concurrently with the selection: not if the selection determines how many
@@ -225,31 +221,6 @@ pub struct ExactRows {
 }
 
 const OPERATION: Operation = Operation("pq::Hybrid");
-
-/// Threads of a block of the addition of mean errors: `THREADS` of the kernel.
-const MEAN_THREADS: u32 = 256;
-/// Its blocks per multiprocessor, and the most of a row: the last one adds up what all have found.
-const MEAN_BLOCKS: usize = 2;
-const MOST_MEAN_SLICES: usize = 64;
-
-/// `MeanArguments` of the kernel.
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct MeanArguments {
-    common: CommonArguments,
-    selected: DevicePtr<u32>,
-    found: Option<DevicePtr<u32>>,
-    means: DevicePtr<f16>,
-    recent: DevicePtr<f32>,
-    log_sum_exp: DevicePtr<f32>,
-    partials: DevicePtr<u8>,
-    counts: DevicePtr<u8>,
-    out: DevicePtr<AnyElement>,
-    blocks: u32,
-    recent_parts: u32,
-}
-
-const _: () = assert!(size_of::<MeanArguments>() == 168);
 
 /// Pointers and sizes of one step of [`Hybrid`], the same for both of its launches.
 #[derive(Clone, Copy, Debug)]
@@ -384,7 +355,7 @@ pub struct Hybrid {
     select: Select,
     attend: Kernel,
     attend_beside: Option<Kernel>, // concurrent with the selection
-    mean_errors: Option<Kernel>,
+    mean_errors: Option<AddMeanErrors>,
     shape: HybridShape,
     plan: Plan,
 }
@@ -401,8 +372,7 @@ impl Hybrid {
         };
         let beside = shape.may_attend_beside(device.capability(), device.shared_memory());
         let attend_beside = beside.then(|| attend(true)).transpose()?;
-        let mean_errors = || device.kernel(&shape.mean_errors_program(), "pq_hybrid_mean_errors", 0);
-        let mean_errors = shape.mean_errors.then(mean_errors).transpose()?;
+        let mean_errors = shape.mean_errors.then(|| AddMeanErrors::new(device, shape)).transpose()?;
         let select = Select::deciding(device, shape.selection(), shape.adaptive)?;
         Ok(Self { select, attend: attend(false)?, attend_beside, mean_errors, shape, plan })
     }
@@ -413,21 +383,10 @@ impl Hybrid {
         let words = |count: usize| rows.saturating_mul(count).saturating_mul(4).saturating_add(15) / 16 * 16;
         let of_block = 2 * 4 * self.shape.selection().entry() * self.shape.result_len();
         let blocks = heads.saturating_mul(self.select.blocks(heads)).saturating_mul(of_block);
-        let (group, dim) = (self.shape.group, self.shape.keys.dim());
-        let of_means = |count: usize| if self.shape.mean_errors { words(count) } else { 0 };
         let partials = words(1);
-        let mean_counts = partials.saturating_add(blocks);
-        let log_sum_exp = mean_counts.saturating_add(of_means(1));
-        let mean_partials = log_sum_exp.saturating_add(of_means(group));
-        let mean_slices = self.mean_slices(batch, heads);
-        let select = mean_partials.saturating_add(of_means(mean_slices.saturating_mul(group * dim)));
-        Parts { partials, mean_counts, log_sum_exp, mean_partials, select }
-    }
-
-    /// Blocks of a row that add mean errors.
-    fn mean_slices(&self, batch: usize, heads: usize) -> usize {
-        let blocks = MEAN_BLOCKS * self.select.sm_count();
-        (blocks / batch.saturating_mul(heads).max(1)).clamp(1, MOST_MEAN_SLICES)
+        let mean_errors = partials.saturating_add(blocks);
+        let of_means = self.mean_errors.as_ref().map_or(0, |add| add.workspace_len(batch, heads));
+        Parts { partials, mean_errors, select: mean_errors.saturating_add(of_means) }
     }
 
     /// Bytes of workspace for `batch` sequences of `heads` KV heads, with room for `tokens` coded tokens
@@ -498,9 +457,9 @@ impl Hybrid {
         let beside = self.attends_beside(a);
         let Some(common) = self.select.common(&self.select_arguments(a), beside)? else { return Ok(()) };
         let parts = self.parts(a.batch, a.heads);
-        let log_sum_exp = a
-            .log_sum_exp
-            .or_else(|| self.shape.mean_errors.then(|| a.workspace.offset(parts.log_sum_exp).cast()));
+        let of_means = a.workspace.offset(parts.mean_errors);
+        let log_sum_exp =
+            a.log_sum_exp.or_else(|| self.mean_errors.as_ref().map(|add| add.log_sum_exp(a, of_means)));
         let exact_capacity = a.exact.map_or(0, |exact| exact.capacity);
         let prepared = KernelArguments {
             common,
@@ -534,45 +493,12 @@ impl Hybrid {
         // SAFETY: the structure is the kernel's argument; the caller upholds the contract of its pointers.
         unsafe { attend.launch(stream, grid, self.plan.warps as u32 * 32, true, &prepared)? };
         match (&self.mean_errors, a.mean_errors, log_sum_exp) {
-            (Some(kernel), Some(means), Some(log_sum_exp)) => {
+            (Some(add), Some(means), Some(log_sum_exp)) => {
                 // SAFETY: the caller's contract; attention has just written the log-sum-exps.
-                unsafe { self.add_mean_errors(stream, kernel, common, a, means, log_sum_exp) }
+                unsafe { add.launch(stream, common, a, means, log_sum_exp, of_means) }
             }
             _ => Ok(()),
         }
-    }
-
-    /// Adds the mean errors to the outputs.
-    ///
-    /// # Safety
-    /// As for [`Self::attend`], which precedes it on the stream.
-    unsafe fn add_mean_errors(
-        &self,
-        stream: CUstream,
-        kernel: &Kernel,
-        common: CommonArguments,
-        a: &HybridArguments,
-        means: BlockMeans,
-        log_sum_exp: DevicePtr<f32>,
-    ) -> Result<(), Error> {
-        let parts = self.parts(a.batch, a.heads);
-        let prepared = MeanArguments {
-            common,
-            selected: a.selected,
-            found: a.bound.map(|bound| bound.found),
-            means: means.means,
-            recent: means.recent,
-            log_sum_exp,
-            partials: a.workspace.offset(parts.mean_partials),
-            counts: a.workspace.offset(parts.mean_counts),
-            out: a.out,
-            blocks: OPERATION.in_32_bits("blocks of tokens", means.blocks)?,
-            recent_parts: OPERATION.in_32_bits("parts of blocks", means.recent_parts)?,
-        };
-        let slices = self.mean_slices(a.batch, a.heads);
-        let grid = OPERATION.grid(&[("slices", slices), ("heads", a.heads), ("sequences", a.batch)])?;
-        // SAFETY: the structure is the kernel's argument; the caller upholds the contract of its pointers.
-        unsafe { kernel.launch(stream, grid, MEAN_THREADS, true, &prepared) }
     }
 
     fn select_arguments(&self, a: &HybridArguments) -> SelectArguments {

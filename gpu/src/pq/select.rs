@@ -388,11 +388,6 @@ impl Select {
         Ok(Self { scores, selection, shape, plan, sm_count: device.sm_count() })
     }
 
-    /// Multiprocessors of the device.
-    pub(super) const fn sm_count(&self) -> usize {
-        self.sm_count
-    }
-
     /// Blocks per head.
     pub(super) fn blocks(&self, heads: usize) -> usize {
         (self.sm_count / heads.max(1)).max(1)
