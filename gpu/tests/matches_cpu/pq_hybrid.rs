@@ -23,6 +23,41 @@ fn run(device: &Device, seeds: std::ops::Range<u64>, change: impl Fn(&mut Case),
     }
 }
 
+/// Makes the sequences long, with rows for all selected tokens of each.
+fn lengthen(case: &mut Case, heads: usize, lengths: &[u32], ks: &[u32]) {
+    (case.capacity, case.batch, case.heads) = (40_000, lengths.len(), heads);
+    (case.lengths, case.ks, case.selected_len) = (lengths.to_vec(), ks.to_vec(), 500);
+    case.exact_lengths = vec![case.exact_capacity as u32; lengths.len()];
+    case.page_tiles = if case.shape.paged { 8 } else { 1250 };
+}
+
+/// An option that `add` sets: in random shapes, of every group and every other one next to what `also` sets, with a
+/// bound, in long and in ragged sequences, of queries that are not finite.
+fn run_with(device: &Device, first_seed: u64, add: impl Fn(&mut Case), also: impl Fn(&mut Case)) {
+    run(device, first_seed..first_seed + 16, &add, |_| ());
+    for (seed, group) in (first_seed + 20..).zip((1..=8).cycle().take(16)) {
+        let of_group = |case: &mut Case| {
+            add(case);
+            case.shape.group = group;
+            if seed % 2 == 0 {
+                also(case);
+            }
+            if seed % 3 == 0 {
+                case.adapt(0.2);
+            }
+        };
+        run(device, seed..seed + 1, of_group, |_| ());
+    }
+    let long = |case: &mut Case| {
+        add(case);
+        lengthen(case, 1, &[39_990, 17], &[400, 3]);
+    };
+    run(device, first_seed + 40..first_seed + 46, long, |_| ());
+    for (seed, bad) in (first_seed + 50..).zip([f32::NAN, f32::INFINITY, f32::NEG_INFINITY].repeat(2)) {
+        run(device, seed..seed + 1, &add, |queries| queries[7] = bad);
+    }
+}
+
 #[test]
 fn random_shapes_agree() {
     let Some(device) = device("random_shapes_agree") else { return };
@@ -53,7 +88,7 @@ fn rows_within_a_bound_agree() {
 fn many_rows_within_a_bound_agree() {
     let Some(device) = device("many_rows_within_a_bound_agree") else { return };
     for (seeds, rows, bound) in [(600..602, 1, 0.02), (603..605, 2, 0.1)] {
-        let lengthen = |case: &mut Case| {
+        let long = |case: &mut Case| {
             let n = 39_990;
             (case.capacity, case.batch, case.heads) = (n, rows, 2);
             let shares = (0..rows).map(|i| ((rows - i) * n / rows) as u32);
@@ -62,7 +97,7 @@ fn many_rows_within_a_bound_agree() {
             case.page_tiles = if case.shape.paged { 8 } else { n.div_ceil(TILE) };
             case.adapt(bound);
         };
-        run(&device, seeds, lengthen, |_| ());
+        run(&device, seeds, long, |_| ());
     }
 }
 
@@ -86,14 +121,7 @@ fn loose_bounds_need_no_rows_and_a_bound_of_zero_needs_all() {
 #[test]
 fn long_sequences_agree() {
     let Some(device) = device("long_sequences_agree") else { return };
-    let lengthen = |case: &mut Case| {
-        (case.capacity, case.batch, case.heads) = (40_000, 1, 2);
-        (case.lengths, case.ks, case.exact_lengths) =
-            (vec![39_990], vec![400], vec![case.exact_capacity as u32]);
-        case.selected_len = 500;
-        case.page_tiles = if case.shape.paged { 8 } else { 1250 };
-    };
-    run(&device, 100..106, lengthen, |_| ());
+    run(&device, 100..106, |case| lengthen(case, 2, &[39_990], &[400]), |_| ());
 }
 
 /// Selected tokens that hold nearly all weight, by codes and by exact rows alike, leave nothing behind.
@@ -142,14 +170,11 @@ fn sums_by_code_agree() {
             run(&device, seed..seed + 1, of_shape, |queries| queries[7] = bad);
         }
         // While the selection runs, with more tiles than a warp prefetches.
-        let lengthen = |case: &mut Case| {
+        let long = |case: &mut Case| {
             of_shape(case);
-            (case.capacity, case.batch, case.heads, case.selected_len) = (40_000, 1, 2, 500);
-            (case.lengths, case.ks, case.exact_lengths) =
-                (vec![39_990], vec![400], vec![case.exact_capacity as u32]);
-            case.page_tiles = if case.shape.paged { 8 } else { 1250 };
+            lengthen(case, 2, &[39_990], &[400]);
         };
-        run(&device, seed + 6..seed + 8, lengthen, |_| ());
+        run(&device, seed + 6..seed + 8, long, |_| ());
     }
 }
 
@@ -176,7 +201,7 @@ fn of_equal_tokens_the_first_are_selected() {
 #[test]
 fn many_pages_agree() {
     let Some(device) = device("many_pages_agree") else { return };
-    let lengthen = |case: &mut Case| {
+    let of_many = |case: &mut Case| {
         let quantizer = PqShape::new(64, 8, 4).unwrap();
         (case.shape.keys, case.shape.values) = (quantizer, quantizer);
         (case.shape.group, case.shape.paged, case.page_tiles) = (5, true, 3);
@@ -185,12 +210,17 @@ fn many_pages_agree() {
             (vec![279_990], vec![400], vec![case.exact_capacity as u32]);
         case.selected_len = 500;
     };
-    run(&device, 150..151, lengthen, |_| ());
+    run(&device, 150..151, of_many, |_| ());
     let adapt = |case: &mut Case| {
-        lengthen(case);
+        of_many(case);
         case.adapt(0.01);
     };
     run(&device, 151..152, adapt, |_| ());
+    let add = |case: &mut Case| {
+        of_many(case);
+        add_mean_errors(case);
+    };
+    run(&device, 152..153, add, |_| ());
 }
 
 #[test]
@@ -207,97 +237,73 @@ fn many_ragged_sequences_agree() {
     run(&device, 200..206, ragged, |_| ());
 }
 
-/// Terms that are added to the scores: of every group, in long and in ragged sequences, in pages, with a
-/// bound, of queries that are not finite.
+/// Terms that are added to the scores.
 #[test]
 fn addends_agree() {
     let Some(device) = device("addends_agree") else { return };
-    let add = |case: &mut Case| case.shape.addends = true;
-    run(&device, 700..716, add, |_| ());
-    for (seed, group) in (720..).zip((1..=8).cycle().take(16)) {
-        let of_group = |case: &mut Case| {
-            add(case);
-            case.shape.group = group;
-            if seed % 3 == 0 {
-                case.adapt(0.2);
-            }
-        };
-        run(&device, seed..seed + 1, of_group, |_| ());
-    }
-    let lengthen = |case: &mut Case| {
-        add(case);
-        (case.capacity, case.batch, case.heads) = (40_000, 2, 1);
-        (case.lengths, case.ks) = (vec![39_990, 17], vec![400, 3]);
-        case.exact_lengths = vec![case.exact_capacity as u32; 2];
-        case.selected_len = 500;
-        case.page_tiles = if case.shape.paged { 8 } else { 1250 };
-    };
-    run(&device, 740..744, lengthen, |_| ());
-    for (seed, bad) in (750..).zip([f32::NAN, f32::INFINITY, f32::NEG_INFINITY].repeat(2)) {
-        run(&device, seed..seed + 1, add, |queries| queries[7] = bad);
-    }
+    run_with(&device, 700, |case| case.shape.addends = true, |_| ());
 }
 
-/// Mean errors of the coded values: of every group, next to norms and addends, in long and in ragged sequences,
-/// in pages, with a bound, of queries that are not finite.
-#[test]
-fn mean_errors_agree() {
-    let Some(device) = device("mean_errors_agree") else { return };
-    let add = |case: &mut Case| (case.shape.mean_errors, case.spread) = (true, 1.0);
-    run(&device, 900..916, add, |_| ());
-    for (seed, group) in (920..).zip((1..=8).cycle().take(16)) {
-        let of_group = |case: &mut Case| {
-            add(case);
-            (case.shape.group, case.shape.value_norms) = (group, seed % 2 == 0);
-            if seed % 3 == 0 {
-                case.adapt(0.2);
-            }
-        };
-        run(&device, seed..seed + 1, of_group, |_| ());
-    }
-    let lengthen = |case: &mut Case| {
-        add(case);
-        (case.capacity, case.batch, case.heads) = (40_000, 2, 1);
-        (case.lengths, case.ks) = (vec![39_990, 17], vec![400, 3]);
-        case.exact_lengths = vec![case.exact_capacity as u32; 2];
-        case.selected_len = 500;
-        case.page_tiles = if case.shape.paged { 8 } else { 1250 };
-    };
-    run(&device, 940..944, lengthen, |_| ());
-    for (seed, bad) in (950..).zip([f32::NAN, f32::INFINITY, f32::NEG_INFINITY]) {
-        run(&device, seed..seed + 1, add, |queries| queries[7] = bad);
-    }
-}
-
-/// Norms of the coded values: of every group, in long and in ragged sequences, in pages, with a bound, of
-/// queries that are not finite.
+/// Norms of the coded values, next to addends.
 #[test]
 fn norms_of_values_agree() {
     let Some(device) = device("norms_of_values_agree") else { return };
     // At twice the spread the score of a single token may round by more than the tolerance.
     let multiply = |case: &mut Case| (case.shape.value_norms, case.spread) = (true, 1.0);
-    run(&device, 800..816, multiply, |_| ());
-    for (seed, group) in (820..).zip((1..=8).cycle().take(16)) {
-        let of_group = |case: &mut Case| {
-            multiply(case);
-            (case.shape.group, case.shape.addends) = (group, seed % 2 == 0);
-            if seed % 3 == 0 {
-                case.adapt(0.2);
-            }
-        };
-        run(&device, seed..seed + 1, of_group, |_| ());
-    }
-    let lengthen = |case: &mut Case| {
-        multiply(case);
-        (case.capacity, case.batch, case.heads) = (40_000, 2, 1);
-        (case.lengths, case.ks) = (vec![39_990, 17], vec![400, 3]);
-        case.exact_lengths = vec![case.exact_capacity as u32; 2];
-        case.selected_len = 500;
-        case.page_tiles = if case.shape.paged { 8 } else { 1250 };
+    run_with(&device, 800, multiply, |case| case.shape.addends = true);
+}
+
+fn add_mean_errors(case: &mut Case) {
+    (case.shape.mean_errors, case.spread) = (true, 1.0);
+}
+
+/// Mean errors of the coded values, next to norms.
+#[test]
+fn mean_errors_agree() {
+    let Some(device) = device("mean_errors_agree") else { return };
+    run_with(&device, 900, add_mean_errors, |case| case.shape.value_norms = true);
+}
+
+/// Sequences that end within blocks and parts of them, at their ends and next to these. With queries of zeros the
+/// first tokens are selected: some blocks whole, some sequences whole.
+#[test]
+fn mean_errors_of_incomplete_blocks_agree() {
+    let Some(device) = device("mean_errors_of_incomplete_blocks_agree") else { return };
+    const LENGTHS: [u32; 16] = [1, 15, 16, 17, 0, 255, 256, 257, 271, 272, 511, 512, 513, 4096, 4097, 4351];
+    const KS: [u32; 16] = [0, 3, 16, 1, 5, 255, 256, 256, 260, 0, 300, 512, 255, 600, 4097, 4000];
+    let end = |case: &mut Case, group: usize, index: Index| {
+        add_mean_errors(case);
+        (case.shape.group, case.index) = (group, index);
+        (case.capacity, case.batch, case.heads) = (4400, LENGTHS.len(), 1);
+        (case.lengths, case.ks, case.selected_len) = (LENGTHS.to_vec(), KS.to_vec(), 4400);
+        case.exact_lengths =
+            (0..).map(|i| i % (case.exact_capacity as u32 + 1)).take(LENGTHS.len()).collect();
+        case.page_tiles = if case.shape.paged { 3 } else { 138 };
     };
-    run(&device, 840..846, lengthen, |_| ());
-    for (seed, bad) in (850..).zip([f32::NAN, f32::INFINITY, f32::NEG_INFINITY].repeat(2)) {
-        run(&device, seed..seed + 1, multiply, |queries| queries[7] = bad);
+    for (seed, group) in (1000..).zip(1..=8) {
+        // Tokens that attention leaves out while the selection runs, and tokens that the selection hides.
+        for (seed, index) in [(seed, Index::Token), (seed + 20, Index::Order)] {
+            run(&device, seed..seed + 1, |case| end(case, group, index), |_| ());
+            run(&device, seed + 40..seed + 41, |case| end(case, group, index), |queries| queries.fill(0.0));
+        }
+    }
+}
+
+/// So many heads that a row has one block of threads, and some warps three blocks of tokens.
+#[test]
+fn mean_errors_of_many_heads_agree() {
+    let Some(device) = device("mean_errors_of_many_heads_agree") else { return };
+    for (seed, group) in (1100..).zip([1, 4, 8]) {
+        let of_many = |case: &mut Case| {
+            add_mean_errors(case);
+            let quantizer = PqShape::new(64, 8, 4).unwrap();
+            (case.shape.keys, case.shape.values, case.shape.group) = (quantizer, quantizer, group);
+            (case.capacity, case.batch, case.heads, case.selected_len) = (8700, 36, 2, 90);
+            (case.lengths, case.ks) = ((0..36).map(|i| 8700 - i * i).collect(), vec![87; 36]);
+            case.exact_lengths = vec![case.exact_capacity as u32; 36];
+            case.page_tiles = if case.shape.paged { 8 } else { 272 };
+        };
+        run(&device, seed..seed + 1, of_many, |_| ());
     }
 }
 

@@ -11,11 +11,8 @@ use crate::pq::mean_errors::BlockMeans;
 use crate::pq::select::CommonArguments;
 use crate::{Device, Error, Program};
 
-/// Threads of a block: `THREADS` of the kernel.
-const THREADS: u32 = 256;
-/// Its blocks per multiprocessor, and the most of a row: the last one adds up what all have found.
-const BLOCKS: usize = 2;
-const MOST_SLICES: usize = 64;
+/// The most blocks of a row: the last one adds up what all have found.
+const MOST_SLICES: usize = 32;
 
 /// `MeanArguments` of the kernel.
 #[derive(Clone, Copy)]
@@ -23,7 +20,6 @@ const MOST_SLICES: usize = 64;
 struct KernelArguments {
     common: CommonArguments,
     selected: DevicePtr<u32>,
-    found: Option<DevicePtr<u32>>,
     means: DevicePtr<f16>,
     recent: DevicePtr<f32>,
     log_sum_exp: DevicePtr<f32>,
@@ -34,7 +30,7 @@ struct KernelArguments {
     recent_parts: u32,
 }
 
-const _: () = assert!(size_of::<KernelArguments>() == 168);
+const _: () = assert!(size_of::<KernelArguments>() == 160);
 
 /// Offsets in its part of the workspace. The counters of finished blocks come first.
 struct Parts {
@@ -53,8 +49,14 @@ pub(super) struct AddMeanErrors {
 impl AddMeanErrors {
     /// The kernel for a shape.
     pub fn program(shape: &HybridShape) -> Program {
-        let program = shape.selection().program(source!("pq_hybrid/mean_errors.cu"), &[]);
-        program.define_if(shape.adaptive, "ADAPTIVE")
+        let defines = [("MEAN_WARPS", Self::warps(shape))];
+        shape.selection().program(source!("pq_hybrid/mean_errors.cu"), &defines)
+    }
+
+    /// Warps of a block, of which a multiprocessor runs one: a thread has 128 registers in a block of 16 warps,
+    /// 255 in one of 8.
+    const fn warps(shape: &HybridShape) -> usize {
+        if shape.selection().entry() == 8 { 8 } else { 16 }
     }
 
     /// Compiles the kernel for a shape.
@@ -68,7 +70,7 @@ impl AddMeanErrors {
 
     /// Blocks of a row.
     fn slices(&self, batch: usize, heads: usize) -> usize {
-        (BLOCKS * self.sm_count / batch.saturating_mul(heads).max(1)).clamp(1, MOST_SLICES)
+        (self.sm_count / batch.saturating_mul(heads).max(1)).clamp(1, MOST_SLICES)
     }
 
     fn parts(&self, batch: usize, heads: usize) -> Parts {
@@ -110,7 +112,6 @@ impl AddMeanErrors {
         let prepared = KernelArguments {
             common,
             selected: a.selected,
-            found: a.bound.map(|bound| bound.found),
             means: means.means,
             recent: means.recent,
             log_sum_exp,
@@ -123,6 +124,6 @@ impl AddMeanErrors {
         let slices = self.slices(a.batch, a.heads);
         let grid = OPERATION.grid(&[("slices", slices), ("heads", a.heads), ("sequences", a.batch)])?;
         // SAFETY: the structure is the kernel's argument; the caller upholds the contract of its pointers.
-        unsafe { self.kernel.launch(stream, grid, THREADS, true, &prepared) }
+        unsafe { self.kernel.launch(stream, grid, 32 * Self::warps(&self.shape) as u32, true, &prepared) }
     }
 }
