@@ -21,7 +21,10 @@ __device__ __forceinline__ u32 best_step(const Arguments& a, const float* rows, 
                                          float (&errors)[TURNS][D], u8 (&codes)[TURNS][D]) {
     const int component = threadIdx.x % D, turn = threadIdx.x / D;
     float squares = 0;
-    for (u32 t = 0; t < n; t++) squares += rows[t * D] * rows[t * D];
+    for (u32 t = 0; t < n; t++) {
+        const float x = finite(rows[t * D]);
+        squares += x * x;
+    }
     const float fitting = sqrtf(squares / n) * a.steps[bits];
     float least = infinity();
     u32 best = 0;
@@ -30,7 +33,7 @@ __device__ __forceinline__ u32 best_step(const Arguments& a, const float* rows, 
         const float step = decode_step(coded), per_step = 1 / step;
         float error = 0;
         for (u32 t = 0; t < n; t++) {
-            const float x = rows[t * D];
+            const float x = finite(rows[t * D]);
             const float lost = x - level_of(code_of(x, per_step, half_range), half_range) * step;
             error += lost * lost;
         }
@@ -71,9 +74,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) sq_encode_keys(const Argum
     for (u32 tile = 0; tile * TILE < n; tile++) {
         for (int i = threadIdx.x; i < TILE * D; i += THREADS) {
             const int t = i / D, c = i % D;
-            const bool exists = tile * TILE + t < n;
+            const u32 token = tile * TILE + t;
             codes[t][c] =
-                exists ? (u8)code_of(rows[(u64)(tile * TILE + t) * D + c], per_steps[c], half_ranges[c]) : 0;
+                token < n ? (u8)code_of(finite(rows[(u64)token * D + c]), per_steps[c], half_ranges[c]) : 0;
         }
         __syncthreads();
         for (int i = threadIdx.x; i < KEY_WORDS; i += THREADS) {

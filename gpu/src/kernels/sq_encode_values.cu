@@ -11,6 +11,12 @@
 constexpr int THREADS = D, VALUE_SLOTS = PARTS * VALUE_BITS, VALUE_WORDS = VALUE_SLOTS * VECTOR;
 constexpr float HALF_RANGE = 1 << VALUE_BITS >> 1;
 
+// An infinity would be one in the sum of all tokens.
+__device__ __forceinline__ u16 nearest_finite_half(float x) {
+    constexpr float MOST = 65504;
+    return float_to_half(fminf(fmaxf(x, -MOST), MOST));
+}
+
 // The bits of the codes of four tokens at a slot of a part, as `Field::put` of pq_core::sq places them.
 __device__ __forceinline__ u32 put_part(const u8 (&codes)[TILE][CODE_ROW], const Row& row, int part, int unit,
                                         int component) {
@@ -46,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sq_encode_values(const Arg
             const u32 lane = threadIdx.x % VECTOR;
             float squares = 0, sum = 0;
             for (int p = 0; p < PARTS; p++) {
-                const float x = t < in_tile ? of_tile[t * D + p * VECTOR + lane] : 0;
+                const float x = t < in_tile ? finite(of_tile[t * D + p * VECTOR + lane]) : 0;
                 squares += x * x;
             }
             const u32 mask = 0xffffu << (threadIdx.x & 16);
@@ -61,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sq_encode_values(const Arg
         for (u32 t = 0; t < TILE; t++) {
             float code = 0;
             if (t < in_tile) {
-                const float x = of_tile[t * D + threadIdx.x];
+                const float x = finite(of_tile[t * D + threadIdx.x]);
                 code = code_of(x, 1 / steps[t], HALF_RANGE);
                 lost += x - level_of(code, HALF_RANGE) * steps[t];
             }
@@ -79,5 +85,5 @@ extern "C" __global__ void __launch_bounds__(THREADS) sq_encode_values(const Arg
         }
         __syncthreads();
     }
-    if (a.errors) a.errors[place * D + threadIdx.x] = float_to_half(lost / n);
+    if (a.errors) a.errors[place * D + threadIdx.x] = nearest_finite_half(lost / n);
 }

@@ -13,7 +13,18 @@ use crate::common::{Buffer, Random, device};
 /// step, if the squared errors of both differ by at most this fraction.
 const TIE: f64 = 1e-4;
 
-fn run(device: &Device, random: &mut Random, keys: bool) {
+/// Components of which an array may have one.
+const FEW: [f32; 2] = [0.0, 1e-30];
+/// Components that rows may have many of: not finite, or so large that squares, sums or mean errors overflow.
+const MANY: [f32; 11] =
+    [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, f32::MAX, f32::MIN, 1e30, -1e19, 1e12, -2e7, 7e4, 1e-40];
+
+/// A NaN or an infinity counts as 0.
+fn finite(x: f32) -> f64 {
+    if x.is_finite() { f64::from(x) } else { 0.0 }
+}
+
+fn run(device: &Device, random: &mut Random, keys: bool, spoil: impl Fn(&mut Random, &mut [f32])) {
     let (dim, block) = (random.pick(&[64, 96, 128, 256]), random.pick(&[32, 64, 128, 256]));
     let (batch, heads, paged) = (1 + random.below(3), 1 + random.below(3), random.below(2) == 1);
     let bits = 1 + random.below(if keys { 5 } else { 8 });
@@ -49,9 +60,7 @@ fn run(device: &Device, random: &mut Random, keys: bool) {
             let norm = if keys { 1.0 } else { random.normal().exp() };
             row.iter_mut().zip(sigma).for_each(|(x, sigma)| *x = norm * sigma * random.normal());
         }
-        if random.below(3) == 0 && counts[pair / heads] > 0 {
-            rows[random.below(dim)] = random.pick(&[0.0, f32::NAN, f32::INFINITY, 1e-30]);
-        }
+        spoil(random, &mut rows[..counts[pair / heads] * dim]);
     }
     let encode = Encode::new(device, shape).unwrap();
     let tables = encode.key_table().map(|layout| {
@@ -112,14 +121,14 @@ fn run(device: &Device, random: &mut Random, keys: bool) {
                     let mut error = vec![f16::ZERO; dim];
                     let values = Values::new(codes, scales, words).unwrap();
                     sq::mean_error_into(&values, rows, &mut error).unwrap();
-                    let bits = |x: &f16| if x.is_nan() { f16::NAN.to_bits() } else { x.to_bits() };
-                    let got = errors[at * dim..][..dim].iter().map(bits);
-                    assert!(got.eq(error.iter().map(bits)), "{where_is}: other mean errors");
+                    let bits = |errors: &[f16]| errors.iter().map(|x| x.to_bits()).collect::<Vec<u16>>();
+                    let got = bits(&errors[at * dim..][..dim]);
+                    assert!(got == bits(&error), "{where_is}: other mean errors");
                 }
                 for (row, (&got, &expected)) in
                     rows.chunks_exact(dim).zip(scales.iter().zip(&expected_scales))
                 {
-                    let norm = row.iter().map(|&x| f64::from(x) * f64::from(x)).sum::<f64>().sqrt();
+                    let norm = row.iter().map(|&x| finite(x).powi(2)).sum::<f64>().sqrt();
                     let tie = (norm.log2() * 16.0 + 128.5 - f64::from(got.max(expected))).abs() < TIE;
                     assert!(got == expected || tie, "{where_is}: norm {got} for {expected}");
                 }
@@ -155,7 +164,7 @@ fn check_keys(
             continue;
         }
         let square = |decoded: &[f32]| -> f64 {
-            exact.iter().zip(decoded).map(|(&x, &y)| (f64::from(x) - f64::from(y)).powi(2)).sum()
+            exact.iter().zip(decoded).map(|(&x, &y)| (finite(x) - f64::from(y)).powi(2)).sum()
         };
         let (least, error) = (square(&expected), square(&got));
         let place = format!("component {i}, step {} for {}", steps[i], expected_steps[i]);
@@ -163,16 +172,40 @@ fn check_keys(
     }
 }
 
+fn spoil_one(random: &mut Random, rows: &mut [f32]) {
+    if random.below(3) == 0 && !rows.is_empty() {
+        rows[random.below(rows.len())] = random.pick(&FEW);
+    }
+}
+
+fn spoil_many(random: &mut Random, rows: &mut [f32]) {
+    for _ in 0..rows.len() / 200 {
+        rows[random.below(rows.len())] = random.pick(&MANY);
+    }
+}
+
 #[test]
 fn keys_are_the_cpus() {
     let Some(device) = device("keys_are_the_cpus") else { return };
-    (0..60).for_each(|seed| run(&device, &mut Random(seed), true));
+    (0..60).for_each(|seed| run(&device, &mut Random(seed), true, spoil_one));
 }
 
 #[test]
 fn values_are_the_cpus() {
     let Some(device) = device("values_are_the_cpus") else { return };
-    (100..160).for_each(|seed| run(&device, &mut Random(seed), false));
+    (100..160).for_each(|seed| run(&device, &mut Random(seed), false, spoil_one));
+}
+
+#[test]
+fn keys_that_are_huge_or_not_finite_are_the_cpus() {
+    let Some(device) = device("keys_that_are_huge_or_not_finite_are_the_cpus") else { return };
+    (200..240).for_each(|seed| run(&device, &mut Random(seed), true, spoil_many));
+}
+
+#[test]
+fn values_that_are_huge_or_not_finite_are_the_cpus() {
+    let Some(device) = device("values_that_are_huge_or_not_finite_are_the_cpus") else { return };
+    (300..340).for_each(|seed| run(&device, &mut Random(seed), false, spoil_many));
 }
 
 #[test]
