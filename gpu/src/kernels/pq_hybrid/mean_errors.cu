@@ -194,13 +194,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) pq_hybrid_mean_errors(c
     __shared__ Work work;
     pdl_wait();
     pdl_trigger();
-    const u32 sequence = blockIdx.z, length = a.lengths[sequence], whole = length / MEAN_TOKENS;
+    const u32 sequence = blockIdx.z, length = a.lengths[sequence];
+    const u64 row = (u64)sequence * a.heads + blockIdx.y;
+    MeanSums of_warp;
+    of_warp.clear(a.log_sum_exp + row * GROUP);
     // Short sequences have work for fewer slices. The last one has the block that is not whole, too.
+    const u32 whole = length / MEAN_TOKENS;
     const u32 slice = blockIdx.x, slices = max(min(gridDim.x, (whole + WARPS - 1) / WARPS), 1u);
     if (length == 0 || slice >= slices) return;
     const u32 begin = whole * slice / slices, end = whole * (slice + 1) / slices; // below 2^32: at most 2^24 blocks
     const bool is_end = slice == slices - 1;
-    const u64 row = (u64)sequence * a.heads + blockIdx.y;
     ScoredTile* scores = a.scores_of(row);
     if (!a.hides) { // concurrent attention has not hidden the selected tokens
         const u32 selected = min(min(a.ks[sequence], a.selected_len), length);
@@ -211,8 +214,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) pq_hybrid_mean_errors(c
 
     const u32 warp = threadIdx.x / LANES, component = threadIdx.x % LANES * COMPONENTS;
     const u16* means = a.means + row * a.mean_blocks * D + component;
-    MeanSums of_warp;
-    of_warp.clear(a.log_sum_exp + row * GROUP);
     u32 block = begin + warp;
     WholeBlock even, odd; // all loads of two blocks are in flight at once
     const auto load = [&](WholeBlock& to, u32 at) {
