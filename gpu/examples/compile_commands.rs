@@ -45,6 +45,8 @@ fn programs() -> Result<Vec<Program>, Box<dyn Error>> {
         addends: true,
         paged: true,
     };
+    let coded_keys =
+        sq::EncodeShape { dim: 128, side: sq::Side::Keys { slots: 24 }, block: 256, paged: true };
     let numbers: Vec<f32> = (0..64 * 256_u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 8) as f32).collect();
     let map = TransformBuf::new(128, vec![0.5; 256 * 128], vec![0.5; 256 * 128])?;
     let options = FitOptions {
@@ -68,18 +70,9 @@ fn programs() -> Result<Vec<Program>, Box<dyn Error>> {
         ScanShape { quantizer: coarse, group }.program(DEVICES[1].1)?,
         GatherAttendShape { dim: 128, element }.program()?,
         ragged.program()?,
-        sq::EncodeShape { dim: 128, side: sq::Side::Keys { slots: 24 }, block: 256, paged: true }
-            .program()?,
-        sq::EncodeShape { dim: 128, side: sq::Side::Values { bits: 3 }, block: 256, paged: true }
-            .program()?,
-        sq::DecodeShape {
-            dim: 128,
-            side: sq::Side::Keys { slots: 24 },
-            block: 256,
-            element: rows,
-            paged: true,
-        }
-        .program()?,
+        coded_keys.program()?,
+        sq::EncodeShape { side: sq::Side::Values { bits: 3 }, ..coded_keys }.program()?,
+        sq::DecodeShape { coded: coded_keys, element: rows }.program()?,
         planes.decode_program(),
         planes.encode_program(),
         codec::Encode::join_program(),

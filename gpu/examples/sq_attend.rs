@@ -7,7 +7,7 @@ mod gpu;
 use gpu::{Gpu, Result, numbers};
 use half::f16;
 use kv_gpu::Element;
-use kv_gpu::sq::{Attend, AttendArguments, AttendShape, Encode, EncodeArguments, EncodeShape, Side};
+use kv_gpu::sq::{Attend, AttendArguments, AttendShape, CodedBlocks, Encode, EncodeShape, Side};
 
 fn main() -> Result<()> {
     let gpu = Gpu::open()?;
@@ -43,11 +43,10 @@ fn main() -> Result<()> {
     for keys in [true, false] {
         let side = if keys { Side::Keys { slots: key_slots } } else { Side::Values { bits: value_bits } };
         let encode = Encode::new(&gpu, EncodeShape { dim, side, block, paged: false })?;
-        let arguments = EncodeArguments {
+        let coded = CodedBlocks {
             batch: 1,
             heads: 1,
             max_rows: n,
-            rows: rows.pointer,
             firsts: firsts.pointer,
             counts: lengths.pointer,
             key_tables: keys.then_some(tables.pointer),
@@ -58,7 +57,7 @@ fn main() -> Result<()> {
             pages: None,
         };
         // SAFETY: the buffers have the shapes that the arguments name, and live until the results are read.
-        unsafe { encode.launch(gpu.stream().cu_stream(), &arguments)? };
+        unsafe { encode.launch(gpu.stream().cu_stream(), rows.pointer, &coded)? };
     }
 
     let queries = gpu.upload(&numbers(blocks * group * dim))?; // in the dual basis of each block

@@ -88,6 +88,7 @@ const HEADERS: &[Source] = &[
     source!("sq_attend/shape.cuh"),
     source!("sq_attend/uniform_codes.cuh"),
     source!("sq_attend/values.cuh"),
+    source!("sq_blocks.cuh"),
     source!("sq_encode.cuh"),
     source!("sq_key_table.cuh"),
     source!("sq_levels.cuh"),
@@ -410,6 +411,7 @@ mod tests {
             paged: true,
         };
         let side = sq::Side::Keys { slots: 23 };
+        let coded = sq::EncodeShape { dim: 128, side, block: 64, paged: true };
         let programs = [
             attend.program(227 << 10).unwrap(),
             search.program((8, 0), 163 << 10).unwrap(),
@@ -422,9 +424,7 @@ mod tests {
             svd::GramShape { dim: 128, element }.program((9, 0)).unwrap(),
             svd::AttendShape { dim: 128, element }.program().unwrap(),
             scalar.programs(227 << 10).unwrap()[0].clone(),
-            sq::DecodeShape { dim: 128, side, block: 64, element: element.into(), paged: true }
-                .program()
-                .unwrap(),
+            sq::DecodeShape { coded, element: element.into() }.program().unwrap(),
         ];
         for program in programs {
             for header in program.headers() {

@@ -351,7 +351,7 @@ fn scalar_encoding_and_decoding() {
     let programs = sides.into_iter().zip(elements.into_iter().cycle()).map(|((dim, side), element)| {
         let (block, paged) = (256, dim == 256);
         let encode = sq::EncodeShape { dim, side, block, paged };
-        let decode = sq::DecodeShape { dim, side, block, element, paged };
+        let decode = sq::DecodeShape { coded: encode, element };
         [encode.program().unwrap(), decode.program().unwrap()]
     });
     let programs: Vec<_> = programs.flatten().collect();

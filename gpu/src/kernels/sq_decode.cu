@@ -5,6 +5,7 @@
 //
 // Launch: grid (tiles of 32 tokens, heads, sequences), THREADS threads. The floor is writing the rows.
 #include "element.cuh"
+#include "sq_blocks.cuh"
 #include "sq_levels.cuh"
 #ifdef KEY_SLOTS
 #include "sq_key_table.cuh"
@@ -16,18 +17,9 @@ constexpr int SLOTS = PARTS * VALUE_BITS;
 constexpr int THREADS = TILE * COLUMNS;
 constexpr int CODE_WORDS = QUADS + 1; // of a row of codes in shared memory; odd, so that rows begin in different banks
 
-struct Arguments {
-    const u32* firsts; // [sequence]: block of the sequence that the first row is in
-    const u32* counts; // [sequence]: rows
-    const u32* tables; // keys: [head][KeyTable::WORDS]
-    const u32* pages;  // PAGED: [sequence][max_pages]
-    const u8* scales;  // keys: steps, values: norms; [page or sequence][head][block][D or BLOCK]
-    const u32* words;  // [page or sequence][head][block][tile of block][vector][16]
-    const u16* errors; // values: f16 [page or sequence][head][block][D], or null
-    Element* rows;     // [sequence][head][max_rows][D]
-    u32 heads, max_rows;
-    u32 blocks, max_pages; // blocks of a page or sequence, and pages of a sequence
-    float unit_step;       // values: between the levels of a value of norm 1
+struct Arguments : BlockArguments {
+    Element* rows;   // [sequence][head][max_rows][D]
+    float unit_step; // values: between the levels of a value of norm 1
     u32 padding;
 };
 

@@ -1,20 +1,12 @@
 // Common to the encoding of both sides: arguments, and the arithmetic of pq_core::sq, which is compiled without fused
 // multiply-adds, so that codes are the same bit for bit.
 #pragma once
+#include "sq_blocks.cuh"
 #include "sq_levels.cuh"
 
-struct Arguments {
+struct Arguments : BlockArguments {
     const float* rows; // [sequence][head][max_rows][D]
-    const u32* firsts; // [sequence]: block of the sequence that the first row begins
-    const u32* counts; // [sequence]: rows
-    const u32* tables; // keys: [head][KeyTable::WORDS]
-    const u32* pages;  // PAGED: [sequence][max_pages]
-    u8* scales;        // keys: steps, values: norms; [page or sequence][head][block][D or BLOCK]
-    u32* words;        // [page or sequence][head][block][tile of block][vector][16]
-    u16* errors;       // values: f16 [page or sequence][head][block][D], or null
-    u32 heads, max_rows;
-    u32 blocks, max_pages; // blocks of a page or sequence, and pages of a sequence
-    float steps[9];        // of a Gaussian, by bits
+    float steps[9];    // of a Gaussian, by bits
 };
 
 // Rows of a code tile in shared memory: the padding keeps the bytes of one component in different banks.

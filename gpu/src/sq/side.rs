@@ -2,8 +2,6 @@
 
 use pq_core::sq;
 
-use super::KeyTable;
-
 /// Keys or values, and their bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Side {
@@ -38,14 +36,6 @@ impl Side {
             Err("blocks of a multiple of 32 tokens, at most 256")
         } else {
             Ok([("HEAD_DIM", dim), bits, ("BLOCK", block)])
-        }
-    }
-
-    /// The layout of the tables of keys of `dim` components.
-    pub(super) const fn key_table(self, dim: usize) -> Option<KeyTable> {
-        match self {
-            Self::Keys { slots } => Some(KeyTable::new(dim, slots)),
-            Self::Values { .. } => None,
         }
     }
 }

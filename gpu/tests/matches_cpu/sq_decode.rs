@@ -3,7 +3,7 @@
 
 use half::f16;
 use kv_gpu::pq::Pages;
-use kv_gpu::sq::{Decode, DecodeArguments, DecodeShape, Side};
+use kv_gpu::sq::{CodedBlocks, Decode, DecodeShape, EncodeShape, Side};
 use kv_gpu::{Device, Error, VectorElement};
 use pq_core::sq::{self, Keys, Shape, Values};
 
@@ -26,7 +26,7 @@ fn run(device: &Device, random: &mut Random, keys: bool) {
     let slots = bits * dim / 16 - if keys { random.below(dim / 16) } else { 0 };
     let side = if keys { Side::Keys { slots } } else { Side::Values { bits } };
     let element = random.pick(&[VectorElement::F32, VectorElement::F16, VectorElement::Bf16]);
-    let shape = DecodeShape { dim, side, block, element, paged };
+    let shape = DecodeShape { coded: EncodeShape { dim, side, block, paged }, element };
     let of_heads: Vec<Shape> = (0..heads).map(|_| random_shape(keys, dim, slots, random)).collect();
     let firsts: Vec<u32> = (0..batch).map(|_| random.below(3) as u32).collect();
     let counts: Vec<usize> =
@@ -49,7 +49,7 @@ fn run(device: &Device, random: &mut Random, keys: bool) {
     let has_errors = !keys && random.below(2) == 1;
 
     let decode = Decode::new(device, shape).unwrap();
-    let tables = decode.key_table().map(|layout| {
+    let tables = shape.coded.key_table().map(|layout| {
         let mut tables = vec![0; heads * layout.table_len()];
         for (table, codes) in tables.chunks_exact_mut(layout.table_len()).zip(&of_heads) {
             layout.table_into(codes, table).unwrap();
@@ -63,7 +63,7 @@ fn run(device: &Device, random: &mut Random, keys: bool) {
     let table_there = Buffer::new(device, &table);
     let row_len = bytes_of(element, &[0.0]).len() * dim;
     let rows = Buffer::new(device, &vec![0xdd_u8; batch * heads * max_rows * row_len]);
-    let arguments = DecodeArguments {
+    let coded = CodedBlocks {
         batch,
         heads,
         max_rows,
@@ -75,12 +75,11 @@ fn run(device: &Device, random: &mut Random, keys: bool) {
         mean_errors: has_errors.then(|| errors_there.pointer()),
         blocks: of_place,
         pages: paged.then(|| Pages { table: table_there.pointer(), max_pages }),
-        rows: rows.pointer().cast(),
     };
     // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape
     // requires.
     #[allow(unsafe_code)]
-    unsafe { decode.launch(device.stream().cu_stream(), &arguments) }.unwrap();
+    unsafe { decode.launch(device.stream().cu_stream(), &coded, rows.pointer().cast()) }.unwrap();
     let got = rows.read();
 
     for (pair, got) in got.chunks_exact(max_rows * row_len).enumerate() {
@@ -125,15 +124,15 @@ fn values_are_the_cpus() {
 
 #[test]
 fn shapes_without_a_kernel_are_errors() {
-    let (side, element) = (Side::Values { bits: 4 }, VectorElement::F16);
-    let shape = DecodeShape { dim: 128, side, block: 64, element, paged: false };
-    assert!(shape.program().is_ok());
+    let shape = EncodeShape { dim: 128, side: Side::Values { bits: 4 }, block: 64, paged: false };
+    let program = |coded| DecodeShape { coded, element: VectorElement::F16 }.program();
+    assert!(program(shape).is_ok());
     for bad in [
-        DecodeShape { dim: 80, ..shape },
-        DecodeShape { block: 48, ..shape },
-        DecodeShape { side: Side::Values { bits: 9 }, ..shape },
-        DecodeShape { side: Side::Keys { slots: 0 }, ..shape },
+        EncodeShape { dim: 80, ..shape },
+        EncodeShape { block: 48, ..shape },
+        EncodeShape { side: Side::Values { bits: 9 }, ..shape },
+        EncodeShape { side: Side::Keys { slots: 0 }, ..shape },
     ] {
-        assert!(matches!(bad.program(), Err(Error::Unsupported { .. })), "{bad:?}");
+        assert!(matches!(program(bad), Err(Error::Unsupported { .. })), "{bad:?}");
     }
 }

@@ -3,7 +3,7 @@
 
 use half::f16;
 use kv_gpu::pq::Pages;
-use kv_gpu::sq::{Encode, EncodeArguments, EncodeShape, Side};
+use kv_gpu::sq::{CodedBlocks, Encode, EncodeShape, Side};
 use kv_gpu::{Device, Error};
 use pq_core::sq::{self, Keys, Shape, Values};
 
@@ -63,7 +63,7 @@ fn run(device: &Device, random: &mut Random, keys: bool, spoil: impl Fn(&mut Ran
         spoil(random, &mut rows[..counts[pair / heads] * dim]);
     }
     let encode = Encode::new(device, shape).unwrap();
-    let tables = encode.key_table().map(|layout| {
+    let tables = shape.key_table().map(|layout| {
         let mut tables = vec![0; heads * layout.table_len()];
         for (table, (codes, _)) in tables.chunks_exact_mut(layout.table_len()).zip(&of_heads) {
             layout.table_into(codes, table).unwrap();
@@ -79,11 +79,10 @@ fn run(device: &Device, random: &mut Random, keys: bool, spoil: impl Fn(&mut Ran
     let firsts_there = Buffer::new(device, &firsts);
     let counts_there = Buffer::new(device, &counts.iter().map(|&n| n as u32).collect::<Vec<u32>>());
     let table_there = Buffer::new(device, &table);
-    let arguments = EncodeArguments {
+    let coded = CodedBlocks {
         batch,
         heads,
         max_rows,
-        rows: rows_there.pointer(),
         firsts: firsts_there.pointer(),
         counts: counts_there.pointer(),
         key_tables: tables.as_ref().map(Buffer::pointer),
@@ -96,7 +95,7 @@ fn run(device: &Device, random: &mut Random, keys: bool, spoil: impl Fn(&mut Ran
     // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape
     // requires.
     #[allow(unsafe_code)]
-    unsafe { encode.launch(device.stream().cu_stream(), &arguments) }.unwrap();
+    unsafe { encode.launch(device.stream().cu_stream(), rows_there.pointer(), &coded) }.unwrap();
     let (mut scales, mut words, errors) = (scales.read(), words.read(), errors.read());
 
     for pair in 0..batch * heads {

@@ -5,9 +5,7 @@ use std::ops::Range;
 use bytemuck::Pod;
 use half::f16;
 use kv_attend::owner::{Pair, Side};
-use kv_gpu::sq::{
-    Decode, DecodeArguments, DecodeShape, Encode, EncodeArguments, EncodeShape, KeyTable, Side as CodedSide,
-};
+use kv_gpu::sq::{CodedBlocks, Decode, DecodeShape, Encode, EncodeShape, KeyTable, Side as CodedSide};
 use kv_gpu::{DevicePtr, VectorElement};
 use pq_core::sq::Shape;
 
@@ -61,10 +59,7 @@ impl Codes {
         let blocks = (shape.stored(shape.capacity) / block).max(1);
         let all_blocks = n_layers * batch * shape.heads * blocks;
         let encoder = |side| encoder(sizes, plan, side);
-        let decoder = |side| {
-            let EncodeShape { dim, side, block, paged } = encoder(side);
-            DecodeShape { dim, side, block, element: VectorElement::F32, paged }
-        };
+        let decoder = |side| DecodeShape { coded: encoder(side), element: VectorElement::F32 };
         let values = Shape::uniform(dim, plan.value_bits as u32)?;
         // All heads have codes of one size.
         let words = Pair::of(|side| match side {
@@ -126,24 +121,28 @@ impl Codes {
     pub fn encode(&self, gpu: &Gpu, layer: usize, rows: &BlockRows, most: usize) -> Result<()> {
         self.transform.prepare(gpu, layer, rows, most)?;
         for side in Side::ALL {
-            let arguments = EncodeArguments {
-                batch: rows.sequences,
-                heads: self.shape.heads,
-                max_rows: most,
-                rows: self.transform.transformed(side),
-                firsts: self.transform.firsts(),
-                counts: self.transform.counts(),
-                key_tables: (side == Side::Keys).then(|| self.tables(layer)),
-                scales: self.scales(side, layer, rows.sequence),
-                words: self.words(side, layer, rows.sequence),
-                mean_errors: self.mean_errors(layer, rows.sequence).filter(|_| side == Side::Values),
-                blocks: self.blocks,
-                pages: None,
-            };
+            let (from, coded) = (self.transform.transformed(side), self.coded(side, layer, rows, most));
             // SAFETY: the buffers have the lengths of `new`; the blocks are complete, so they fit.
-            unsafe { self.encoders[side].launch(gpu.stream(), &arguments) }?;
+            unsafe { self.encoders[side].launch(gpu.stream(), from, &coded) }?;
         }
         Ok(())
+    }
+
+    /// The codes of a side of up to `most` of the transformed rows of each sequence.
+    fn coded(&self, side: Side, layer: usize, rows: &BlockRows, most: usize) -> CodedBlocks {
+        CodedBlocks {
+            batch: rows.sequences,
+            heads: self.shape.heads,
+            max_rows: most,
+            firsts: self.transform.firsts(),
+            counts: self.transform.counts(),
+            key_tables: (side == Side::Keys).then(|| self.tables(layer)),
+            scales: self.scales(side, layer, rows.sequence),
+            words: self.words(side, layer, rows.sequence),
+            mean_errors: self.mean_errors(layer, rows.sequence).filter(|_| side == Side::Values),
+            blocks: self.blocks,
+            pages: None,
+        }
     }
 
     /// Encodes tokens of one sequence, counted after the sinks; `rows` has all from there on.
@@ -162,22 +161,9 @@ impl Codes {
             let count = (tokens - first).min(self.transform.together);
             self.transform.set_spans(gpu, std::iter::once((first, count)))?;
             for side in Side::ALL {
-                let arguments = DecodeArguments {
-                    batch: 1,
-                    heads: self.shape.heads,
-                    max_rows: count,
-                    firsts: self.transform.firsts(),
-                    counts: self.transform.counts(),
-                    key_tables: (side == Side::Keys).then(|| self.tables(layer)),
-                    scales: self.scales(side, layer, rows.sequence),
-                    words: self.words(side, layer, rows.sequence),
-                    mean_errors: self.mean_errors(layer, rows.sequence).filter(|_| side == Side::Values),
-                    blocks: self.blocks,
-                    pages: None,
-                    rows: self.transform.transformed(side).cast(),
-                };
+                let (to, coded) = (self.transform.transformed(side), self.coded(side, layer, rows, count));
                 // SAFETY: the buffers have the lengths of `new`; these blocks have been encoded.
-                unsafe { self.decoders[side].launch(gpu.stream(), &arguments) }?;
+                unsafe { self.decoders[side].launch(gpu.stream(), &coded, to.cast()) }?;
             }
             let rows = rows.skip(first, self.shape.head_dim);
             self.transform.restore(gpu, layer, &rows, count)?;
