@@ -67,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) pq_mean_errors(const Ar
         if (threadIdx.x < HEAD_DIM && (block + 1) * MEAN_TOKENS <= end) {
             float sum = 0;
             for (u32 i = 0; i < PARTS; i++) sum += recent[(block * PARTS + i) % a.recent_parts * HEAD_DIM];
-            a.means[(row * a.blocks + block) * HEAD_DIM + component] = float_to_half(sum / MEAN_TOKENS);
+            a.means[(row * a.blocks + block) * HEAD_DIM + component] = float_to_finite_half(sum / MEAN_TOKENS);
         }
         __syncthreads(); // all parts have been read
     }

@@ -11,12 +11,6 @@
 constexpr int THREADS = D, VALUE_SLOTS = PARTS * VALUE_BITS, VALUE_WORDS = VALUE_SLOTS * VECTOR;
 constexpr float HALF_RANGE = 1 << VALUE_BITS >> 1;
 
-// An infinity would be one in the sum of all tokens.
-__device__ __forceinline__ u16 nearest_finite_half(float x) {
-    constexpr float MOST = 65504;
-    return float_to_half(fminf(fmaxf(x, -MOST), MOST));
-}
-
 // The bits of the codes of four tokens at a slot of a part, as `Field::put` of pq_core::sq places them.
 __device__ __forceinline__ u32 put_part(const u8 (&codes)[TILE][CODE_ROW], const Row& row, int part, int unit,
                                         int component) {
@@ -85,5 +79,5 @@ extern "C" __global__ void __launch_bounds__(THREADS) sq_encode_values(const Arg
         }
         __syncthreads();
     }
-    if (a.errors) a.errors[place * D + threadIdx.x] = nearest_finite_half(lost / n);
+    if (a.errors) a.errors[place * D + threadIdx.x] = float_to_finite_half(lost / n);
 }

@@ -33,6 +33,12 @@ __device__ __forceinline__ u16 float_to_half(float x) {
     return bits;
 }
 
+// The nearest finite number: an infinity would be one in every sum, and NaN where its weight is 0.
+__device__ __forceinline__ u16 float_to_finite_half(float x) {
+    constexpr float MOST = 65504;
+    return float_to_half(fminf(fmaxf(x, -MOST), MOST));
+}
+
 __device__ __forceinline__ float bfloat_to_float(u16 bits) { return __uint_as_float((u32)bits << 16); }
 
 __device__ __forceinline__ u16 float_to_bfloat(float x) {
