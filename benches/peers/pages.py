@@ -700,6 +700,7 @@ def storage_doors(data):
 PAGES = {
     "gpu": gpu,
     "gpu-scalar": gpu,
+    "gpu-mean-errors": gpu,
     "decode": decode,
     "prefill": prefill,
     "offload": offload,
