@@ -1,6 +1,5 @@
 //! The arithmetic of a forward pass on plain slices.
 
-mod dot_codes;
 mod dot_rows;
 mod matmul;
 

@@ -19,8 +19,8 @@ use crate::source::Source;
 use crate::tensors::{Tensors, check_finite, not_finite};
 use crate::{Config, Matrix, RopeScaling, Yarn};
 use crate::{Error, Result};
-pub use blocks::{Codes, decode_q4_0, decode_q8_0};
-pub(crate) use blocks::{Layout, UnpackBlocks};
+pub(crate) use blocks::{DotBlocks, Layout};
+pub use blocks::{FixedPoint, decode_q4_0, decode_q8_0};
 use header::{Header, List, TEXT, Value};
 
 /// Maximum entries of a vocabulary and of its parallel lists.

@@ -20,7 +20,7 @@ mod tokenizer;
 pub use checkpoint::Checkpoint;
 pub use config::{Config, LayerAttention, RopeScaling, Yarn};
 pub use error::{Error, Result};
-pub use gguf::{Codes, decode_q4_0, decode_q8_0};
+pub use gguf::{FixedPoint, decode_q4_0, decode_q8_0};
 pub use matrix::{CodedRows, Matrix};
 pub use message::Message;
 pub use model::{AttentionWeights, FeedForwardWeights, Layer, Linear, Model};

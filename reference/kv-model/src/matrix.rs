@@ -1,11 +1,11 @@
 //! Matrices of weights as they are kept in memory.
 
 use std::borrow::Cow;
-use std::ops::Range;
 
+use half::f16;
 use kv_attend::Backend;
 
-use crate::gguf::{Codes, Layout, UnpackBlocks};
+use crate::gguf::{DotBlocks, FixedPoint, Layout};
 
 /// A matrix that multiplies vectors from the left, row-major: in single precision, or as the blocks of a GGUF
 /// file, which are decoded a few rows at a time.
@@ -96,8 +96,8 @@ impl Matrix {
         match &self.numbers {
             Numbers::F32(_) => None,
             Numbers::Blocks { layout, bytes } => {
-                let (group, unpack) = layout.codes()?;
-                Some(CodedRows { group, unpack, bytes, row: bytes.len() / self.n_out })
+                let (group, dot) = layout.codes()?;
+                Some(CodedRows { group, dot, bytes, row: bytes.len() / self.n_out, n_in: self.n_in })
             }
         }
     }
@@ -144,31 +144,56 @@ impl Matrix {
 /// The rows of a matrix in blocks of codes.
 #[derive(Clone, Copy, Debug)]
 pub struct CodedRows<'a> {
-    group: usize,
-    unpack: UnpackBlocks,
+    group: usize, // codes of a scale
+    dot: DotBlocks,
     bytes: &'a [u8],
     row: usize, // bytes of a row
+    n_in: usize,
 }
 
 impl CodedRows<'_> {
-    /// Neighbouring codes of a scale: 16 or 32.
-    #[must_use]
-    pub const fn group(&self) -> usize {
-        self.group
-    }
-
-    /// Replaces `codes` by those of some rows.
+    /// A vector in the form in which it is multiplied by these rows.
     ///
     /// # Panics
-    /// When there are no such rows.
-    pub fn unpack(&self, rows: Range<usize>, codes: &mut Codes) {
-        (self.unpack)(codes, Backend::detect(), &self.bytes[rows.start * self.row..rows.end * self.row]);
+    /// When the rows are not as long.
+    #[must_use]
+    pub fn fixed_point(&self, x: &[f32]) -> FixedPoint {
+        assert_eq!(x.len(), self.n_in);
+        FixedPoint::new(x, self.group)
+    }
+
+    /// `out[i] = rows[first + i] . x`, of a vector that [`Self::fixed_point`] has made: by groups of neighbouring
+    /// codes that share a scale and an offset, `sum over groups of scale * (codes . x) + offset * sum(x)`, in
+    /// `f32` in an order that depends on the CPU.
+    ///
+    /// # Cost
+    /// One pass over the blocks, whose codes stay in registers. Floor: their bytes from memory.
+    ///
+    /// # Panics
+    /// When there are not so many rows, or the vector is for rows of another kind.
+    pub fn dot(&self, first: usize, x: &FixedPoint, out: &mut [f32]) {
+        assert_eq!((x.len(), x.group()), (self.n_in, self.group));
+        (self.dot)(Backend::detect(), &self.bytes[first * self.row..][..out.len() * self.row], x, out);
     }
 }
 
 /// Matrices in blocks, for tests of what is computed with them.
 #[doc(hidden)]
 impl Matrix {
+    /// The matrix in blocks of Q8_0.
+    ///
+    /// # Errors
+    /// When rows are no whole blocks.
+    pub fn to_q8_0(&self) -> Result<Self, String> {
+        fn block(x: &[f32]) -> impl Iterator<Item = u8> {
+            let scale = f16::from_f32(x.iter().fold(0.0_f32, |most, x| most.max(x.abs())) / 127.0);
+            let inverse = if scale > f16::ZERO { 1.0 / scale.to_f32() } else { 0.0 };
+            scale.to_le_bytes().into_iter().chain(x.iter().map(move |x| (x * inverse).round() as i8 as u8))
+        }
+        let bytes = self.to_f32().chunks(32).flat_map(block).collect();
+        Self::of_blocks(Layout::of(8)?, bytes, self.n_in)
+    }
+
     /// A matrix of every type that stays in its blocks, of pseudo-random rows that are not large.
     #[must_use]
     pub fn examples(n_out: usize, n_in: usize) -> Vec<Self> {
@@ -213,6 +238,42 @@ mod tests {
             );
             changed.f32_mut()[0] = f32::NAN;
             assert!(!changed.is_finite());
+        }
+    }
+
+    /// A vector that is exact in fixed point: integers times a power of two, the largest of which is 32767 in
+    /// each group.
+    fn exact_in_fixed_point(len: usize) -> Vec<f32> {
+        let x = |i: usize| match i % 16 {
+            3 => 32767.0,
+            _ => ((i * 7919) % 65535) as f32 - 32767.0,
+        };
+        (0..len).map(|i| x(i) * 2.0_f32.powi(i as i32 / 32 % 7 - 18)).collect()
+    }
+
+    /// Every type on every backend: rows of one block and of several, and of lengths that no number of
+    /// registers divides.
+    #[test]
+    fn products_on_all_backends_follow_the_formula() {
+        let q8_0 = |n_in| Matrix::new(exact_in_fixed_point(5 * n_in), n_in).to_q8_0().unwrap();
+        let large = [256, 768, 1024].into_iter().flat_map(|n_in| Matrix::examples(5, n_in));
+        for matrix in large.chain([32, 64, 96, 160].map(q8_0)) {
+            let (n_in, numbers) = (matrix.n_in(), matrix.to_f32());
+            let Some(rows) = matrix.as_codes() else { continue };
+            let x = exact_in_fixed_point(n_in);
+            for backend in Backend::ALL.into_iter().filter(|backend| backend.is_available()) {
+                let mut out = [f32::NAN; 5];
+                (rows.dot)(backend, rows.bytes, &rows.fixed_point(&x), &mut out);
+                for (row, out) in numbers.chunks(n_in).zip(out) {
+                    let terms = || row.iter().zip(&x).map(|(w, x)| f64::from(*w) * f64::from(*x));
+                    let (exact, sum): (f64, f64) = (terms().sum(), terms().map(f64::abs).sum());
+                    assert!(
+                        (f64::from(out) - exact).abs() <= 1e-6 * sum,
+                        "{backend:?}, rows of {n_in} in {} bytes",
+                        rows.row
+                    );
+                }
+            }
         }
     }
 }

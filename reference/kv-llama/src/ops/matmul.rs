@@ -6,7 +6,6 @@ use gemm_common::Parallelism;
 use kv_model::Matrix;
 use rayon::prelude::*;
 
-use super::dot_codes::dot_codes;
 use super::dot_rows::dot_rows;
 use super::product;
 
@@ -59,7 +58,11 @@ pub fn matmul(weight: &Matrix, x: &[f32], y: &mut [f32]) {
 fn multiply_few(weight: &Matrix, x: &[f32], y: &mut [f32]) {
     let (n_in, n_out) = (weight.n_in(), weight.n_out());
     let n = x.len() / n_in;
-    let run = |rows: usize, (i, y): (usize, &mut [f32])| multiply_share(weight, i * rows, x, y);
+    let coded = weight.as_codes().filter(|_| n == 1).map(|rows| (rows, rows.fixed_point(x)));
+    let run = |rows: usize, (i, y): (usize, &mut [f32])| match &coded {
+        Some((coded, x)) => coded.dot(i * rows, x, y),
+        None => multiply_share(weight, i * rows, x, y),
+    };
     match x.len() * n_out >= PARALLEL_FROM {
         true => {
             // As many shares for each thread, of as many rows.
@@ -77,9 +80,6 @@ fn multiply_share(weight: &Matrix, first: usize, x: &[f32], y: &mut [f32]) {
     let n = x.len() / n_in;
     if let Some(numbers) = weight.as_f32().filter(|_| n == 1) {
         return dot_rows(&numbers[first * n_in..][..y.len() * n_in], x, y);
-    }
-    if let Some(rows) = weight.as_codes().filter(|_| n == 1) {
-        return dot_codes(rows, first, x, y);
     }
     let tile = rows_of(TILE, n_in);
     let (mut rows, mut products) = (vec![0.0; tile * n_in], vec![0.0; tile]);

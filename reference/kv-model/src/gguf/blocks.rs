@@ -1,6 +1,8 @@
 //! Decoding of ggml's types, plain and quantized in blocks.
 
 mod codes;
+mod dot;
+mod fixed_point;
 mod k_quants;
 mod lanes;
 mod simple;
@@ -11,9 +13,9 @@ use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use kv_attend::Backend;
 
-use codes::Block;
-pub use codes::Codes;
-pub(crate) use codes::UnpackBlocks;
+use codes::{Block, Codes, UnpackBlocks};
+pub(crate) use dot::DotBlocks;
+pub use fixed_point::FixedPoint;
 
 /// The block layout of a ggml type.
 #[derive(Clone, Copy)]
@@ -31,6 +33,7 @@ enum Form {
     Codes {
         group: usize, // elements of a scale
         unpack: UnpackBlocks,
+        dot: DotBlocks,
     },
 }
 
@@ -79,7 +82,8 @@ impl Layout {
     const fn of_codes<B: Block<SIZE, N, GROUPS>, const SIZE: usize, const N: usize, const GROUPS: usize>(
         kind: u32,
     ) -> Self {
-        let form = Form::Codes { group: 32 * N / GROUPS, unpack: Codes::unpack::<B, SIZE, N, GROUPS> };
+        let (unpack, dot) = (Codes::unpack::<B, SIZE, N, GROUPS>, dot::dot_blocks::<B, SIZE, N, GROUPS>);
+        let form = Form::Codes { group: 32 * N / GROUPS, unpack, dot };
         Self { kind, block: 32 * N, size: SIZE, form }
     }
 
@@ -111,11 +115,11 @@ impl Layout {
         }
     }
 
-    /// Elements of a scale, and what reads whole blocks as codes, in types that are made of them.
-    pub const fn codes(self) -> Option<(usize, UnpackBlocks)> {
+    /// Elements of a scale, and the products of blocks, in types that are made of codes.
+    pub const fn codes(self) -> Option<(usize, DotBlocks)> {
         match self.form {
             Form::Floats(_) => None,
-            Form::Codes { group, unpack } => Some((group, unpack)),
+            Form::Codes { group, dot, .. } => Some((group, dot)),
         }
     }
 
@@ -229,7 +233,7 @@ mod tests {
             let raw: Vec<u8> = numbers.iter().flat_map(|x| (x + 0.0).to_le_bytes()).collect(); // no -0
             let got: String = Sha256::digest(&raw)[..8].iter().map(|byte| format!("{byte:02x}")).collect();
             assert_eq!(got, digest, "{}", NAMES[kind as usize]);
-            let (_, unpack) = layout.codes().unwrap();
+            let Form::Codes { unpack, .. } = layout.form else { panic!("no codes") };
             let [expected, others @ ..] = Backend::ALL.map(|backend| {
                 let mut codes = Codes::default();
                 unpack(&mut codes, backend, &bytes);

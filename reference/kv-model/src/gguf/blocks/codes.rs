@@ -5,35 +5,17 @@ use std::marker::PhantomData;
 use kv_attend::Backend;
 use kv_attend::simd::{self, Run, Simd};
 
-use super::lanes::{self, Lanes};
+use super::lanes::{self, Lanes, Products};
 
 /// Quantized numbers: `code * scale + offset`, in which the product is exact in single precision.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Codes {
+pub(super) struct Codes {
     codes: Vec<[i8; 32]>, // (n / 32,)
-    scales: Vec<f32>,
-    offsets: Vec<f32>,
+    scales: Vec<f32>,     // of 16 or 32 neighbouring codes each
+    offsets: Vec<f32>,    // as many, or none in types without offsets
 }
 
 impl Codes {
-    /// Codes (n,).
-    #[must_use]
-    pub fn codes(&self) -> &[i8] {
-        self.codes.as_flattened()
-    }
-
-    /// What codes are multiplied by: one for each 16 or 32 neighbouring codes.
-    #[must_use]
-    pub fn scales(&self) -> &[f32] {
-        &self.scales
-    }
-
-    /// What is added to the products: as many as scales, or none in types without offsets.
-    #[must_use]
-    pub fn offsets(&self) -> &[f32] {
-        &self.offsets
-    }
-
     /// The numbers: as many as there are codes, and `out` has.
     pub(super) fn decode(&self, out: &mut [f32]) {
         let Self { codes, scales, offsets } = self;
@@ -62,7 +44,7 @@ impl Codes {
 }
 
 /// [`Codes::unpack`] of a type.
-pub(crate) type UnpackBlocks = fn(&mut Codes, Backend, &[u8]);
+pub(super) type UnpackBlocks = fn(&mut Codes, Backend, &[u8]);
 
 /// A quantized type: blocks of `SIZE` bytes that hold `32 * N` elements in `GROUPS` groups.
 pub(super) trait Block<const SIZE: usize, const N: usize, const GROUPS: usize> {
@@ -109,7 +91,7 @@ where
     type Output = ();
 
     #[inline(always)]
-    fn vector<L: Lanes>(self, l: L) {
+    fn vector<L: Products>(self, l: L) {
         let out = self.codes.iter_mut().zip(self.scales);
         for (i, (block, (codes, scales))) in self.blocks.iter().zip(out).enumerate() {
             // What is computed with these codes, before more blocks are asked for, would leave the memory

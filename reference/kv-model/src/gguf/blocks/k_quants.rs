@@ -3,8 +3,6 @@
 //! Codes are unpacked in loops, not closures: the compiler may leave a closure as a function without the
 //! features of the instruction set, in which every operation is a call.
 
-use std::array::from_fn;
-
 use super::codes::{Block, Unpacked};
 use super::lanes::Lanes;
 use super::simple::at;
@@ -17,16 +15,15 @@ impl Block<84, 8, 16> for Q2 {
 
     #[inline(always)]
     fn unpack<L: Lanes>(l: L, b: &[u8; 84]) -> Unpacked<L::Bytes, 8, 16> {
-        let (d, min) = (l.half(*at(b, 80)), l.half(*at(b, 82)));
-        let both: &[u8; 16] = at(b, 0);
+        let ([d, min], both) = (l.halves(at(b, 80)), at::<16>(b, 0));
         let mut codes = [l.load(at(b, 16)); 8];
         for (i, codes) in codes.iter_mut().enumerate() {
             *codes = two_bits(l, &b[16..80], i);
         }
         Unpacked {
             codes,
-            scales: both.map(|x| d * f32::from(x & 15)),
-            offsets: both.map(|x| -(min * f32::from(x >> 4))),
+            scales: l.scaled(both.map(|x| (x & 15) as i8), d),
+            offsets: l.scaled(both.map(|x| (x >> 4) as i8), -min),
         }
     }
 }
@@ -37,17 +34,17 @@ pub(super) struct Q3;
 impl Block<110, 8, 16> for Q3 {
     #[inline(always)]
     fn unpack<L: Lanes>(l: L, b: &[u8; 110]) -> Unpacked<L::Bytes, 8, 16> {
-        let (high, scales, d) = (l.load(at(b, 0)), &b[96..108], l.half(*at(b, 108)));
-        let scale = |group: usize| {
-            let low = if group < 8 { scales[group] & 15 } else { scales[group - 8] >> 4 };
-            let scale = low | (scales[8 + group % 4] >> (2 * (group / 4)) & 3) << 4;
-            d * (f32::from(scale) - 32.0)
-        };
+        let (high, [_, d]) = (l.load(at(b, 0)), l.halves(at(b, 106)));
         let mut codes = [high; 8];
         for (i, codes) in codes.iter_mut().enumerate() {
             *codes = l.less(l.or(two_bits(l, &b[32..96], i), l.part::<1>(high, i as u32, 2)), 4);
         }
-        Unpacked::scaled(codes, from_fn(scale))
+        // The nibbles of eight bytes are the low bits of the scales; pairs of bits of four bytes the high ones.
+        let (low, high) = (u64::from_le_bytes(*at(b, 96)), u32::from_le_bytes(*at(b, 104)));
+        let pairs = |bits: u32| u64::from(bits & 0x0303_0303) | u64::from(bits >> 2 & 0x0303_0303) << 32;
+        let scales = [0, 4].map(|at| low >> at & 0x0f0f_0f0f_0f0f_0f0f | pairs(high >> at) << 4);
+        let scales = scales.map(|scales| scales.to_le_bytes().map(|scale| scale as i8 - 32));
+        Unpacked::scaled(codes, l.scaled::<16>(scales.as_flattened().as_chunks().0[0], d))
     }
 }
 
@@ -92,15 +89,14 @@ pub(super) struct Q6;
 impl Block<210, 8, 16> for Q6 {
     #[inline(always)]
     fn unpack<L: Lanes>(l: L, b: &[u8; 210]) -> Unpacked<L::Bytes, 8, 16> {
-        let (low, high, d) = (&b[..128], &b[128..192], l.half(*at(b, 208)));
+        let (low, high, [_, d]) = (&b[..128], &b[128..192], l.halves(at(b, 206)));
         let mut codes = [l.load(at(b, 0)); 8];
         for (i, codes) in codes.iter_mut().enumerate() {
             let low = l.part::<4>(bytes32(l, low, i / 4 * 2 + i % 2), i as u32 % 4 / 2 * 4, 0);
             let high = l.part::<2>(bytes32(l, high, i / 4), i as u32 % 4 * 2, 4);
             *codes = l.less(l.or(low, high), 32);
         }
-        let scales: &[u8; 16] = at(b, 192);
-        Unpacked::scaled(codes, scales.map(|scale| d * f32::from(scale as i8)))
+        Unpacked::scaled(codes, l.scaled(at::<16>(b, 192).map(|x| x as i8), d))
     }
 }
 
@@ -128,11 +124,12 @@ fn nibbles32<L: Lanes>(l: L, bytes: &[u8], i: usize) -> L::Bytes {
 /// of these.
 #[inline(always)]
 fn six_bits<L: Lanes>(l: L, b: &[u8; 16]) -> ([f32; 8], [f32; 8]) {
-    let (d, min) = (l.half(*at(b, 0)), l.half(*at(b, 2)));
+    let [d, min] = l.halves(at(b, 0));
     let [scales, minima, nibbles] = [4, 8, 12].map(|first| u32::from_le_bytes(*at(b, first)));
     let first = |x: u32| x & 0x3f3f_3f3f;
     let last = |low: u32, high: u32| low & 0x0f0f_0f0f | high >> 2 & 0x3030_3030;
-    let all = |low: u32, high: u32| (u64::from(last(low, high)) << 32 | u64::from(first(high))).to_le_bytes();
-    let (scales, minima) = (all(nibbles, scales), all(nibbles >> 4, minima));
-    (scales.map(|x| d * f32::from(x)), minima.map(|x| -(min * f32::from(x))))
+    let all = |low: u32, high: u32| u64::from(last(low, high)) << 32 | u64::from(first(high));
+    let [scales, minima] = [all(nibbles, scales), all(nibbles >> 4, minima)];
+    let bytes = |x: u64| x.to_le_bytes().map(|x| x as i8);
+    (l.scaled(bytes(scales), d), l.scaled(bytes(minima), -min))
 }

@@ -1,25 +1,33 @@
-//! Operations on 32 bytes at a time, over which the types are unpacked: portable, and of AVX2.
+//! Operations on 32 bytes at a time, over which the types are unpacked and multiplied: portable, of AVX2 and of
+//! AVX-512.
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+mod products;
 
 use std::array::from_fn;
 
 use kv_attend::Backend;
 
-/// An operation over [`Lanes`]. `vector` must be `#[inline(always)]`, so that it is compiled with the
+pub(super) use products::Products;
+
+/// An operation over [`Products`]. `vector` must be `#[inline(always)]`, so that it is compiled with the
 /// features of the function that it is inlined into.
 pub(super) trait Kernel {
     type Output;
 
-    fn vector<L: Lanes>(self, lanes: L) -> Self::Output;
+    fn vector<L: Products>(self, lanes: L) -> Self::Output;
 }
 
-/// Runs a kernel on the lanes of a backend. Those of AVX-512 machines are of AVX2, too.
+/// Runs a kernel on the lanes of a backend.
 pub(super) fn run<K: Kernel>(backend: Backend, kernel: K) -> K::Output {
     match backend {
         #[cfg(target_arch = "x86_64")]
-        Backend::Avx2 | Backend::Avx512 if backend.is_available() => avx2::run(kernel),
+        Backend::Avx512 if backend.is_available() => avx512::run(kernel),
+        #[cfg(target_arch = "x86_64")]
+        Backend::Avx2 if backend.is_available() => avx2::run(kernel),
         _ => kernel.vector(Portable),
     }
 }
@@ -33,8 +41,10 @@ pub(super) trait Lanes: Copy {
     fn store(self, x: Self::Bytes, out: &mut [i8; 32]);
     /// Prefetches the cache line at `p`, which need not be readable.
     fn prefetch(self, p: *const u8);
-    /// The half-precision number of two bytes.
-    fn half(self, bytes: [u8; 2]) -> f32;
+    /// Two numbers in half precision.
+    fn halves(self, bytes: &[u8; 4]) -> [f32; 2];
+    /// Integers times a factor: 8 or 16.
+    fn scaled<const N: usize>(self, x: [i8; N], factor: f32) -> [f32; N];
     /// The low nibbles of 16 bytes, then the high ones.
     fn nibbles(self, bytes: &[u8; 16]) -> Self::Bytes;
     /// Bytes of 16 where a bit is set, else of 0, from the lowest bit on.
@@ -77,14 +87,21 @@ impl Lanes for Portable {
     fn prefetch(self, _: *const u8) {}
 
     #[inline(always)]
-    fn half(self, bytes: [u8; 2]) -> f32 {
-        let bits = u32::from(u16::from_le_bytes(bytes));
-        // The exponent's bias differs by 112. The product is exact, of subnormal numbers, too.
-        let magnitude = match bits & 0x7c00 {
-            0x7c00 => f32::from_bits(0x7f80_0000 | (bits & 0x3ff) << 13),
-            _ => f32::from_bits((bits & 0x7fff) << 13) * f32::from_bits((127 + 112) << 23),
-        };
-        f32::from_bits(magnitude.to_bits() | (bits & 0x8000) << 16)
+    fn halves(self, &[a, b, c, d]: &[u8; 4]) -> [f32; 2] {
+        [[a, b], [c, d]].map(|bytes| {
+            let bits = u32::from(u16::from_le_bytes(bytes));
+            // The exponent's bias differs by 112. The product is exact, of subnormal numbers, too.
+            let magnitude = match bits & 0x7c00 {
+                0x7c00 => f32::from_bits(0x7f80_0000 | (bits & 0x3ff) << 13),
+                _ => f32::from_bits((bits & 0x7fff) << 13) * f32::from_bits((127 + 112) << 23),
+            };
+            f32::from_bits(magnitude.to_bits() | (bits & 0x8000) << 16)
+        })
+    }
+
+    #[inline(always)]
+    fn scaled<const N: usize>(self, x: [i8; N], factor: f32) -> [f32; N] {
+        x.map(|x| factor * f32::from(x))
     }
 
     #[inline(always)]
@@ -137,19 +154,22 @@ mod tests {
 
     #[test]
     fn halves_are_exact() {
-        struct Half([u8; 2]);
-        impl Kernel for Half {
-            type Output = f32;
+        struct Halves([u8; 4]);
+        impl Kernel for Halves {
+            type Output = [f32; 2];
             #[inline(always)]
-            fn vector<L: Lanes>(self, lanes: L) -> f32 {
-                lanes.half(self.0)
+            fn vector<L: Products>(self, lanes: L) -> [f32; 2] {
+                lanes.halves(&self.0)
             }
         }
         for backend in available() {
             for bits in 0..=u16::MAX {
-                let (got, expected) = (run(backend, Half(bits.to_le_bytes())), f16::from_bits(bits).to_f32());
-                let equal = got.to_bits() == expected.to_bits() || got.is_nan() && expected.is_nan();
-                assert!(equal, "{backend:?}, {bits:04x}");
+                let ([a, b], [c, d]) = (bits.to_le_bytes(), (!bits).to_le_bytes());
+                let numbers = run(backend, Halves([a, b, c, d])).into_iter().zip([bits, !bits]);
+                for (got, expected) in numbers.map(|(got, bits)| (got, f16::from_bits(bits).to_f32())) {
+                    let equal = got.to_bits() == expected.to_bits() || got.is_nan() && expected.is_nan();
+                    assert!(equal, "{backend:?}, {bits:04x}");
+                }
             }
         }
     }
@@ -162,7 +182,7 @@ mod tests {
         impl Kernel for All {
             type Output = [[i8; 32]; 8];
             #[inline(always)]
-            fn vector<L: Lanes>(self, l: L) -> Self::Output {
+            fn vector<L: Products>(self, l: L) -> Self::Output {
                 let x = l.load(&self.0);
                 let (low, high) = (l.part::<4>(x, 0, 0), l.part::<3>(x, 5, 4));
                 let [half, ..] = self.0.as_chunks().0 else { return [[0; 32]; 8] };
