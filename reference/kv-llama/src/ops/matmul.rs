@@ -58,6 +58,7 @@ pub fn matmul(weight: &Matrix, x: &[f32], y: &mut [f32]) {
 fn multiply_few(weight: &Matrix, x: &[f32], y: &mut [f32]) {
     let (n_in, n_out) = (weight.n_in(), weight.n_out());
     let n = x.len() / n_in;
+    // The vector is put into fixed point once, for all shares.
     let coded = weight.as_codes().filter(|_| n == 1).map(|rows| (rows, rows.fixed_point(x)));
     let run = |rows: usize, (i, y): (usize, &mut [f32])| match &coded {
         Some((coded, x)) => coded.dot(i * rows, x, y),

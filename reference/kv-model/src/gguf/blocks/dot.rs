@@ -46,7 +46,8 @@ where
     fn vector<L: Products>(self, l: L) {
         let Self { rows, integers, steps, sums, out, .. } = self;
         for (out, row) in out.iter_mut().zip(rows.chunks_exact(integers.len())) {
-            // Sums take turns, so that additions need not wait for each other.
+            // Sums take turns, so that additions need not wait for each other: registers of codes of a block, or
+            // blocks of one register.
             let mut totals = [l.zero(); 4];
             for (((block, integers), steps), sums) in row.iter().zip(integers).zip(steps).zip(sums) {
                 let Unpacked { codes, scales, offsets } = B::unpack(l, block);

@@ -87,13 +87,9 @@ mod tests {
             numbers(96).into_iter().enumerate().map(|(i, x)| x * 10_f32.powi(i as i32 / 32)).collect();
         for (group, all) in [(16, rounded::<16>(&x)), (32, rounded::<32>(&x))] {
             for FixedPoint { integers, steps, sums } in all {
-                for (x, (integer, step)) in x.iter().zip(
-                    integers
-                        .iter()
-                        .flatten()
-                        .zip(steps.iter().flat_map(|step| std::iter::repeat_n(step, group))),
-                ) {
-                    let rounded = f32::from(*integer) * step;
+                for (i, x) in x.iter().enumerate() {
+                    let step = steps[i / group];
+                    let rounded = f32::from(integers.as_flattened()[i]) * step;
                     assert!((rounded - x).abs() <= 0.51 * step, "{x} is {rounded}");
                 }
                 for (x, sum) in x.chunks(group).zip(sums) {
