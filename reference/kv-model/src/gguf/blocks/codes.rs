@@ -71,8 +71,14 @@ impl<T, const N: usize, const GROUPS: usize> Unpacked<T, N, GROUPS> {
     }
 }
 
-/// Bytes that memory is asked for ahead of those that are unpacked: about as many as are unpacked at a time.
-const AHEAD: usize = 4096;
+/// Asks memory for what is 8192 bytes behind a block, which need not exist: while codes are computed with, it
+/// would be idle. That is in another page, at whose start the CPU's own prefetching ends.
+#[inline(always)]
+pub(super) fn prefetch_behind<L: Lanes, const SIZE: usize>(l: L, block: &[u8; SIZE]) {
+    for line in (0..SIZE).step_by(64) {
+        l.prefetch(block.as_ptr().wrapping_add(8192 + line));
+    }
+}
 
 /// [`Codes::unpack`].
 struct Unpack<'a, B, const SIZE: usize, const N: usize, const GROUPS: usize> {
@@ -94,9 +100,7 @@ where
     fn vector<L: Products>(self, l: L) {
         let out = self.codes.iter_mut().zip(self.scales);
         for (i, (block, (codes, scales))) in self.blocks.iter().zip(out).enumerate() {
-            // What is computed with these codes, before more blocks are asked for, would leave the memory
-            // idle.
-            l.prefetch(block.as_ptr().wrapping_add(AHEAD));
+            prefetch_behind(l, block);
             let unpacked = B::unpack(l, block);
             for (out, codes) in codes.iter_mut().zip(unpacked.codes) {
                 l.store(codes, out);

@@ -5,7 +5,7 @@ use std::marker::PhantomData;
 
 use kv_attend::Backend;
 
-use super::codes::{Block, Unpacked};
+use super::codes::{Block, Unpacked, prefetch_behind};
 use super::fixed_point::FixedPoint;
 use super::lanes::{self, Products};
 
@@ -50,6 +50,7 @@ where
             // blocks of one register.
             let mut totals = [l.zero(); 4];
             for (((block, integers), steps), sums) in row.iter().zip(integers).zip(steps).zip(sums) {
+                prefetch_behind(l, block);
                 let Unpacked { codes, scales, offsets } = B::unpack(l, block);
                 let factors = l.factors(&scales, steps);
                 for (i, (&codes, x)) in codes.iter().zip(integers).enumerate() {
