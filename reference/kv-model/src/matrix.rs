@@ -162,9 +162,10 @@ impl CodedRows<'_> {
         FixedPoint::new(x, self.group)
     }
 
-    /// `out[i] = rows[first + i] . x`, of a vector that [`Self::fixed_point`] has made: by groups of neighbouring
-    /// codes that share a scale and an offset, `sum over groups of scale * (codes . x) + offset * sum(x)`, in
-    /// `f32` in an order that depends on the CPU.
+    /// `out[i] = rows[first + i] . x`, of a vector that [`Self::fixed_point`] has made: by groups of
+    /// neighbouring codes that share a scale and an offset,
+    /// `sum over groups of scale * (codes . x) + offset * sum(x)`, in `f32` in an order that depends on the
+    /// CPU.
     ///
     /// # Cost
     /// One pass over the blocks, whose codes stay in registers. Floor: their bytes from memory.

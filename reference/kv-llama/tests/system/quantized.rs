@@ -1,5 +1,5 @@
-//! Steps with quantized weights, whose products are of integers, next to products of the same numbers in single
-//! precision.
+//! Steps with quantized weights, whose products are of integers, next to products of the same numbers in
+//! single precision.
 
 use std::path::Path;
 use std::sync::Arc;

@@ -1,5 +1,5 @@
-//! The inner products of a vector with rows of blocks, whose codes are multiplied in the registers that they are
-//! unpacked into.
+//! The inner products of a vector with rows of blocks, whose codes are multiplied in the registers that they
+//! are unpacked into.
 
 use std::marker::PhantomData;
 
@@ -46,8 +46,8 @@ where
     fn vector<L: Products>(self, l: L) {
         let Self { rows, integers, steps, sums, out, .. } = self;
         for (out, row) in out.iter_mut().zip(rows.chunks_exact(integers.len())) {
-            // Sums take turns, so that additions need not wait for each other: registers of codes of a block, or
-            // blocks of one register.
+            // Sums take turns, so that additions need not wait for each other: from register to register of a
+            // block, or from block to block of one register.
             let mut totals = [l.zero(); 4];
             for (((block, integers), steps), sums) in row.iter().zip(integers).zip(steps).zip(sums) {
                 prefetch_behind(l, block);

@@ -39,7 +39,8 @@ impl Block<110, 8, 16> for Q3 {
         for (i, codes) in codes.iter_mut().enumerate() {
             *codes = l.less(l.or(two_bits(l, &b[32..96], i), l.part::<1>(high, i as u32, 2)), 4);
         }
-        // The nibbles of eight bytes are the low bits of the scales; pairs of bits of four bytes the high ones.
+        // The nibbles of eight bytes are the low bits of the scales; pairs of bits of four bytes are the high
+        // ones.
         let (low, high) = (u64::from_le_bytes(*at(b, 96)), u32::from_le_bytes(*at(b, 104)));
         let pairs = |bits: u32| u64::from(bits & 0x0303_0303) | u64::from(bits >> 2 & 0x0303_0303) << 32;
         let scales = [0, 4].map(|at| low >> at & 0x0f0f_0f0f_0f0f_0f0f | pairs(high >> at) << 4);

@@ -1,5 +1,5 @@
-//! Operations on 32 bytes at a time, over which the types are unpacked and multiplied: portable, of AVX2 and of
-//! AVX-512.
+//! Operations on 32 bytes at a time, over which the types are unpacked and multiplied: portable, of AVX2 and
+//! of AVX-512.
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
