@@ -131,7 +131,8 @@ def measure(args, model):
     lines += [f"{size:,} bytes, {args.threads} threads, a prompt of {a['prompt_tokens']} tokens; medians of {args.rounds} rounds of {args.tokens} tokens.", ""]
     lines += ["| engine | token, ms | prompt, s | token, GB/s of the file |", "| --- | --- | --- | --- |"]
     lines += [f"| {name} | {1e3 * token:.1f} | {prompt:.2f} | {size / token / 1e9:.1f} |" for name, token, prompt in rows]
-    return lines + ["", f"A token takes {ratio:.2f} times that of llama.cpp. The first {equal} of the tokens are equal.", ""]
+    same = f"The first {equal} tokens are equal." if equal else "Its first token is another of llama.cpp's five likeliest."
+    return lines + ["", f"A token takes {ratio:.2f} times that of llama.cpp. {same}", ""]
 
 
 def main():
