@@ -1,5 +1,8 @@
 //! The three element types of rows, and what must be compiled for each of them.
 
+use core::fmt;
+use core::str::FromStr;
+
 use half::{bf16, f16};
 
 use crate::kernel::Attend;
@@ -37,11 +40,15 @@ use sealed::Sealed;
 pub trait Element: Copy + Default + Send + Sync + Sealed + 'static {
     /// Converts exactly.
     fn to_f32(self) -> f32;
-    /// Rounds to nearest, ties to even.
+    /// Rounds to nearest, ties to even: a float beyond the range of the type becomes infinite.
     fn from_f32(x: f32) -> Self;
+    /// The largest finite element with the sign of an infinity; any other element as it is. A single infinity
+    /// in a cache makes attention NaN.
+    #[must_use]
+    fn saturate(self) -> Self;
 }
 
-/// An [`Element`] as a value, where the type is known at run time only.
+/// An [`Element`] as a value, where the type is known at run time only. Its text is `f32`, `f16` or `bf16`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ElementType {
     /// `f32`.
@@ -51,6 +58,54 @@ pub enum ElementType {
     /// [`half::bf16`].
     Bf16,
 }
+
+impl ElementType {
+    /// All types.
+    pub const ALL: [Self; 3] = [Self::F32, Self::F16, Self::Bf16];
+
+    /// Bytes of an element.
+    #[must_use]
+    pub const fn size(self) -> usize {
+        match self {
+            Self::F32 => 4,
+            Self::F16 | Self::Bf16 => 2,
+        }
+    }
+
+    const fn name(self) -> &'static str {
+        match self {
+            Self::F32 => "f32",
+            Self::F16 => "f16",
+            Self::Bf16 => "bf16",
+        }
+    }
+}
+
+impl fmt::Display for ElementType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for ElementType {
+    type Err = ParseElementTypeError;
+
+    fn from_str(text: &str) -> Result<Self, ParseElementTypeError> {
+        Self::ALL.into_iter().find(|element| element.name() == text).ok_or(ParseElementTypeError)
+    }
+}
+
+/// The error of a text that names no [`ElementType`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ParseElementTypeError;
+
+impl fmt::Display for ParseElementTypeError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("must be one of f32, f16, bf16")
+    }
+}
+
+impl core::error::Error for ParseElementTypeError {}
 
 impl<'a, E: Element> From<Rows<'a, E>> for AnyRows<'a> {
     fn from(rows: Rows<'a, E>) -> Self {
@@ -64,6 +119,9 @@ impl Element for f32 {
     }
     fn from_f32(x: f32) -> Self {
         x
+    }
+    fn saturate(self) -> Self {
+        if self.is_infinite() { Self::MAX.copysign(self) } else { self }
     }
 }
 
@@ -96,6 +154,9 @@ impl Element for f16 {
     fn from_f32(x: f32) -> Self {
         Self::from_f32(x)
     }
+    fn saturate(self) -> Self {
+        if self.is_infinite() { Self::MAX.copysign(self) } else { self }
+    }
 }
 
 impl Sealed for f16 {
@@ -126,6 +187,9 @@ impl Element for bf16 {
     }
     fn from_f32(x: f32) -> Self {
         Self::from_f32(x)
+    }
+    fn saturate(self) -> Self {
+        if self.is_infinite() { Self::MAX.copysign(self) } else { self }
     }
 }
 
@@ -174,6 +238,35 @@ mod tests {
                 unsafe { E::store(s, self.1.as_mut_ptr().add(at), s.load(self.0.as_ptr().add(at))) };
             }
         }
+    }
+
+    #[test]
+    fn infinities_saturate_and_nothing_else_does() {
+        fn check<E: Element>(most: f32) {
+            for (x, expected) in [
+                (f32::INFINITY, most),
+                (f32::NEG_INFINITY, -most),
+                (most, most),
+                (f32::MAX, most),
+                (1.0, 1.0),
+                (-0.0, -0.0),
+            ] {
+                let got = E::from_f32(x).saturate().to_f32();
+                assert_eq!(got.to_bits(), expected.to_bits(), "{x}");
+            }
+            assert!(E::from_f32(f32::NAN).saturate().to_f32().is_nan());
+        }
+        check::<f32>(f32::MAX);
+        check::<f16>(f16::MAX.to_f32());
+        check::<bf16>(bf16::MAX.to_f32());
+    }
+
+    #[test]
+    fn element_types_parse_as_they_print() {
+        for element in ElementType::ALL {
+            assert_eq!(std::format!("{element}").parse(), Ok(element));
+        }
+        assert_eq!("F16".parse::<ElementType>(), Err(ParseElementTypeError));
     }
 
     #[test]

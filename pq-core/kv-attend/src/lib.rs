@@ -31,7 +31,7 @@ pub use attention::{
     Attention, ExactTokens, attend_exact_into, attend_exact_into_with, attend_exact_scratch_len,
 };
 pub use backend::Backend;
-pub use element::{Element, ElementType};
+pub use element::{Element, ElementType, ParseElementTypeError};
 pub use error::Error;
 #[cfg(feature = "alloc")]
 pub use owner::Workspace;
