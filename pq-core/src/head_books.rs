@@ -3,8 +3,13 @@
 use alloc::sync::Arc;
 use alloc::vec::Vec;
 
-use crate::{Codebook, CodebookBuf, Element, Error, PqShape, Rows, TrainOptions, train_batch};
-use kv_attend::owner::{Reader, Writer};
+use kv_attend::owner::{Pair, Reader, Writer};
+
+use crate::error::check_len;
+use crate::squares::squares;
+use crate::{
+    Backend, Codebook, CodebookBuf, Element, Error, PqShape, Rows, TrainOptions, Trained, train_batch,
+};
 
 const MAGIC: [u8; 4] = *b"PQHB";
 const VERSION: u32 = 1;
@@ -29,6 +34,7 @@ pub struct HeadBooks {
     keys: CodebookBuf,
     values: CodebookBuf,
     id: u64,
+    expected: Option<Pair<f64>>,
 }
 
 impl HeadBooks {
@@ -42,7 +48,7 @@ impl HeadBooks {
             // FNV-1a, 64 bits at a time.
             sizes.into_iter().chain(numbers).fold(id, |id: u64, x| (id ^ x).wrapping_mul(0x100_0000_01b3))
         });
-        Self { keys, values, id }
+        Self { keys, values, id, expected: None }
     }
 
     /// Trains the codebooks of all heads of a layer on rows (n, heads * dim), such as a prompt's; the result
@@ -63,7 +69,31 @@ impl HeadBooks {
     ) -> Result<Vec<Arc<Self>>, Error> {
         let [keys, values] =
             [train_side(keys, heads, shapes[0], options)?, train_side(values, heads, shapes[1], options)?];
-        Ok(keys.into_iter().zip(values).map(|(keys, values)| Arc::new(Self::new(keys, values))).collect())
+        let books = keys.into_iter().zip(values).map(|((keys, key_error), (values, value_error))| {
+            Arc::new(Self::new(keys, values).with_expected_errors(Pair::new(key_error, value_error)))
+        });
+        Ok(books.collect())
+    }
+
+    /// The same codebooks with the squared errors to expect of keys and values, relative to the squared rows.
+    /// [`train_layer`](Self::train_layer) sets them by [`unseen_error`]; bytes do not hold them.
+    #[must_use]
+    pub fn with_expected_errors(self, errors: Pair<f64>) -> Self {
+        Self { expected: Some(errors), ..self }
+    }
+
+    /// The squared errors to expect of keys and values, relative to the squared rows, if they are known:
+    /// [`HeadCodes::fits`](crate::HeadCodes::fits) compares them with those of a sequence.
+    #[must_use]
+    pub const fn expected_errors(&self) -> Option<Pair<f64>> {
+        self.expected
+    }
+
+    /// Bytes of the centroids.
+    #[must_use]
+    pub fn size(&self) -> usize {
+        let floats = [&self.keys, &self.values].map(|book| book.view().shape().codebook_len());
+        size_of::<f32>() * floats.iter().sum::<usize>()
     }
 
     /// The codebook of the keys.
@@ -120,22 +150,39 @@ impl HeadBooks {
     }
 }
 
-/// Trains one codebook per head.
+/// The error to expect of a codebook on other vectors, given that on the `n` vectors that it was trained on:
+/// each of its `ksub` centroids is the mean of some of them, which brings it as much nearer to these as it
+/// brings it away from others. The error of 256 centroids grows by an eighth if they were trained on 4,096
+/// vectors.
+#[must_use]
+pub fn unseen_error(error: f64, n: usize, ksub: usize) -> f64 {
+    error * (n + ksub) as f64 / n.saturating_sub(ksub).max(1) as f64
+}
+
+/// Trains one codebook per head; also returns the relative error to expect of each.
 fn train_side<E: Element>(
     rows: Rows<'_, E>,
     heads: usize,
     shape: PqShape,
     options: &TrainOptions<'_>,
-) -> Result<Vec<CodebookBuf>, Error> {
+) -> Result<Vec<(CodebookBuf, f64)>, Error> {
     let dim = shape.dim();
     if heads == 0 {
         return Err(Error::Zero { what: "number of heads" });
     }
-    crate::error::check_len("row", rows.components(), heads.saturating_mul(dim))?;
+    check_len("row", rows.components(), heads.saturating_mul(dim))?;
     let sets =
         (0..heads).map(|h| rows.columns(h * dim, dim).map(|head| head.iter().flatten().copied().collect()));
     let sets: Vec<Vec<E>> = sets.collect::<Result<_, _>>()?;
     let sets: Vec<&[E]> = sets.iter().map(Vec::as_slice).collect();
     let trained = train_batch(shape, &sets, options)?;
-    trained.iter().map(|trained| CodebookBuf::new(shape, &trained.centroids)).collect()
+    let n = options.max_vectors.map_or(rows.rows(), |most| most.min(rows.rows()));
+    let of = if options.encode { rows.rows() } else { n }; // vectors of the error
+    let book = |(trained, set): (&Trained, &&[E])| {
+        let squares = squares(Backend::detect(), Rows::contiguous(set, dim)?);
+        let squares = squares * of as f64 / rows.rows() as f64;
+        let error = if squares > 0.0 { trained.error / squares } else { 0.0 };
+        Ok((CodebookBuf::new(shape, &trained.centroids)?, unseen_error(error, n, shape.ksub())))
+    };
+    trained.iter().zip(&sets).map(book).collect()
 }

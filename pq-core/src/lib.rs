@@ -61,6 +61,9 @@ mod shape;
 mod simd;
 mod softmax;
 pub mod sq;
+#[cfg(feature = "alloc")]
+#[allow(unsafe_code)]
+mod squares;
 mod token_budget;
 #[allow(unsafe_code)]
 mod topk;
@@ -86,7 +89,7 @@ pub use error::Error;
 pub use gaussian_codebook::{gaussian_centroids, gaussian_gain};
 pub use group::{GroupRule, combine_group_into, combine_group_into_with};
 #[cfg(feature = "alloc")]
-pub use head_books::HeadBooks;
+pub use head_books::{HeadBooks, unseen_error};
 #[cfg(feature = "alloc")]
 pub use head_codes::{Evicted, HeadCodes};
 pub use hybrid::{

@@ -26,7 +26,7 @@ pub(super) fn attend_into(
     out: &mut [f32],
     stats: &mut [SoftmaxStats],
 ) -> Result<(), Error> {
-    let (tokens, group, len) = (queries.tokens(), queries.group(), codes.keys().n());
+    let (tokens, group, len) = (queries.tokens(), queries.group(), codes.len());
     let (row, row_v) = (queries.scaled().len() / tokens, out.len() / tokens);
     let mut i = 0;
     while i < tokens {
@@ -43,16 +43,17 @@ pub(super) fn attend_into(
     Ok(())
 }
 
-/// A range of the codes, seen by several query tokens.
-struct Part<'a> {
-    codes: &'a HeadCodes,
-    backend: Backend,
-    softcap: Option<f32>,
-    range: Range<usize>,
+/// A range of the codes, not empty, seen by several query tokens.
+pub(super) struct Part<'a> {
+    pub codes: &'a HeadCodes,
+    pub backend: Backend,
+    pub softcap: Option<f32>,
+    pub range: Range<usize>,
 }
 
 impl Part<'_> {
-    fn add(
+    /// Adds the range to `out` and `stats`.
+    pub fn add(
         &self,
         scaled: &[f32],
         scratch: &mut [f32],

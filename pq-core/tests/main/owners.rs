@@ -441,3 +441,111 @@ fn a_layer_of_any_element_type_is_the_layer_of_that_type() {
     check::<f16>(ElementType::F16, ElementType::Bf16);
     check::<bf16>(ElementType::Bf16, ElementType::F32);
 }
+
+/// One head's tokens: (n, DIM) and (n, DIM_V).
+fn head_rows(n: usize) -> (Vec<f32>, Vec<f32>) {
+    (random(31, n * DIM), random(32, n * DIM_V))
+}
+
+fn coded(books: &Arc<HeadBooks>, keys: &[f32], values: &[f32]) -> HeadCodes {
+    let mut codes = HeadCodes::new(books.clone());
+    let keys = Rows::contiguous(keys, DIM).unwrap();
+    codes.append(Backend::detect(), keys, Rows::contiguous(values, DIM_V).unwrap()).unwrap();
+    codes
+}
+
+#[test]
+fn codes_without_a_cache_attend_to_any_range_as_a_cache_with_a_sliding_window_does() {
+    let (books, n) = (&books()[0], 150);
+    let (keys, values) = head_rows(n);
+    let codes = coded(books, &keys, &values);
+    let mut cache = HeadCache::<f32>::new(books.clone(), Window { sinks: 0, recent: 0, batch: 1 });
+    cache.append(Rows::contiguous(&keys, DIM).unwrap(), Rows::contiguous(&values, DIM_V).unwrap()).unwrap();
+    assert_eq!((cache.compressed(), cache.size()), (codes.len(), codes.size()));
+    let queries: Vec<f32> = random(33, GROUP * DIM);
+    for (backend, first) in backends().flat_map(|backend| [0, 1, 63, 64, 65, 149].map(|t| (backend, t))) {
+        let attention = Attention { window: Some(n - first), ..Attention::scaled(1.0) };
+        let mut scratch = vec![f32::NAN; cache.scratch_len(1, GROUP)];
+        let (mut of_codes, mut of_cache) = ([0.0; GROUP * DIM_V], [0.0; GROUP * DIM_V]);
+        let mut stats = [[SoftmaxStats::EMPTY; GROUP]; 2];
+        let out = (&mut of_codes, &mut stats[0]);
+        codes.attend_into(backend, &queries, first..n, None, &mut scratch, out.0, out.1).unwrap();
+        let (out, rows) = ((&mut of_cache, &mut stats[1]), Rows::from(&queries[..]));
+        cache.attend_into_with(backend, &attention, rows, &mut scratch, out.0, out.1).unwrap();
+        assert_eq!(stats[0], stats[1]);
+        assert_eq!(of_codes, of_cache, "{backend:?} from {first}");
+    }
+}
+
+#[test]
+fn codes_know_how_well_they_fit() {
+    let books = &books()[0];
+    let (keys, values) = head_rows(90);
+    let mut codes = coded(books, &keys[..60 * DIM], &values[..60 * DIM_V]);
+    assert_eq!(codes.fits(), None); // of these codebooks, nothing is expected
+    let expected = kv_attend::owner::Pair::new(0.25, 0.5);
+    let books = &Arc::new(HeadBooks::clone(books).with_expected_errors(expected));
+    codes = coded(books, &keys[..60 * DIM], &values[..60 * DIM_V]);
+    codes.truncate(50); // those that are dropped count, too
+    let more = [Rows::contiguous(&keys[60 * DIM..], DIM), Rows::contiguous(&values[60 * DIM_V..], DIM_V)];
+    let [more_keys, more_values] = more.map(Result::unwrap);
+    codes.append(Backend::detect(), more_keys, more_values).unwrap();
+    let all = coded(books, &keys, &values);
+    let fits = codes.fits().unwrap();
+    for (fit, (book, codes, rows, expected)) in fits
+        .iter()
+        .zip([(books.keys(), all.keys(), &keys, 0.25), (books.values(), all.values(), &values, 0.5)])
+    {
+        let mut decoded = vec![0.0; rows.len()];
+        decode_into(&book, &codes, 0, &mut decoded).unwrap();
+        let sum = |x: &mut dyn Iterator<Item = f32>| x.map(|x| f64::from(x).powi(2)).sum::<f64>();
+        let lost = sum(&mut rows.iter().zip(&decoded).map(|(x, decoded)| x - decoded));
+        let found = lost / sum(&mut rows.iter().copied());
+        assert!((fit.found - found).abs() < 1e-6 * found, "{fit:?}: {found}");
+        assert_eq!((fit.expected, fit.tokens), (expected, 90));
+    }
+    codes.truncate(0);
+    assert_eq!(codes.fits().unwrap().keys.tokens, 0);
+    assert_eq!(codes.fits().unwrap().keys.found, 0.0);
+}
+
+#[test]
+fn trained_books_expect_the_error_of_other_vectors() {
+    let rows: Vec<f32> = random(34, 4000 * DIM);
+    let rows = Rows::contiguous(&rows, DIM).unwrap();
+    let (some, others) = (rows.slice(0..800).unwrap(), rows.slice(800..4000).unwrap());
+    let shape = PqShape::new(DIM, 4, 6).unwrap();
+    for max_vectors in [None, Some(600)] {
+        let options = TrainOptions { max_vectors, ..TrainOptions::default() };
+        let books = HeadBooks::train_layer(some, some, 1, [shape; 2], &options).unwrap();
+        let mut codes = HeadCodes::new(books[0].clone());
+        codes.append(Backend::detect(), others, others).unwrap();
+        let fits = codes.fits().unwrap();
+        assert!(fits.iter().all(|fit| (fit.ratio() - 1.1).abs() < 0.1), "{fits:?}");
+    }
+}
+
+#[test]
+fn arguments_that_do_not_fit_codes_are_errors() {
+    let (keys, values) = head_rows(70);
+    let mut codes = coded(&books()[0], &keys, &values);
+    let rows = |n: usize, dim: usize| Rows::contiguous(&keys[..n * dim], dim).unwrap();
+    for (keys, values) in [(rows(2, DIM), rows(1, DIM_V)), (rows(1, DIM + 1), rows(1, DIM_V))] {
+        assert!(codes.append(Backend::detect(), keys, values).is_err());
+    }
+    assert!(codes.append(Backend::detect(), rows(1, DIM), rows(1, DIM_V + 1)).is_err());
+    assert_eq!((codes.len(), codes.values().n()), (70, 70));
+    let attend = |q: usize, range, softcap, scratch: usize, out: usize| {
+        let (mut scratch, mut out) = (vec![0.0; scratch], vec![7.0; out]);
+        let (stats, queries) = (&mut [SoftmaxStats::EMPTY; 1], &vec![1.0; q]);
+        let done = codes.attend_into(Backend::Scalar, queries, range, softcap, &mut scratch, &mut out, stats);
+        assert!(done.is_ok() || (out.iter().all(|&x| x == 7.0) && stats[0] == SoftmaxStats::EMPTY));
+        done.is_ok()
+    };
+    let enough = coded(&books()[0], &[], &[]).scratch_len(1);
+    assert!(attend(DIM, 0..70, None, enough, DIM_V) && attend(DIM, 70..70, None, enough, DIM_V));
+    assert!(attend(DIM, 3..70, Some(2.0), enough, DIM_V));
+    assert!(!attend(DIM + 1, 0..70, None, enough, DIM_V) && !attend(DIM, 0..71, None, enough, DIM_V));
+    assert!(!attend(DIM, 3..70, None, enough - 1, DIM_V) && !attend(DIM, 0..70, None, enough, DIM_V + 1));
+    assert!(!attend(DIM, 0..70, Some(-1.0), enough, DIM_V));
+}
