@@ -56,6 +56,10 @@ pub(crate) fn check_len(what: &'static str, actual: usize, expected: usize) -> R
     if actual == expected { Ok(()) } else { Err(Error::Length { what, expected, actual }) }
 }
 
+pub(crate) fn check_at_least(what: &'static str, actual: usize, needed: usize) -> Result<(), Error> {
+    if actual >= needed { Ok(()) } else { Err(Error::TooShort { what, needed, actual }) }
+}
+
 /// Counts the rows of `row` elements, at least 1 each, that a slice of `actual` elements consists of.
 pub(crate) fn count_rows(what: &'static str, actual: usize, row: usize) -> Result<usize, Error> {
     if actual.is_multiple_of(row) { Ok(actual / row) } else { Err(Error::PartialRow { what, row, actual }) }

@@ -4,6 +4,7 @@ use alloc::vec::Vec;
 
 use kv_attend::owner::{Reader, Writer};
 
+use crate::error::check_len;
 use crate::gram::MOST_DIM;
 use crate::{Backend, Element, Error, MapBuf, Rotation, Rows, RowsMut};
 
@@ -58,34 +59,60 @@ impl Reduction {
         self.rank
     }
 
-    /// Appends rows (n, dim) to `stored` (.., rank).
-    pub(crate) fn store<E: Element>(
+    /// Appends rows (n, dim) to `stored` (.., rank), with elements beyond the range of `E` as the nearest ones.
+    /// `convert` rounds those of a folded reduction.
+    pub(crate) fn store<R: Element, E: Element>(
         &self,
         backend: Backend,
-        rows: Rows<'_, E>,
+        rows: Rows<'_, R>,
         stored: &mut Vec<E>,
+        convert: impl Fn(&R) -> E,
     ) -> Result<(), Error> {
         match &self.maps {
-            None => stored.extend(rows.columns(0, self.rank)?.iter().flatten()),
+            None => stored.extend(rows.columns(0, self.rank)?.iter().flatten().map(convert)),
             Some([basis, _]) => {
                 let held = stored.len();
                 stored.resize(held + rows.rows() * self.rank, E::default());
-                let out = RowsMut::contiguous(&mut stored[held..], self.rank)?;
-                basis.view().project_into_with(backend, rows, out)?;
+                let stored = &mut stored[held..];
+                basis.view().project_into_with(backend, rows, RowsMut::contiguous(stored, self.rank)?)?;
+                stored.iter_mut().for_each(|x| *x = x.saturate());
             }
         }
         Ok(())
     }
 
-    /// Projects queries (group, dim) to `out` (group, rank).
-    pub(crate) fn project_queries<Q: Element>(
+    /// The rows of rank `rank` that stand for `rows` (n, dim). An element beyond the range of `E` becomes the
+    /// nearest one.
+    ///
+    /// # Errors
+    /// [`Error::Length`], [`Error::BackendUnavailable`].
+    pub fn reduce<R: Element, E: Element>(
+        &self,
+        backend: Backend,
+        rows: Rows<'_, R>,
+    ) -> Result<Vec<E>, Error> {
+        backend.check()?;
+        check_len("row", rows.components(), self.dim)?;
+        let mut reduced = Vec::new();
+        self.store(backend, rows, &mut reduced, |x| E::from_f32(x.to_f32()).saturate())?;
+        Ok(reduced)
+    }
+
+    /// Projects queries (group, dim) to `out` (group, rank), whose products with reduced rows are those of the
+    /// queries with the rows.
+    ///
+    /// # Errors
+    /// [`Error::Length`], [`Error::PartialRow`], [`Error::BackendUnavailable`].
+    pub fn project_queries<Q: Element>(
         &self,
         backend: Backend,
         queries: Rows<'_, Q>,
         out: &mut [f32],
     ) -> Result<(), Error> {
+        check_len("row of queries", queries.components(), self.dim)?;
         match &self.maps {
             None => {
+                check_len("out", out.len(), queries.rows().saturating_mul(self.rank))?;
                 let queries = queries.columns(0, self.rank)?;
                 out.iter_mut().zip(queries.iter().flatten()).for_each(|(out, x)| *out = x.to_f32());
                 Ok(())
@@ -96,15 +123,19 @@ impl Reduction {
         }
     }
 
-    /// An output (group, rank) in the space of `out`: itself, or reconstructed in `full` (group, dim).
-    pub(crate) fn reconstruct<'a>(
+    /// Reduced rows (n, rank), such as a sum of them, in the space of the rows: themselves if that is folded,
+    /// their first `rank` components then; or reconstructed in `full` (n, dim).
+    ///
+    /// # Errors
+    /// [`Error::PartialRow`], [`Error::Length`], [`Error::BackendUnavailable`].
+    pub fn reconstruct<'a>(
         &self,
         backend: Backend,
-        out: &'a [f32],
+        reduced: &'a [f32],
         full: &'a mut [f32],
     ) -> Result<Rows<'a, f32>, Error> {
-        let Some([_, dual]) = &self.maps else { return Ok(Rows::contiguous(out, self.rank)?) };
-        dual.view().reconstruct_into_with(backend, out, full)?;
+        let Some([_, dual]) = &self.maps else { return Ok(Rows::contiguous(reduced, self.rank)?) };
+        dual.view().reconstruct_into_with(backend, reduced, full)?;
         Ok(Rows::contiguous(full, self.dim)?)
     }
 
@@ -179,6 +210,13 @@ impl HeadMaps {
     /// The reductions of the keys and of the values.
     pub(crate) const fn sides(&self) -> [&Reduction; 2] {
         [&self.keys, &self.values]
+    }
+
+    /// Bytes of the maps.
+    #[must_use]
+    pub fn size(&self) -> usize {
+        let maps = self.sides().into_iter().flat_map(|side| side.maps.iter().flatten());
+        maps.map(|map| size_of_val(map.columns())).sum()
     }
 
     /// Components of a key and of a value.
