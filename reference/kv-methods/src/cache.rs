@@ -12,14 +12,15 @@ mod store;
 
 use std::sync::Arc;
 
+use kv_attend::ElementType;
 use kv_llama::{Fetched, Footprint, HeadFit, KvCache, PromptRows};
 use kv_model::{Config, LayerAttention, Rope};
 use pq_core::Window;
 use rayon::prelude::*;
 use svd_core::SoftmaxStats;
 
-pub(crate) use coding_error::{CodingError, unseen_error};
-pub(crate) use exact::{DenseStore, ElementType, Elements, ExactRows, attend_rows, saturating_f16};
+pub(crate) use coding_error::{CodingError, head_fits};
+pub(crate) use exact::{DenseStore, Elements, ExactRows, attend_rows, rounded};
 pub(crate) use fetch_counter::FetchCounter;
 pub(crate) use offloaded::{BlockRule, Offload, OffloadedRows, RowFormat};
 pub(crate) use store::{Geometry, Grouped, RotatedStore, Store, merge_part};

@@ -4,7 +4,6 @@
 
 mod budget;
 mod cachegen;
-pub mod cut;
 mod dense;
 #[cfg(feature = "cuda")]
 mod fold_values;
@@ -31,11 +30,12 @@ mod zack;
 
 use std::sync::Arc;
 
+use kv_attend::ElementType;
 use kv_llama::KvCache;
 use kv_model::{Config, Model, Rope};
 use pq_core::Window;
 
-use crate::cache::{ElementType, Geometry, WindowedCache};
+use crate::cache::{Geometry, WindowedCache};
 use crate::calibrate::Calibration;
 use crate::{Error, Profile, Result};
 use kind::{Kind, LOSSLESS, Site};

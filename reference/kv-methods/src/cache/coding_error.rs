@@ -1,14 +1,14 @@
 //! The errors of codes: those to expect of a calibration, and those found on a sequence.
 
-use kv_attend::owner::{Fit, Side};
+use kv_attend::owner::{Fit, Pair, Side};
 use kv_llama::HeadFit;
 
-/// The error to expect of a codebook on other tokens, given that on the `n` tokens that it was trained on: each
-/// of its `ksub` centroids is the mean of some of them, which brings it as much nearer to these as it brings it
-/// away from others. Without this, codes of 256 centroids trained on 4,096 tokens have a ratio of 1.2 to 1.5 on
-/// more of the same text.
-pub(crate) fn unseen_error(error: f64, n: usize, ksub: usize) -> f64 {
-    error * (n + ksub) as f64 / n.saturating_sub(ksub).max(1) as f64
+/// The fits of a layer, head after head, from those of the keys and values of each head.
+pub(crate) fn head_fits(layer: usize, heads: impl Iterator<Item = Pair<Fit>>) -> Vec<HeadFit> {
+    let of_head = |(head, fits): (usize, Pair<Fit>)| {
+        Side::ALL.map(|side| HeadFit { layer, head, side, fit: fits[side] })
+    };
+    heads.enumerate().flat_map(of_head).collect()
 }
 
 /// Sums of squares over one head's coded rows: of the coding errors, and of the rows.
@@ -37,9 +37,8 @@ impl CodingError {
     }
 
     /// These rows beside the calibration, on which codes had the relative error `expected`.
-    pub fn fit(self, layer: usize, head: usize, side: Side, expected: f64) -> HeadFit {
-        let (found, tokens) = (self.relative(), self.tokens);
-        HeadFit { layer, head, side, fit: Fit { expected, found, tokens, added_bits: 0.0 } }
+    pub fn fit(self, expected: f64) -> Fit {
+        Fit { expected, found: self.relative(), tokens: self.tokens, added_bits: 0.0 }
     }
 
     /// The error relative to the rows; 0 for rows of zeros.
@@ -58,7 +57,7 @@ mod tests {
         assert_eq!(error.relative(), 0.0);
         error.add(2, [(3.0, 1.0), (4.0, 0.0)].into_iter());
         error.add(1, [(0.0, 0.5)].into_iter());
-        let fit = error.fit(1, 2, Side::Keys, 0.1).fit;
+        let fit = error.fit(0.1);
         assert_eq!((fit.found, fit.ratio(), fit.tokens), (0.05, 0.5, 3));
     }
 }

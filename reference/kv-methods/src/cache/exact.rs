@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
+use kv_attend::ElementType;
 use kv_attend::owner::{Pair, Side};
 use kv_llama::Footprint;
 use kv_model::Rope;
@@ -12,36 +13,9 @@ use svd_core::{Attention, Element, ExactTokens, Rows, SoftmaxStats, attend_exact
 use crate::cache::store::{Geometry, RotatedStore, Store};
 use crate::{Error, Result};
 
-/// The element type of exact rows.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum ElementType {
-    /// 32 bits.
-    F32,
-    /// IEEE half precision.
-    F16,
-    /// Brain float.
-    Bf16,
-}
-
-impl ElementType {
-    /// Bytes of an element.
-    #[must_use]
-    pub const fn size(self) -> usize {
-        match self {
-            Self::F32 => 4,
-            Self::F16 | Self::Bf16 => 2,
-        }
-    }
-}
-
-/// The nearest finite half: an infinity would make attention NaN.
-pub(crate) fn saturating_f16(x: f32) -> f16 {
-    f16::from_f32(x.clamp(f16::MIN.to_f32(), f16::MAX.to_f32()))
-}
-
-/// The nearest finite brain float: floats above the largest one would become infinite.
-pub(crate) fn saturating_bf16(x: f32) -> bf16 {
-    bf16::from_f32(x.clamp(bf16::MIN.to_f32(), bf16::MAX.to_f32()))
+/// The nearest finite element: an infinity would make attention NaN.
+pub(crate) fn rounded<E: Element>(x: f32) -> E {
+    E::from_f32(x).saturate()
 }
 
 /// A growing list of elements of one type.
@@ -72,8 +46,8 @@ impl Elements {
     pub fn push(&mut self, values: &[f32]) {
         match self {
             Self::F32(x) => x.extend_from_slice(values),
-            Self::F16(x) => x.extend(values.iter().map(|&v| saturating_f16(v))),
-            Self::Bf16(x) => x.extend(values.iter().map(|&v| saturating_bf16(v))),
+            Self::F16(x) => x.extend(values.iter().map(|&v| rounded::<f16>(v))),
+            Self::Bf16(x) => x.extend(values.iter().map(|&v| rounded::<bf16>(v))),
         }
     }
 

@@ -4,7 +4,7 @@
 use kv_attend::owner::Pair;
 use kv_llama::{Fetched, Footprint, HeadFit, PromptRows};
 use kv_model::Config;
-use svd_core::SoftmaxStats;
+use svd_core::{Rows, SoftmaxStats};
 
 use crate::Result;
 use crate::cache::DenseStore;
@@ -120,6 +120,11 @@ impl Geometry {
 
     pub fn kv_dim(self) -> usize {
         self.n_kv_heads * self.head_dim
+    }
+
+    /// The columns of one head in rows (n, n_kv_heads * head_dim).
+    pub fn head(self, head: usize, rows: &[f32]) -> Result<Rows<'_, f32>> {
+        Ok(Rows::contiguous(rows, self.kv_dim())?.columns(head * self.head_dim, self.head_dim)?)
     }
 
     /// Copies the columns of one head to contiguous rows: (n, head_dim).

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use kv_attend::ElementType;
 #[cfg(feature = "cuda")]
 use kv_device::Plan;
 #[cfg(feature = "cuda")]
@@ -17,7 +18,7 @@ use super::paged::Paging;
 #[cfg(feature = "cuda")]
 use crate::Profile;
 use crate::Result;
-use crate::cache::{ElementType, Store};
+use crate::cache::Store;
 
 pub(super) const DENSE: Entry = Entry {
     names: &["dense"],

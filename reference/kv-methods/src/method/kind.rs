@@ -3,13 +3,14 @@
 use std::fmt::Debug;
 use std::sync::Arc;
 
+use kv_attend::ElementType;
 use kv_attend::owner::Pair;
 use kv_model::{Config, Model, Rope};
 
 #[cfg(feature = "cuda")]
 use super::on_device::{DeviceKind, Limit};
 use super::settings::Settings;
-use crate::cache::{DenseStore, ElementType, Geometry, Store};
+use crate::cache::{DenseStore, Geometry, Store};
 use crate::calibrate::Calibration;
 use crate::{Profile, Result};
 

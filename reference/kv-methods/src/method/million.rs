@@ -1,27 +1,27 @@
 //! MILLION: attention on product-quantizer codes of rotated keys and of values, with codebooks that are
 //! trained offline, one per layer, head and side (the released code shares one over all layers and heads).
 
+mod outliers;
+
 use std::sync::Arc;
 
+use kv_attend::Backend;
 use kv_attend::owner::{Pair, Side};
 #[cfg(feature = "cuda")]
 use kv_device::plan::{CodedRows, Plan};
 use kv_llama::{Footprint, HeadFit};
 use kv_model::{Config, Model, Rope};
-use pq_core::{
-    CodebookBuf, CodedTokens, CodesBuf, Outlier, TrainOptions, decode_into, extract_outliers, lut_into,
-    restore_outliers, train_batch,
-};
-use svd_core::SoftmaxStats;
+use pq_core::{CodebookBuf, HeadBooks, HeadCodes, SoftmaxStats, TrainOptions, train_batch, unseen_error};
 
 use super::kind::{Entry, Kind, SEED, Site};
 #[cfg(feature = "cuda")]
 use super::on_device::{DeviceKind, Limit};
 use super::paged::Paging;
-use super::pq_code::{CODE_TILE, PqCode, attend_to_codes, check_codes};
-use crate::cache::{CodingError, Geometry, Store, attend_rows, unseen_error};
+use super::pq_code::{CODE_TILE, PqCode, check_codes};
+use crate::cache::{Geometry, Store, head_fits};
 use crate::calibrate::{Calibration, mean_row, rotated_keys};
 use crate::{Error, Profile, Result};
+use outliers::OutlierStore;
 
 pub(super) const MILLION: Entry = Entry {
     names: &["million"],
@@ -108,7 +108,7 @@ impl Kind for Million {
                     };
                     if self.outliers > 0 {
                         let centre = mean_row(&rows, geometry.head_dim);
-                        take_outliers(&mut rows, &centre, self.outliers)?;
+                        outliers::take(&mut rows, &centre, self.outliers)?;
                     }
                     Ok(rows)
                 };
@@ -134,11 +134,18 @@ impl Kind for Million {
     }
 
     fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {
-        site.layers(|l| {
-            let codebooks = Arc::new(self.trained(site.profile, site.geometry, l)?);
-            let errors = Arc::new(self.errors(site.profile, site.geometry, l)?);
-            Ok(MillionStore::new(site.geometry, site.rope(l), codebooks, errors, self.outliers))
-        })
+        let store = |l| -> Result<MillionStore> {
+            let trained = self.trained(site.profile, site.geometry, l)?.into_iter();
+            let books = trained.zip(self.errors(site.profile, site.geometry, l)?);
+            let heads = books.map(|(Pair { keys, values }, errors)| {
+                HeadCodes::new(HeadBooks::new(keys, values).with_expected_errors(errors).into())
+            });
+            Ok(MillionStore { geometry: site.geometry, rope: site.rope(l), heads: heads.collect() })
+        };
+        match self.outliers {
+            0 => site.layers(store),
+            percent => site.layers(|l| Ok(OutlierStore::new(store(l)?, percent))),
+        }
     }
 }
 
@@ -159,118 +166,30 @@ impl DeviceKind for Million {
     }
 }
 
-/// One head's keys or values.
-#[derive(Clone)]
-struct Coded {
-    codes: CodesBuf,
-    centre: Vec<f32>,       // (head_dim,) mean of the first rows; empty without outliers
-    outliers: Vec<Outlier>, // of all rows
-    error: CodingError,     // of all tokens coded since the first one
-}
-
-impl Coded {
-    fn new(codebook: &CodebookBuf) -> Self {
-        let codes = CodesBuf::new(codebook.view().shape());
-        Self { codes, centre: vec![], outliers: vec![], error: CodingError::default() }
-    }
-
-    /// Appends rows (n, head_dim), with `percent` of the elements kept exact next to the codes.
-    fn append(&mut self, codebook: &CodebookBuf, mut rows: Vec<f32>, percent: usize) -> Result<()> {
-        let (dim, start) = (codebook.view().shape().dim(), self.codes.view().n());
-        if percent > 0 {
-            if self.centre.is_empty() {
-                self.centre = mean_row(&rows, dim);
-            }
-            let first = (start * dim) as u32;
-            let found = take_outliers(&mut rows, &self.centre, percent)?;
-            self.outliers.extend(found.iter().map(|x| Outlier { index: first + x.index, ..*x }));
-        }
-        self.codes.append(&codebook.view(), &rows)?;
-        let mut decoded = vec![0.0; rows.len()];
-        decode_into(&codebook.view(), &self.codes.view(), start, &mut decoded)?;
-        self.error.add(rows.len() / dim, rows.iter().zip(&decoded).map(|(&x, decoded)| (x, x - decoded)));
-        Ok(())
-    }
-
-    fn truncate(&mut self, len: usize) {
-        self.codes.truncate(len);
-        let end = len * self.codes.view().shape().dim();
-        self.outliers.retain(|x| (x.index as usize) < end);
-        if len == 0 {
-            self.centre.clear();
-            self.error = CodingError::default();
-        }
-    }
-
-    /// Decodes codes and outliers to rows.
-    fn decoded(&self, codebook: &CodebookBuf) -> Result<Vec<f32>> {
-        let codes = self.codes.view();
-        let mut rows = vec![0.0; codes.n() * codes.shape().dim()];
-        decode_into(&codebook.view(), &codes, 0, &mut rows)?;
-        restore_outliers(&mut rows, &self.outliers)?;
-        Ok(rows)
-    }
-
-    fn bytes(&self) -> usize {
-        self.codes.view().size() + size_of_val(&self.outliers[..]) + size_of_val(&self.centre[..])
-    }
-}
-
-/// Replaces the `percent` of elements farthest from their channel's centre by that centre, and returns them.
-fn take_outliers(rows: &mut [f32], centre: &[f32], percent: usize) -> Result<Vec<Outlier>> {
-    let count = (rows.len() * percent).div_ceil(100);
-    let (mut distances, mut indices) = (vec![0.0; rows.len()], vec![0; count]);
-    let mut outliers = vec![Outlier::default(); count];
-    extract_outliers(rows, centre, &mut distances, &mut indices, &mut outliers)?;
-    Ok(outliers)
-}
-
-/// MILLION: keys (rotated) and values are product-quantized; attention runs on the codes.
-///
-/// With outliers (the paper's ablation, not its method), rows are decoded and corrected instead.
+/// Keys (rotated) and values are product-quantized; attention runs on the codes.
 #[derive(Clone)]
 struct MillionStore {
     geometry: Geometry,
     rope: Arc<Rope>,
-    codebooks: Arc<Vec<Pair<CodebookBuf>>>, // (n_kv_heads,), offline, shared by all sequences
-    errors: Arc<Vec<Pair<f64>>>,            // (n_kv_heads,), of the calibration
-    outliers: usize,                        // percent of the elements kept exact
-    heads: Vec<Pair<Coded>>,
-    len: usize,
-}
-
-impl MillionStore {
-    fn new(
-        geometry: Geometry,
-        rope: Arc<Rope>,
-        codebooks: Arc<Vec<Pair<CodebookBuf>>>,
-        errors: Arc<Vec<Pair<f64>>>,
-        outliers: usize,
-    ) -> Self {
-        let heads = codebooks.iter().map(|books| Pair::of(|side| Coded::new(&books[side]))).collect();
-        Self { geometry, rope, codebooks, errors, outliers, heads, len: 0 }
-    }
+    heads: Vec<HeadCodes>,
 }
 
 impl Store for MillionStore {
     fn push(&mut self, pos: usize, k: &[f32], v: &[f32]) -> Result<()> {
-        let kv_dim = self.geometry.kv_dim();
-        let rotated = self.rope.rotated(k, kv_dim, pos);
-        for (head, (books, Pair { keys, values })) in self.codebooks.iter().zip(&mut self.heads).enumerate() {
-            keys.append(&books.keys, self.geometry.head_rows(head, &rotated), self.outliers)?;
-            values.append(&books.values, self.geometry.head_rows(head, v), self.outliers)?;
+        let rotated = self.rope.rotated(k, self.geometry.kv_dim(), pos);
+        for (head, codes) in self.heads.iter_mut().enumerate() {
+            let [keys, values] = [&rotated[..], v].map(|rows| self.geometry.head(head, rows));
+            codes.append(Backend::detect(), keys?, values?)?;
         }
-        self.len += k.len() / kv_dim;
         Ok(())
     }
 
     fn len(&self) -> usize {
-        self.len
+        self.heads[0].len()
     }
 
     fn truncate(&mut self, len: usize) -> Result<()> {
-        self.heads.iter_mut().flat_map(Pair::iter_mut).for_each(|coded| coded.truncate(len));
-        self.len = len;
+        self.heads.iter_mut().for_each(|codes| codes.truncate(len));
         Ok(())
     }
 
@@ -282,37 +201,21 @@ impl Store for MillionStore {
         out: &mut [f32],
         stats: &mut [SoftmaxStats],
     ) -> Result<()> {
-        let (books, Pair { keys, values }) = (&self.codebooks[head], &self.heads[head]);
-        if self.outliers > 0 {
-            let (keys, values) = (keys.decoded(&books.keys)?, values.decoded(&books.values)?);
-            let start = first * self.geometry.head_dim;
-            return attend_rows(q, &keys[start..], &values[start..], out, stats);
-        }
-        let mask: Option<Vec<f32>> = (first > 0).then(|| {
-            let row = (0..self.len).map(|t| if t < first { f32::NEG_INFINITY } else { 0.0 });
-            row.cycle().take(stats.len() * self.len).collect()
-        });
-        let tokens = CodedTokens::new(keys.codes.view(), values.codes.view(), books.values.view())?
-            .with_bias(mask.as_deref());
-        let mut luts = vec![0.0; stats.len() * tokens.key_shape().lut_len()];
-        let luts = lut_into(&books.keys.view(), q, &mut luts)?;
-        attend_to_codes(&luts, &tokens, out, stats)
+        let codes = &self.heads[head];
+        let mut scratch = vec![0.0; codes.scratch_len(stats.len())];
+        Ok(codes.attend_into(Backend::detect(), q, first..self.len(), None, &mut scratch, out, stats)?)
     }
 
     fn footprint(&self) -> Footprint {
-        let codebooks = self.codebooks.iter().flat_map(Pair::iter);
         Footprint {
-            kept: self.heads.iter().flat_map(Pair::iter).map(Coded::bytes).sum(),
-            shared: codebooks.map(|codebook| 4 * codebook.view().shape().codebook_len()).sum(),
+            kept: self.heads.iter().map(HeadCodes::size).sum(),
+            shared: self.heads.iter().map(|codes| codes.books().size()).sum(),
             ..Footprint::default()
         }
     }
 
     fn fits(&self, layer: usize) -> Vec<HeadFit> {
-        let fit = |head: usize, side: Side| {
-            self.heads[head][side].error.fit(layer, head, side, self.errors[head][side])
-        };
-        (0..self.heads.len()).flat_map(|head| Side::ALL.map(|side| fit(head, side))).collect()
+        head_fits(layer, self.heads.iter().filter_map(HeadCodes::fits))
     }
 
     fn clone_box(&self) -> Box<dyn Store> {

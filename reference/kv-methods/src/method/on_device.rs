@@ -3,12 +3,12 @@
 use std::fmt;
 use std::sync::Arc;
 
+use kv_attend::ElementType;
 use kv_device::Plan;
 use kv_model::{Config, Model};
 use pq_core::Window;
 
 use super::{Method, Place};
-use crate::cache::ElementType;
 use crate::{Error, Profile, Result};
 
 /// A method's form on a device.

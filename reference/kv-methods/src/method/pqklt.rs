@@ -12,7 +12,9 @@ use std::sync::Arc;
 
 use kv_attend::owner::{Pair, Side};
 use kv_model::{Config, Model, Rope};
-use pq_core::{CodebookBuf, TrainOptions, gaussian_centroids, gaussian_gain, norm_scale, train};
+use pq_core::{
+    CodebookBuf, TrainOptions, gaussian_centroids, gaussian_gain, norm_scale, train, unseen_error,
+};
 use rayon::prelude::*;
 use svd_core::{Gram, Hadamard, MapBuf, NoRope, Rotation, Rows, balanced_order};
 
@@ -22,7 +24,7 @@ use super::on_device::{DeviceKind, Limit};
 use super::paged::Paging;
 use super::pq_code::{CODE_TILE, PqCode, check_codes};
 use super::settings::{Settings, Switch, words};
-use crate::cache::{CodingError, Geometry, Store, unseen_error};
+use crate::cache::{CodingError, Geometry, Store};
 use crate::calibrate::{Calibration, mean_row, output_gram, rotated_keys, scaled, single};
 use crate::{Error, Profile, Result};
 pub(super) use store::{CodedStep, TransformedStore};

@@ -2,6 +2,7 @@
 
 use std::str::FromStr;
 
+use kv_attend::ElementType;
 use pq_core::Window;
 
 use super::kind::Entry;
@@ -13,7 +14,6 @@ use super::{
     Method, Place, cachegen, dense, hybrid, million, pqklt, retrieval, retroinfer, scalar, snapkv, sparq, sq,
     streaming, zack,
 };
-use crate::cache::ElementType;
 use crate::{Error, Result};
 
 /// All methods, in the order of the help text.

@@ -10,6 +10,7 @@
 
 use std::sync::Arc;
 
+use kv_attend::ElementType;
 use kv_attend::owner::Pair;
 use kv_llama::ops::dot;
 use kv_llama::{Fetched, Footprint};
@@ -21,7 +22,7 @@ use super::kind::{Entry, Kind, Site};
 #[cfg(feature = "cuda")]
 use super::on_device::{DeviceKind, Limit};
 use crate::Result;
-use crate::cache::{DenseStore, ElementType, Elements, FetchCounter, Geometry, Store};
+use crate::cache::{DenseStore, Elements, FetchCounter, Geometry, Store};
 
 pub(super) const RETRO_INFER: Entry = Entry {
     names: &["retroinfer"],

@@ -4,7 +4,6 @@ use std::fmt::Display;
 use std::str::FromStr;
 
 use super::Place;
-use crate::cache::ElementType;
 use crate::{Error, Result};
 
 /// Maximum token count of a setting.
@@ -30,7 +29,7 @@ impl<'a> Settings<'a> {
         Ok(Self { name, head_dim, place, left, known: vec![], shown: vec![] })
     }
 
-    fn take<T: FromStr<Err = String>>(&mut self, key: &'static str) -> Result<Option<T>> {
+    fn take<T: FromStr<Err: Display>>(&mut self, key: &'static str) -> Result<Option<T>> {
         if !self.known.contains(&key) {
             self.known.push(key);
         }
@@ -71,12 +70,12 @@ impl<'a> Settings<'a> {
     }
 
     /// A method-specific setting: always shown.
-    pub fn own<T: FromStr<Err = String> + Display>(&mut self, key: &'static str, default: T) -> Result<T> {
+    pub fn own<T: FromStr<Err: Display> + Display>(&mut self, key: &'static str, default: T) -> Result<T> {
         self.resolved(key, default, |value| value)
     }
 
     /// A method-specific setting that depends on the model: shown as `resolve` returns it.
-    pub fn resolved<T: FromStr<Err = String>, U: Display>(
+    pub fn resolved<T: FromStr<Err: Display>, U: Display>(
         &mut self,
         key: &'static str,
         default: T,
@@ -88,12 +87,12 @@ impl<'a> Settings<'a> {
     }
 
     /// A setting that is shown only when given.
-    pub fn common<T: FromStr<Err = String> + Display>(&mut self, key: &'static str, default: T) -> Result<T> {
+    pub fn common<T: FromStr<Err: Display> + Display>(&mut self, key: &'static str, default: T) -> Result<T> {
         Ok(self.given(key)?.unwrap_or(default))
     }
 
     /// An optional setting, shown when given.
-    pub fn given<T: FromStr<Err = String> + Display>(&mut self, key: &'static str) -> Result<Option<T>> {
+    pub fn given<T: FromStr<Err: Display> + Display>(&mut self, key: &'static str) -> Result<Option<T>> {
         let value = self.take(key)?;
         if let Some(value) = &value {
             self.shown.push(format!("{key}={value}"));
@@ -229,7 +228,6 @@ macro_rules! words {
 }
 pub(super) use words;
 
-words!(ElementType, "f32" => ElementType::F32, "f16" => ElementType::F16, "bf16" => ElementType::Bf16);
 words!(Switch, "on" => Switch::On, "off" => Switch::Off);
 
 /// A choice between on and off.

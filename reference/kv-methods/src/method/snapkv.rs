@@ -152,7 +152,8 @@ mod tests {
     use std::path::Path;
 
     use super::*;
-    use crate::cache::{DenseStore, ElementType};
+    use crate::cache::DenseStore;
+    use kv_attend::ElementType;
     use kv_model::Model;
 
     #[test]

@@ -217,7 +217,7 @@ mod tests {
     use std::path::Path;
 
     use super::*;
-    use crate::cache::ElementType;
+    use kv_attend::ElementType;
     use kv_llama::Rng;
     use kv_model::{Model, Rope};
 

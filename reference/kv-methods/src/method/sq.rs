@@ -14,7 +14,6 @@ use std::str::FromStr;
 use std::sync::Arc;
 
 use kv_attend::Backend;
-use kv_attend::owner::Side;
 use kv_llama::{Footprint, HeadFit};
 use kv_model::{Config, Model, Rope};
 use kv_owners::sq::{Basis, Bits, Codes, Head};
@@ -27,7 +26,7 @@ use super::kind::{Entry, Kind, Site};
 #[cfg(feature = "cuda")]
 use super::on_device::{DeviceKind, Limit};
 use super::settings::Switch;
-use crate::cache::{Geometry, Store};
+use crate::cache::{Geometry, Store, head_fits};
 use crate::calibrate::{Calibration, LayerSamples};
 use crate::{Error, Profile, Result};
 
@@ -248,11 +247,7 @@ impl Store for SqStore {
     }
 
     fn fits(&self, layer: usize) -> Vec<HeadFit> {
-        let fits = |(head, codes): (usize, &Codes)| {
-            let fits = codes.fits();
-            [Side::Keys, Side::Values].map(|side| HeadFit { layer, head, side, fit: fits[side] })
-        };
-        self.heads.iter().enumerate().flat_map(fits).collect()
+        head_fits(layer, self.heads.iter().map(Codes::fits))
     }
 
     fn clone_box(&self) -> Box<dyn Store> {

@@ -7,15 +7,18 @@ mod store;
 use std::fmt::Debug;
 use std::sync::Arc;
 
+use half::{bf16, f16};
 use kv_attend::owner::{Pair, Side};
+use kv_attend::{Element, ElementType};
 #[cfg(feature = "cuda")]
 use kv_device::plan::{CutHead, DeviceCuts, HeadMaps, Plan};
 use kv_model::{Config, Model, Rope};
 use rayon::prelude::*;
-use svd_core::{Budget, Gram, LayerRotations, Rotation, Rows, ranks_by_loss, ranks_by_removal};
+use svd_core::{
+    Budget, Gram, HeadGrams, LayerCalibration, LayerRotations, Rotation, ranks_by_loss, ranks_by_removal,
+};
 
 use super::Place;
-use super::cut::HeadCut;
 use super::kind::{Entry, Kind, Site};
 #[cfg(feature = "cuda")]
 use super::on_device::{DeviceKind, Limit};
@@ -23,7 +26,7 @@ use super::scalar::{BLOCK, BlockCodec, CodedStore, PerChannel, PerToken};
 use super::settings::{OptionalBits, words};
 use super::snapkv::EvictingStore;
 use crate::cache::{Geometry, Store};
-use crate::calibrate::{Calibration, output_gram, single};
+use crate::calibrate::{Calibration, LayerSamples, output_gram, single};
 use crate::{Error, Profile, Result};
 use fold::fold_values;
 use store::ZackStore;
@@ -119,24 +122,16 @@ impl Kind for Zack {
     /// residual stream.
     fn calibrate(&self, model: &Model, _: &Rope, samples: &Calibration, profile: &mut Profile) -> Result<()> {
         let basis = self.basis;
-        let geometry = Geometry::of(&model.config);
-        let heads: Vec<(usize, usize)> = (0..samples.layers.len())
-            .flat_map(|l| (0..geometry.n_kv_heads).map(move |head| (l, head)))
-            .collect();
-        let rotations = heads.par_iter().map(|&(l, head)| -> Result<_> {
-            let layer = &samples.layers[l];
-            let keys = rotation(basis, &layer.key_grams[head], &layer.query_grams[head])?;
-            let mut values = Gram::new(geometry.head_dim)?;
-            let rows = Rows::contiguous(&layer.values, geometry.kv_dim())?;
-            values.add_rows(rows.columns(head * geometry.head_dim, geometry.head_dim)?)?;
-            Ok([keys, rotation(basis, &values, &output_gram(model, l, head)?)?])
-        });
-        for ((l, head), rotations) in heads.iter().zip(rotations.collect::<Result<Vec<_>>>()?) {
-            for (side, rotation) in Side::ALL.into_iter().zip(rotations) {
-                for (part, values) in
-                    [("store", rotation.basis()), ("probe", rotation.dual()), ("sigma", rotation.sigma())]
-                {
-                    profile.put_floats(key(basis, side, *l, *head, part), single(values));
+        let rotations = samples.layers.par_iter().enumerate();
+        let rotations = rotations.map(|(l, layer)| rotations_of(basis, &moments(model, l, layer)?));
+        for (l, heads) in rotations.collect::<Result<Vec<_>>>()?.iter().enumerate() {
+            for (head, rotations) in heads.iter().enumerate() {
+                for (side, rotation) in Side::ALL.into_iter().zip(rotations) {
+                    for (part, values) in
+                        [("store", rotation.basis()), ("probe", rotation.dual()), ("sigma", rotation.sigma())]
+                    {
+                        profile.put_floats(key(basis, side, l, head, part), single(values));
+                    }
                 }
             }
         }
@@ -147,21 +142,20 @@ impl Kind for Zack {
     }
 
     fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {
-        // Ranks are planned over all layers at once.
-        let cuts = self.cuts(site.config, site.profile)?;
-        let geometry = site.geometry;
         let Some(bits) = self.bits else {
-            let cuts_prompts = self.prompt == Prompts::Cut;
-            return site.layers(|l| {
-                let store = ZackStore::new(geometry, site.rope(l), cuts[l].clone(), site.exact, cuts_prompts);
-                Ok(EvictingStore::new(store, geometry, site.rope(l), self.tokens))
-            });
+            return match site.exact {
+                ElementType::F32 => self.reduced::<f32>(site),
+                ElementType::F16 => self.reduced::<f16>(site),
+                ElementType::Bf16 => self.reduced::<bf16>(site),
+            };
         };
         let (keys, values) = (PerChannel { bits }, PerToken { bits, group: BLOCK });
         let codecs = Pair::<Arc<dyn BlockCodec>>::new(Arc::new(keys), Arc::new(values));
+        let maps = self.maps(site)?;
         site.layers(|l| {
-            let store = CodedStore::new(geometry, site.rope(l), Some(cuts[l].clone()), codecs.clone(), BLOCK);
-            Ok(EvictingStore::new(store, geometry, site.rope(l), self.tokens))
+            let store =
+                CodedStore::new(site.geometry, site.rope(l), Some(maps[l].clone()), codecs.clone(), BLOCK);
+            Ok(EvictingStore::new(store, site.geometry, site.rope(l), self.tokens))
         })
     }
 
@@ -203,15 +197,17 @@ impl DeviceKind for Zack {
     }
 
     fn plan(&self, config: &Config, profile: Option<&Profile>) -> Result<Plan> {
-        let head = |[keys, values]: &[Rotation; 2], ranks| {
+        let head = |([keys, values], [k, v]): (&[Rotation; 2], &[usize; 2])| {
             let maps = HeadMaps {
                 keys: single(keys.basis()),
                 queries: single(keys.dual()),
                 values: single(values.basis()),
             };
-            Ok(CutHead { maps, ranks })
+            CutHead { maps, ranks: Pair::new(*k, *v) }
         };
-        let heads = profile.map(|profile| self.ranked(config, profile, head)).transpose()?;
+        let heads = |(layer, ranks): &Ranked| layer.heads().iter().zip(ranks).map(head).collect();
+        let layers = profile.map(|profile| self.ranked(config, profile)).transpose()?;
+        let heads = layers.map(|layers| layers.iter().map(heads).collect());
         let cuts = DeviceCuts { fractions: self.fractions, cuts_prompts: self.prompt == Prompts::Cut };
         Ok(Plan::Cuts(cuts, heads))
     }
@@ -229,13 +225,33 @@ fn residual_key(l: usize) -> String {
     format!("zack/residual/{l}")
 }
 
-/// The rotation of `stored` rows that preserves their inner products with `probes`.
-fn rotation<S: svd_core::RopeSide>(basis: Basis, stored: &Gram<S>, probes: &Gram<S>) -> Result<Rotation> {
-    Ok(match basis {
-        Basis::Closed => Rotation::score_optimal(stored, probes)?,
-        Basis::Stacked => Rotation::stacked(stored, probes)?,
-        Basis::Principal => Rotation::principal(stored)?,
-    })
+/// The second moments of a layer's heads.
+fn moments(model: &Model, l: usize, layer: &LayerSamples) -> Result<LayerCalibration> {
+    let geometry = Geometry::of(&model.config);
+    let head = |head: usize| -> Result<HeadGrams> {
+        let mut values = Gram::new(geometry.head_dim)?;
+        values.add_rows(geometry.head(head, &layer.values)?)?;
+        let (keys, queries) = (layer.key_grams[head].clone(), layer.query_grams[head].clone());
+        Ok(HeadGrams { keys, queries, values, outputs: output_gram(model, l, head)?, effective_tokens: 1.0 })
+    };
+    let heads = (0..geometry.n_kv_heads).map(head).collect::<Result<_>>()?;
+    Ok(LayerCalibration::from_grams(heads, model.config.gqa_group())?)
+}
+
+/// The rotations of each head's keys, which preserve their products with queries, and values, with `W_O`.
+fn rotations_of(basis: Basis, layer: &LayerCalibration) -> Result<Vec<[Rotation; 2]>> {
+    let heads = layer.grams().iter();
+    match basis {
+        Basis::Closed => Ok(layer.rotations()?.heads().to_vec()),
+        Basis::Stacked => heads
+            .map(|HeadGrams { keys, queries, values, outputs, .. }| {
+                Ok([Rotation::stacked(keys, queries)?, Rotation::stacked(values, outputs)?])
+            })
+            .collect(),
+        Basis::Principal => heads
+            .map(|head| Ok([Rotation::principal(&head.keys)?, Rotation::principal(&head.values)?]))
+            .collect(),
+    }
 }
 
 /// The rotations of all layers. An error of a score moves weight between values, so its cost is proportional
@@ -262,36 +278,39 @@ fn of_side<T: Copy>(both: &[T], side: Side) -> Vec<T> {
     both.iter().skip(usize::from(side == Side::Values)).step_by(2).copied().collect()
 }
 
+/// The rotations of a layer, and each head's ranks of keys and values.
+type Ranked = (LayerRotations, Vec<[usize; 2]>);
+
 impl Zack {
-    /// Rotations of all heads, truncated to `fractions` of all dimensions; per layer.
-    fn cuts(&self, config: &Config, profile: &Profile) -> Result<Vec<Arc<Vec<HeadCut>>>> {
-        let cuts = self.ranked(config, profile, |[rotation, _], ranks| {
-            let (keys, queries) = (rotation.basis_map(ranks.keys)?, rotation.dual_map(ranks.keys)?);
-            Ok(HeadCut { keys, queries, value_rank: ranks.values })
-        })?;
-        Ok(cuts.into_iter().map(Arc::new).collect())
+    /// Stores of rows with elements of type `E`.
+    fn reduced<E: Element>(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {
+        let (maps, cuts_prompts) = (self.maps(site)?, self.prompt == Prompts::Cut);
+        site.layers(|l| {
+            let store = ZackStore::<E>::new(site.geometry, site.rope(l), &maps[l], cuts_prompts);
+            Ok(EvictingStore::new(store, site.geometry, site.rope(l), self.tokens))
+        })
     }
 
-    /// Calls `head` with each head's key rotation and its ranks, which keep `fractions` of all dimensions;
-    /// per layer.
-    fn ranked<T>(
-        &self,
-        config: &Config,
-        profile: &Profile,
-        head: impl Fn(&[Rotation; 2], Pair<usize>) -> Result<T>,
-    ) -> Result<Vec<Vec<T>>> {
+    /// The maps of all layers and heads.
+    fn maps(&self, site: &Site<'_>) -> Result<Vec<Vec<Arc<svd_core::HeadMaps>>>> {
+        let layers = self.ranked(site.config, site.profile)?;
+        layers.iter().map(|(rotations, ranks)| Ok(rotations.folded_maps(ranks)?)).collect()
+    }
+
+    /// Each layer with ranks that keep `fractions` of the dimensions of all layers.
+    fn ranked(&self, config: &Config, profile: &Profile) -> Result<Vec<Ranked>> {
         let layers = read_layers(config, profile, self.basis)?;
         let weights = loss_weights(profile, &layers)?;
         let spectra: Vec<&[f64]> = layers.iter().flat_map(LayerRotations::spectra).collect();
         let ranks = Pair::try_of(|side| {
             self.ranks(&of_side(&spectra, side), self.fractions[side], &of_side(&weights, side))
         })?;
-        let mut ranks = ranks.keys.into_iter().zip(ranks.values);
-        let heads = layers.iter().map(|layer| {
-            let heads = layer.heads().iter().zip(&mut ranks);
-            heads.map(|(rotations, (k, v))| head(rotations, Pair::new(k, v))).collect()
-        });
-        heads.collect()
+        let mut ranks = ranks.keys.into_iter().zip(ranks.values).map(|(k, v)| [k, v]);
+        let layer = |layer: LayerRotations| {
+            let ranks = ranks.by_ref().take(layer.heads().len()).collect();
+            (layer, ranks)
+        };
+        Ok(layers.into_iter().map(layer).collect())
     }
 
     /// Ranks of all heads, layer after layer, that keep `fraction` of all dimensions.

@@ -4,11 +4,10 @@ use std::iter;
 
 use bytemuck::{Pod, cast_slice, cast_slice_mut};
 use half::{bf16, f16};
-use svd_core::{Element, ExactTokens, Rows, SoftmaxStats};
+use kv_attend::{Element, ElementType, ExactTokens, Rows, SoftmaxStats};
 
 use crate::Result;
-use crate::cache::ElementType;
-use crate::cache::exact::{attend_rows, attend_tokens, saturating_bf16, saturating_f16};
+use crate::cache::exact::{attend_rows, attend_tokens, rounded};
 
 /// The encoding of a record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -53,8 +52,8 @@ impl RowFormat {
         let record = &mut records[start..];
         match self {
             Self::Exact(ElementType::F32) => write(record, key, value, |x| x),
-            Self::Exact(ElementType::F16) => write(record, key, value, saturating_f16),
-            Self::Exact(ElementType::Bf16) => write(record, key, value, saturating_bf16),
+            Self::Exact(ElementType::F16) => write(record, key, value, rounded::<f16>),
+            Self::Exact(ElementType::Bf16) => write(record, key, value, rounded::<bf16>),
             Self::Int8 => {
                 let bytes: &mut [i8] = cast_slice_mut(record);
                 let rows = bytes.chunks_exact_mut(key.len().next_multiple_of(GROUP)).zip([key, value]);
@@ -141,7 +140,7 @@ fn attend<E: Element>(
 /// clamp the largest component.
 fn scale_of(largest: f32) -> f16 {
     let exact = largest / 63.0;
-    let nearest = saturating_f16(exact);
+    let nearest: f16 = rounded(exact);
     let up = nearest < f16::MIN_POSITIVE && nearest.to_f32() < exact;
     f16::from_bits(nearest.to_bits() + u16::from(up))
 }

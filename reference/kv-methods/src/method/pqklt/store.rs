@@ -17,7 +17,7 @@ use svd_core::{MapBuf, Rows, RowsMut, SoftmaxStats};
 
 use super::mean_errors::MeanErrors;
 use crate::Result;
-use crate::cache::{CodingError, Geometry, Store, merge_part};
+use crate::cache::{CodingError, Geometry, Store, head_fits, merge_part};
 use crate::method::pq_code::attend_to_codes;
 
 /// The space in which keys are coded.
@@ -401,11 +401,9 @@ impl Store for TransformedStore {
     }
 
     fn fits(&self, layer: usize) -> Vec<HeadFit> {
-        let fit = |head: usize, side: Side| {
-            let expected = self.plan.heads[head][side].error.into();
-            self.heads[head][side].error.fit(layer, head, side, expected)
-        };
-        (0..self.heads.len()).flat_map(|head| Side::ALL.map(|side| fit(head, side))).collect()
+        let fit = |coded: &Coded, code: &HeadCode| coded.error.fit(code.error.into());
+        let heads = self.heads.iter().zip(&self.plan.heads);
+        head_fits(layer, heads.map(|(coded, code)| Pair::of(|side| fit(&coded[side], &code[side]))))
     }
 
     fn clone_box(&self) -> Box<dyn Store> {

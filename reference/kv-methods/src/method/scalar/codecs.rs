@@ -4,7 +4,7 @@ use half::f16;
 use kv_llama::Rng;
 
 use super::store::BlockCodec;
-use crate::cache::saturating_f16;
+use crate::cache::rounded;
 use crate::pack::{pack_bits, unpack_bits};
 
 /// A uniform quantizer of a group of elements: `x = min + step * code`, both in half precision.
@@ -20,7 +20,7 @@ impl Scale {
     fn fit(values: impl Iterator<Item = f32>, bits: u32) -> Self {
         let (min, max) = values.fold((f32::INFINITY, f32::NEG_INFINITY), |(a, b), x| (a.min(x), b.max(x)));
         let step = (max - min) / largest_code(bits);
-        Self { min: saturating_f16(min).to_f32(), step: saturating_f16(step).to_f32() }
+        Self { min: rounded::<f16>(min).to_f32(), step: rounded::<f16>(step).to_f32() }
     }
 
     fn code(self, x: f32, bits: u32) -> u8 {
@@ -224,7 +224,7 @@ impl BlockCodec for LloydMax {
         for row in rows.chunks_exact(head_dim) {
             let mut rotated = row.to_vec();
             self.rotate(&mut rotated);
-            let norm = saturating_f16(rotated.iter().map(|x| x * x).sum::<f32>().sqrt());
+            let norm: f16 = rounded(rotated.iter().map(|x| x * x).sum::<f32>().sqrt());
             bytes.extend_from_slice(&norm.to_le_bytes());
             let scale = if norm.to_f32() > 0.0 { (head_dim as f32).sqrt() / norm.to_f32() } else { 0.0 };
             let nearest = |&x: &f32| {

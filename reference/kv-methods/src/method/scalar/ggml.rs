@@ -1,11 +1,12 @@
 //! llama.cpp's cache types: ggml's blocks of 32 neighbouring channels, each with one half-precision step around
 //! zero and codes of 4 (`q4_0`, 18 bytes) or 8 bits (`q8_0`, 34 bytes).
 
+use half::f16;
 use kv_model::{decode_q4_0, decode_q8_0};
 
 use super::codecs::pack;
 use super::store::BlockCodec;
-use crate::cache::saturating_f16;
+use crate::cache::rounded;
 
 /// Elements per block.
 pub(crate) const BLOCK: usize = 32;
@@ -43,7 +44,7 @@ impl BlockCodec for Ggml {
                 Self::Q8 => largest.abs() / 127.0,
             };
             let inverse = if step == 0.0 { 0.0 } else { 1.0 / step };
-            bytes.extend(saturating_f16(step).to_le_bytes());
+            bytes.extend(rounded::<f16>(step).to_le_bytes());
             match self {
                 Self::Q4 => {
                     let codes: Vec<u8> = block.iter().map(|x| (x * inverse + 8.5).min(15.0) as u8).collect();

@@ -7,14 +7,14 @@
 
 use std::sync::Arc;
 
+use kv_attend::Backend;
 use kv_attend::owner::{Pair, Side};
 use kv_llama::Footprint;
 use kv_model::Rope;
-use svd_core::SoftmaxStats;
+use svd_core::{HeadMaps, Rows, SoftmaxStats};
 
 use crate::Result;
 use crate::cache::{Geometry, RotatedStore, Store, attend_rows, merge_part};
-use crate::method::cut::HeadCut;
 
 /// Codec between rows (n, head_dim) of one head and bytes.
 pub(crate) trait BlockCodec: Send + Sync {
@@ -33,7 +33,7 @@ pub(crate) trait BlockCodec: Send + Sync {
 pub(crate) struct CodedStore {
     geometry: Geometry,
     rope: Arc<Rope>,
-    cuts: Option<Arc<Vec<HeadCut>>>, // (n_kv_heads,)
+    maps: Option<Vec<Arc<HeadMaps>>>, // (n_kv_heads,)
     codecs: Pair<Arc<dyn BlockCodec>>,
     block: usize, // tokens
     blocks: Vec<Block>,
@@ -51,21 +51,22 @@ impl CodedStore {
     pub fn new(
         geometry: Geometry,
         rope: Arc<Rope>,
-        cuts: Option<Arc<Vec<HeadCut>>>,
+        maps: Option<Vec<Arc<HeadMaps>>>,
         codecs: Pair<Arc<dyn BlockCodec>>,
         block: usize,
     ) -> Self {
-        Self { geometry, rope, cuts, codecs, block, blocks: vec![], len: 0 }
+        Self { geometry, rope, maps, codecs, block, blocks: vec![], len: 0 }
     }
 
-    fn cut(&self, head: usize) -> Option<&HeadCut> {
-        self.cuts.as_ref().map(|cuts| &cuts[head])
+    /// The maps to lower ranks of a head that is truncated.
+    fn maps(&self, head: usize) -> Option<&HeadMaps> {
+        self.maps.as_ref().map(|maps| &*maps[head])
     }
 
     /// Components of a head's keys and of its values.
     fn ranks(&self, head: usize) -> Pair<usize> {
         let full = Pair::of(|_| self.geometry.head_dim);
-        self.cut(head).map_or(full, |cut| Pair::new(cut.key_rank(), cut.value_rank))
+        self.maps(head).map_or(full, |maps| Pair::new(maps.keys().rank(), maps.values().rank()))
     }
 }
 
@@ -75,11 +76,15 @@ impl RotatedStore for CodedStore {
         for (k, v) in k.chunks(self.block * kv_dim).zip(v.chunks(self.block * kv_dim)) {
             let mut codes = vec![];
             for head in 0..self.geometry.n_kv_heads {
-                let (mut k, mut v) = (self.geometry.head_rows(head, k), self.geometry.head_rows(head, v));
-                if let Some(cut) = self.cut(head) {
-                    (k, v) = (cut.project_keys(&k)?, cut.cut_values(&v));
-                }
-                let (rows, ranks) = (Pair::new(k, v), self.ranks(head));
+                let [keys, values] = [k, v].map(|rows| self.geometry.head(head, rows));
+                let (rows, ranks) = (Pair::new(keys?, values?), self.ranks(head));
+                let rows: Pair<Vec<f32>> = match self.maps(head) {
+                    None => Pair::of(|side| rows[side].iter().flatten().copied().collect()),
+                    Some(maps) => Pair {
+                        keys: maps.keys().reduce(Backend::detect(), rows.keys)?,
+                        values: maps.values().reduce(Backend::detect(), rows.values)?,
+                    },
+                };
                 codes.push(Pair::of(|side| {
                     let mut bytes = vec![];
                     self.codecs[side].encode(&rows[side], ranks[side], &mut bytes);
@@ -125,7 +130,15 @@ impl Store for CodedStore {
         let ranks = self.ranks(head);
         let longest = self.blocks.iter().map(|block| block.coded).max().unwrap_or(0);
         let mut rows = Pair::of(|side| vec![0.0; longest * ranks[side]]);
-        let mut q = self.cut(head).map_or_else(|| Ok(q.to_vec()), |cut| cut.project_queries(q))?;
+        let mut q = match self.maps(head) {
+            None => q.to_vec(),
+            Some(maps) => {
+                let mut projected = vec![0.0; stats.len() * ranks.keys];
+                let rows = Rows::contiguous(q, self.geometry.head_dim)?;
+                maps.keys().project_queries(Backend::detect(), rows, &mut projected)?;
+                projected
+            }
+        };
         q.chunks_exact_mut(ranks.keys).for_each(|q| self.codecs.keys.rotate(q));
         let mut rotated = vec![0.0; stats.len() * ranks.values];
         let mut rotated_stats = vec![SoftmaxStats::EMPTY; stats.len()];
@@ -154,7 +167,7 @@ impl Store for CodedStore {
     fn footprint(&self) -> Footprint {
         let kept =
             self.blocks.iter().flat_map(|block| block.codes.iter().flat_map(Pair::iter)).map(Vec::len).sum();
-        let shared = self.cuts.iter().flat_map(|cuts| cuts.iter()).map(HeadCut::size).sum();
+        let shared = self.maps.iter().flatten().map(|maps| maps.size()).sum();
         Footprint { kept, shared, ..Footprint::default() }
     }
 

@@ -2,14 +2,13 @@
 
 use std::sync::Arc;
 
-use kv_attend::owner::Pair;
+use kv_attend::{Backend, Element};
 use kv_llama::{Footprint, PromptRows};
 use kv_model::Rope;
-use svd_core::SoftmaxStats;
+use svd_core::{HeadMaps, ReducedRows, Reduction, SoftmaxStats};
 
 use crate::Result;
-use crate::cache::{ElementType, Elements, Geometry, RotatedStore, Store, merge_part};
-use crate::method::cut::HeadCut;
+use crate::cache::{Geometry, RotatedStore, Store};
 
 /// ZACK: rotated keys and values truncated to each head's rank; attention in the rotated space.
 ///
@@ -17,57 +16,49 @@ use crate::method::cut::HeadCut;
 /// maps are folded into the model's `W_V` and `W_O`: a truncated value is its first components, with the rest
 /// zero.
 #[derive(Clone)]
-pub(crate) struct ZackStore {
+pub(crate) struct ZackStore<E> {
     geometry: Geometry,
     rope: Arc<Rope>,
-    heads: Arc<Vec<HeadCut>>, // (n_kv_heads,)
-    element: ElementType,
-    cuts_prompts: bool,        // whether prompt tokens attend to each other's truncated rows
-    rows: Vec<Pair<Elements>>, // per head: keys (len, key rank) and values (len, value rank)
-    len: usize,
+    cuts_prompts: bool, // whether prompt tokens attend to each other's truncated rows
+    heads: Vec<ReducedRows<E>>,
 }
 
-impl ZackStore {
-    pub fn new(
-        geometry: Geometry,
-        rope: Arc<Rope>,
-        heads: Arc<Vec<HeadCut>>,
-        element: ElementType,
-        cuts_prompts: bool,
-    ) -> Self {
-        let rows = (0..geometry.n_kv_heads).map(|_| Pair::of(|_| Elements::new(element))).collect();
-        Self { geometry, rope, heads, element, cuts_prompts, rows, len: 0 }
+impl<E: Element> ZackStore<E> {
+    pub fn new(geometry: Geometry, rope: Arc<Rope>, maps: &[Arc<HeadMaps>], cuts_prompts: bool) -> Self {
+        let heads = maps.iter().cloned().map(ReducedRows::new).collect();
+        Self { geometry, rope, cuts_prompts, heads }
     }
 }
 
-impl RotatedStore for ZackStore {
+impl<E: Element> RotatedStore for ZackStore<E> {
     fn push_rotated(&mut self, k: &[f32], v: &[f32]) -> Result<()> {
-        for (h, (cut, Pair { keys, values })) in self.heads.iter().zip(&mut self.rows).enumerate() {
-            keys.push(&cut.project_keys(&self.geometry.head_rows(h, k))?);
-            values.push(&cut.cut_values(&self.geometry.head_rows(h, v)));
+        for (head, rows) in self.heads.iter_mut().enumerate() {
+            let [keys, values] = [k, v].map(|rows| self.geometry.head(head, rows));
+            rows.append(Backend::detect(), keys?, values?)?;
         }
-        self.len += k.len() / self.geometry.kv_dim();
         Ok(())
     }
 }
 
-impl Store for ZackStore {
+impl<E: Element> Store for ZackStore<E> {
     fn prompt_rows(&self, keys: &[f32], values: &[f32]) -> Result<Option<PromptRows>> {
         if !self.cuts_prompts {
             return Ok(None);
         }
-        let (mut keys, mut values) = (keys.to_vec(), values.to_vec());
-        let Geometry { head_dim, .. } = self.geometry;
-        for (head, cut) in self.heads.iter().enumerate() {
-            let columns = head * head_dim..(head + 1) * head_dim;
-            let reconstructed = cut.reconstruct_keys(&self.geometry.head_rows(head, &keys))?;
-            let rows = keys.chunks_exact_mut(self.geometry.kv_dim());
-            rows.zip(reconstructed.chunks_exact(head_dim))
-                .for_each(|(row, k)| row[columns.clone()].copy_from_slice(k));
-            let rows = values.chunks_exact_mut(self.geometry.kv_dim());
-            rows.for_each(|row| row[columns.clone()][cut.value_rank..].fill(0.0));
-        }
-        Ok(Some((keys, values)))
+        let (Geometry { head_dim, .. }, backend) = (self.geometry, Backend::detect());
+        let cut = |side: fn(&HeadMaps) -> &Reduction, all: &[f32]| -> Result<Vec<f32>> {
+            let mut cut = vec![0.0; all.len()];
+            for (head, rows) in self.heads.iter().enumerate() {
+                let reduced = side(rows.maps()).reduce(backend, self.geometry.head(head, all)?)?;
+                let mut full = vec![0.0; all.len() / self.heads.len()];
+                let rows = side(rows.maps()).reconstruct(backend, &reduced, &mut full)?;
+                for (cut, row) in cut.chunks_exact_mut(self.geometry.kv_dim()).zip(rows.iter()) {
+                    cut[head * head_dim..][..row.len()].copy_from_slice(row);
+                }
+            }
+            Ok(cut)
+        };
+        Ok(Some((cut(HeadMaps::keys, keys)?, cut(HeadMaps::values, values)?)))
     }
 
     fn push(&mut self, pos: usize, k: &[f32], v: &[f32]) -> Result<()> {
@@ -75,15 +66,11 @@ impl Store for ZackStore {
     }
 
     fn len(&self) -> usize {
-        self.len
+        self.heads[0].len()
     }
 
     fn truncate(&mut self, len: usize) -> Result<()> {
-        for (cut, Pair { keys, values }) in self.heads.iter().zip(&mut self.rows) {
-            keys.truncate(len * cut.key_rank());
-            values.truncate(len * cut.value_rank);
-        }
-        self.len = len;
+        self.heads.iter_mut().for_each(|rows| rows.truncate(len));
         Ok(())
     }
 
@@ -95,21 +82,17 @@ impl Store for ZackStore {
         out: &mut [f32],
         stats: &mut [SoftmaxStats],
     ) -> Result<()> {
-        let (cut, Pair { keys, values }) = (&self.heads[head], &self.rows[head]);
-        let mut cut_out = vec![0.0; stats.len() * cut.value_rank];
-        let mut cut_stats = vec![SoftmaxStats::EMPTY; stats.len()];
-        let starts = Pair::new(first * cut.key_rank(), first * cut.value_rank);
-        keys.attend(values, starts, &cut.project_queries(q)?, &mut cut_out, &mut cut_stats)?;
-        merge_part((&cut_out, &cut_stats), out, stats, |cut_out, _, row| {
-            row[..cut_out.len()].copy_from_slice(cut_out);
-            Ok(())
-        })
+        let rows = &self.heads[head];
+        let mut scratch = vec![0.0; rows.scratch_len(stats.len())];
+        Ok(rows.attend_into(Backend::detect(), q, first..rows.len(), None, &mut scratch, out, stats)?)
     }
 
     fn footprint(&self) -> Footprint {
-        let rows: usize = self.rows.iter().flat_map(Pair::iter).map(Elements::len).sum();
-        let shared = self.heads.iter().map(HeadCut::size).sum();
-        Footprint { kept: rows * self.element.size(), shared, ..Footprint::default() }
+        Footprint {
+            kept: self.heads.iter().map(ReducedRows::size).sum(),
+            shared: self.heads.iter().map(|rows| rows.maps().size()).sum(),
+            ..Footprint::default()
+        }
     }
 
     fn clone_box(&self) -> Box<dyn Store> {
