@@ -12,7 +12,8 @@ mod store;
 
 use std::sync::Arc;
 
-use kv_attend::ElementType;
+use kv_attend::owner::ExactRows;
+use kv_attend::{Element, Rows};
 use kv_llama::{Fetched, Footprint, HeadFit, KvCache, PromptRows};
 use kv_model::{Config, LayerAttention, Rope};
 use pq_core::Window;
@@ -20,7 +21,8 @@ use rayon::prelude::*;
 use svd_core::SoftmaxStats;
 
 pub(crate) use coding_error::{CodingError, head_fits};
-pub(crate) use exact::{DenseStore, Elements, ExactRows, attend_rows, rounded};
+pub(crate) use exact::{DenseStore, HeadRows, attend_rows, rounded};
+use exact::{attend_before_rope, widened};
 pub(crate) use fetch_counter::FetchCounter;
 pub(crate) use offloaded::{BlockRule, Offload, OffloadedRows, RowFormat};
 pub(crate) use store::{Geometry, Grouped, RotatedStore, Store, merge_part};
@@ -29,37 +31,35 @@ use crate::Result;
 
 /// The cache of every method: per layer sinks, a store, a window.
 #[derive(Clone)]
-pub(crate) struct WindowedCache {
+pub(crate) struct WindowedCache<E> {
     method: &'static str,
     geometry: Geometry,
     window: Window,
     rope: Arc<Rope>,
-    layers: Vec<Layer>,
+    layers: Vec<Layer<E>>,
 }
 
-struct Layer {
+struct Layer<E> {
     attention: LayerAttention,
-    rope: Arc<Rope>, // the layer's own
-    sinks: ExactRows,
+    rope: Arc<Rope>,     // the layer's own
+    exact: ExactRows<E>, // (n, n_kv_heads * head_dim), keys before RoPE
     store: Box<dyn Store>,
-    recent: ExactRows,
 }
 
-impl Clone for Layer {
+impl<E: Clone> Clone for Layer<E> {
     fn clone(&self) -> Self {
         Self {
             attention: self.attention,
             rope: self.rope.clone(),
-            sinks: self.sinks.clone(),
+            exact: self.exact.clone(),
             store: self.store.clone_box(),
-            recent: self.recent.clone(),
         }
     }
 }
 
-impl Layer {
+impl<E: Element> Layer<E> {
     fn len(&self) -> usize {
-        self.sinks.len() + self.store.len() + self.recent.len()
+        self.exact.sinks() + self.store.len() + self.exact.recent()
     }
 
     /// Adds the attention of one KV head's scaled queries at position `pos` to `out` and `stats`.
@@ -72,35 +72,39 @@ impl Layer {
         stats: &mut [SoftmaxStats],
     ) -> Result<()> {
         let first = self.attention.first_visible(pos);
-        let (stored, recent) = (self.sinks.len(), self.sinks.len() + self.store.len());
+        let (sinks, stored) = (self.exact.sinks(), self.store.len());
         let first_of = |start: usize, len: usize| first.saturating_sub(start).min(len);
-        self.sinks.attend(head, first_of(0, stored), q, Some((&self.rope, 0)), out, stats)?;
-        let in_recent = first_of(recent, self.recent.len());
-        self.recent.attend(head, in_recent, q, Some((&self.rope, recent)), out, stats)?;
+        let (head_dim, [kv_dim, _]) = (q.len() / stats.len(), self.exact.dims());
+        for (rows, start) in [(self.exact.sink_rows(), 0), (self.exact.recent_rows(), sinks + stored)] {
+            let of_head = |all| Rows::contiguous(all, kv_dim)?.columns(head * head_dim, head_dim);
+            let [keys, values] = rows.map(of_head);
+            let (keys, values) = (keys?, values?);
+            let seen = first_of(start, keys.rows())..keys.rows();
+            attend_before_rope(&self.rope, start, [keys, values], seen, q, out, stats)?;
+        }
         // The store comes last: it may depend on the softmax mass of the exact tokens.
-        self.store.attend(head, first_of(stored, self.store.len()), q, out, stats)
+        self.store.attend(head, first_of(sinks, stored), q, out, stats)
     }
 }
 
-impl WindowedCache {
-    /// An empty cache with one store per layer; `exact` is how sinks and window are held.
+impl<E: Element> WindowedCache<E> {
+    /// An empty cache with one store per layer.
     pub fn new(
         method: &'static str,
         config: &Config,
         window: Window,
-        exact: ElementType,
         rope: &Arc<Rope>,
         stores: Vec<Box<dyn Store>>,
     ) -> Self {
         let geometry = Geometry::of(config);
-        let rows = || ExactRows::new(exact, geometry);
         let layers = stores.into_iter().zip(&config.attention).enumerate().map(|(l, (store, &attention))| {
-            Layer { attention, rope: rope.shared_layer(l), sinks: rows(), store, recent: rows() }
+            let exact = ExactRows::new([geometry.kv_dim(); 2], window);
+            Layer { attention, rope: rope.shared_layer(l), exact, store }
         });
         Self { method, geometry, window, layers: layers.collect(), rope: rope.clone() }
     }
 
-    fn layer(&self, l: usize) -> kv_llama::Result<&Layer> {
+    fn layer(&self, l: usize) -> kv_llama::Result<&Layer<E>> {
         self.layers.get(l).ok_or_else(|| self.error(format!("layer {l} of {}", self.layers.len())))
     }
 
@@ -109,7 +113,7 @@ impl WindowedCache {
     }
 }
 
-impl KvCache for WindowedCache {
+impl<E: Element> KvCache for WindowedCache<E> {
     fn watch(&mut self, layer: usize, queries: &[f32]) {
         if let Some(layer) = self.layers.get_mut(layer) {
             layer.store.watch(queries);
@@ -142,23 +146,24 @@ impl KvCache for WindowedCache {
             return Err(self.error("keys or values hold a NaN or an infinity"));
         }
         let (before, layer) = self.layers.split_at_mut(layer);
-        let layer = &mut layer[0];
-        let sinks = self.window.to_sinks(held, n) * kv_dim;
-        layer.sinks.push(&k[..sinks], &v[..sinks]);
-        layer.recent.push(&k[sinks..], &v[sinks..]);
-        let evicted = self.window.to_evict(layer.recent.len());
+        let Layer { exact, store, .. } = &mut layer[0];
+        let rows = [k, v].map(|rows| rows.iter().map(|&x| rounded(x)).collect::<Vec<E>>());
+        let [keys, values] = rows.each_ref().map(|rows| Rows::contiguous(rows, kv_dim));
+        // If the store fails, for example on a full disk, nothing changes.
+        let evicted = exact.append(store.len(), [keys?, values?], |evicted| -> Result<usize> {
+            if evicted.tokens() > 0 {
+                let [k, v] = evicted.sides().each_ref().map(|parts| widened(parts));
+                store.push(evicted.first(), &k, &v)?;
+            }
+            Ok(evicted.tokens())
+        })?;
         if evicted > 0 {
-            // If the store fails, for example on a full disk, nothing is lost: tokens leave the window only
-            // after it has taken them.
-            let (k, v) = layer.recent.front(evicted);
-            layer.store.push(layer.sinks.len() + layer.store.len(), &k, &v)?;
-            layer.recent.drop_front(evicted);
             let before = before.iter_mut().map(|layer| &mut *layer.store as &mut dyn Store);
-            layer.store.code_group(&mut before.collect::<Vec<_>>())?;
+            store.code_group(&mut before.collect::<Vec<_>>())?;
         }
         // The queries are of these tokens: a prompt that the window holds is not chosen from when others
         // leave it.
-        layer.store.watch(&[]);
+        store.watch(&[]);
         Ok(())
     }
 
@@ -209,19 +214,18 @@ impl KvCache for WindowedCache {
         if len > self.seq_len() {
             return Err(self.error(format!("truncation to {len} of {} tokens", self.seq_len())));
         }
-        let stays = |layer: &Layer| len.saturating_sub(layer.sinks.len()).min(layer.store.len());
-        let can_truncate = |layer: &Layer| {
-            let evicted = self.window.to_evict(len.saturating_sub(layer.sinks.len()));
+        let stays = |layer: &Layer<E>| len.saturating_sub(layer.exact.sinks()).min(layer.store.len());
+        let can_truncate = |layer: &Layer<E>| {
+            let evicted = self.window.to_evict(len.saturating_sub(layer.exact.sinks()));
             layer.store.can_truncate(stays(layer), evicted.min(stays(layer)))
         };
         if !self.layers.iter().all(can_truncate) {
             return Err(self.error(format!("{len} tokens would attend to some that have been dropped")));
         }
         for layer in &mut self.layers {
-            let (sinks, stored) = (layer.sinks.len(), layer.store.len());
-            layer.store.truncate(stays(layer))?;
-            layer.sinks.truncate(len);
-            layer.recent.truncate(len.saturating_sub(sinks + stored));
+            let (stored, stays) = (layer.store.len(), stays(layer));
+            layer.store.truncate(stays)?;
+            layer.exact.truncate(len, stored);
         }
         Ok(())
     }
@@ -229,7 +233,7 @@ impl KvCache for WindowedCache {
     fn footprint(&self) -> Footprint {
         let mut total = Footprint::default();
         for layer in &self.layers {
-            total += Footprint { kept: layer.sinks.bytes() + layer.recent.bytes(), ..Footprint::default() };
+            total += Footprint { kept: layer.exact.size(), ..Footprint::default() };
             total += layer.store.footprint();
         }
         total

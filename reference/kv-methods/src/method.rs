@@ -30,12 +30,13 @@ mod zack;
 
 use std::sync::Arc;
 
-use kv_attend::ElementType;
+use half::{bf16, f16};
+use kv_attend::{Element, ElementType};
 use kv_llama::KvCache;
 use kv_model::{Config, Model, Rope};
 use pq_core::Window;
 
-use crate::cache::{Geometry, WindowedCache};
+use crate::cache::{Geometry, Store, WindowedCache};
 use crate::calibrate::Calibration;
 use crate::{Error, Profile, Result};
 use kind::{Kind, LOSSLESS, Site};
@@ -150,8 +151,22 @@ impl Method {
         let config = &model.config;
         let fitted = self.fitted(config)?;
         let stores = fitted.kind.stores(&fitted.site(config, rope, profile)).map_err(|e| self.named(e))?;
-        let cache = WindowedCache::new(self.name, config, self.window, self.exact, rope, stores);
-        Ok(Prepared { model: self.folded(model, profile)?, cache: Box::new(cache) })
+        let model = self.folded(model, profile)?;
+        let cache: Box<dyn KvCache> = match self.exact {
+            ElementType::F32 => Box::new(self.windowed::<f32>(config, rope, stores)),
+            ElementType::F16 => Box::new(self.windowed::<f16>(config, rope, stores)),
+            ElementType::Bf16 => Box::new(self.windowed::<bf16>(config, rope, stores)),
+        };
+        Ok(Prepared { model, cache })
+    }
+
+    fn windowed<E: Element>(
+        &self,
+        config: &Config,
+        rope: &Arc<Rope>,
+        stores: Vec<Box<dyn Store>>,
+    ) -> WindowedCache<E> {
+        WindowedCache::new(self.name, config, self.window, rope, stores)
     }
 
     /// Whether it runs on the CPU with other weights than the model's ([`Self::folded`]).

@@ -8,8 +8,30 @@ use super::{Reader, Writer};
 use crate::error::check_len;
 use crate::{Element, Error, ExactTokens, Rows, Window};
 
-/// The exact key and value rows of a head: the first tokens (sinks) and the recent ones. The owner holds the
-/// tokens in between, compressed.
+/// The exact key and value rows of a head, or of all heads of a layer next to each other: the first tokens
+/// (sinks) and the recent ones. The owner holds the tokens in between, compressed.
+///
+/// [`Windowed`](super::Windowed) is made of them. An engine needs them alone if its compressed tokens are not
+/// a [`Store`](super::Store), or if it keeps the keys of the window before RoPE.
+///
+/// # Examples
+/// ```
+/// use kv_attend::owner::ExactRows;
+/// use kv_attend::{Error, Rows, Window};
+/// let keys = [0.0_f32, 1.0, 2.0, 3.0, 4.0, 5.0]; // 6 tokens of one component
+/// let rows = Rows::contiguous(&keys, 1)?;
+/// let mut exact = ExactRows::new([1, 1], Window { sinks: 1, recent: 2, batch: 1 });
+/// let mut compressed = vec![];
+/// exact.append(compressed.len(), [rows, rows], |evicted| {
+///     let [keys, _] = evicted.sides();
+///     compressed.extend(keys.iter().flat_map(|rows| rows.iter().flatten()));
+///     Ok::<_, Error>(())
+/// })?;
+/// assert_eq!((exact.sink_rows()[0], &compressed[..]), (&[0.0][..], &[1.0, 2.0, 3.0][..]));
+/// assert_eq!(exact.recent_rows()[0], [4.0, 5.0]);
+/// assert_eq!(exact.truncate(3, compressed.len()), 2); // one sink and two compressed tokens
+/// # Ok::<(), Error>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct ExactRows<E> {
     window: Window,
@@ -47,14 +69,14 @@ impl<'a, E> EvictedRows<'a, E> {
 /// The exact rows of the keys, or of the values.
 #[derive(Clone, Debug)]
 struct Side<E> {
-    dim: usize, // at least 1
+    dim: usize, // no rows can be appended if 0
     sinks: Vec<E>,
     recent: Vec<E>, // after `start` evicted elements
     start: usize,
 }
 
 impl<E: Element> ExactRows<E> {
-    /// Creates an empty cache; `dims` are the components of a key and of a value, at least 1.
+    /// No rows; `dims` are the components of a key and of a value, at least 1: no other rows can be appended.
     #[must_use]
     pub const fn new([dim, dim_v]: [usize; 2], window: Window) -> Self {
         Self { window, sides: [Side::new(dim), Side::new(dim_v)] }
@@ -69,13 +91,25 @@ impl<E: Element> ExactRows<E> {
     /// Number of sinks.
     #[must_use]
     pub const fn sinks(&self) -> usize {
-        self.sides[0].sinks.len() / self.sides[0].dim
+        self.sides[0].count(self.sides[0].sinks.len())
     }
 
     /// Number of recent tokens.
     #[must_use]
     pub fn recent(&self) -> usize {
-        self.sides[0].recent().len() / self.sides[0].dim
+        self.sides[0].count(self.sides[0].recent().len())
+    }
+
+    /// The keys and the values of the sinks, (n, dim) and (n, dim of the values).
+    #[must_use]
+    pub fn sink_rows(&self) -> [&[E]; 2] {
+        self.sides.each_ref().map(|side| &side.sinks[..])
+    }
+
+    /// The keys and the values of the recent tokens, (n, dim) and (n, dim of the values).
+    #[must_use]
+    pub fn recent_rows(&self) -> [&[E]; 2] {
+        self.sides.each_ref().map(Side::recent)
     }
 
     /// Bytes of all rows.
@@ -170,6 +204,14 @@ impl<E: Element> ExactRows<E> {
 impl<E: Element> Side<E> {
     const fn new(dim: usize) -> Self {
         Self { dim, sinks: Vec::new(), recent: Vec::new(), start: 0 }
+    }
+
+    /// The rows that `len` elements make up.
+    const fn count(&self, len: usize) -> usize {
+        match len.checked_div(self.dim) {
+            Some(rows) => rows,
+            None => 0,
+        }
     }
 
     /// The rows of the recent tokens, contiguous.

@@ -1,252 +1,146 @@
 //! Exact rows, in 32 or 16 bits.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
-use kv_attend::ElementType;
-use kv_attend::owner::{Pair, Side};
+use kv_attend::owner::ExactRows;
+use kv_attend::{AnyRows, Element, ElementType, ExactTokens, Rows, Window};
 use kv_llama::Footprint;
 use kv_model::Rope;
-use svd_core::{Attention, Element, ExactTokens, Rows, SoftmaxStats, attend_exact_into};
+use svd_core::{Attention, SoftmaxStats, attend_exact_into};
 
+use crate::Result;
 use crate::cache::store::{Geometry, RotatedStore, Store};
-use crate::{Error, Result};
 
 /// The nearest finite element: an infinity would make attention NaN.
 pub(crate) fn rounded<E: Element>(x: f32) -> E {
     E::from_f32(x).saturate()
 }
 
-/// A growing list of elements of one type.
-#[derive(Clone, Debug)]
-pub(crate) enum Elements {
-    F32(Vec<f32>),
-    F16(Vec<f16>),
-    Bf16(Vec<bf16>),
-}
-
-impl Elements {
-    pub fn new(element: ElementType) -> Self {
-        match element {
-            ElementType::F32 => Self::F32(vec![]),
-            ElementType::F16 => Self::F16(vec![]),
-            ElementType::Bf16 => Self::Bf16(vec![]),
-        }
-    }
-
-    pub fn len(&self) -> usize {
-        match self {
-            Self::F32(x) => x.len(),
-            Self::F16(x) => x.len(),
-            Self::Bf16(x) => x.len(),
-        }
-    }
-
-    pub fn push(&mut self, values: &[f32]) {
-        match self {
-            Self::F32(x) => x.extend_from_slice(values),
-            Self::F16(x) => x.extend(values.iter().map(|&v| rounded::<f16>(v))),
-            Self::Bf16(x) => x.extend(values.iter().map(|&v| rounded::<bf16>(v))),
-        }
-    }
-
-    /// Widens `out.len()` elements from `start` on.
-    pub fn read(&self, start: usize, out: &mut [f32]) {
-        match self {
-            Self::F32(x) => out.copy_from_slice(&x[start..][..out.len()]),
-            Self::F16(x) => x[start..][..out.len()].convert_to_f32_slice(out),
-            Self::Bf16(x) => x[start..][..out.len()].convert_to_f32_slice(out),
-        }
-    }
-
-    pub fn truncate(&mut self, len: usize) {
-        match self {
-            Self::F32(x) => x.truncate(len),
-            Self::F16(x) => x.truncate(len),
-            Self::Bf16(x) => x.truncate(len),
-        }
-    }
-
-    /// [`attend_rows`] with these elements as keys and `values`, of the same type, as values, each from its
-    /// `starts` on.
-    pub fn attend(
-        &self,
-        values: &Self,
-        starts: Pair<usize>,
-        q: &[f32],
-        out: &mut [f32],
-        stats: &mut [SoftmaxStats],
-    ) -> Result<()> {
-        let Pair { keys: i, values: j } = starts;
-        match (self, values) {
-            (Self::F32(k), Self::F32(v)) => attend_rows(q, &k[i..], &v[j..], out, stats)?,
-            (Self::F16(k), Self::F16(v)) => attend_rows(q, &k[i..], &v[j..], out, stats)?,
-            (Self::Bf16(k), Self::Bf16(v)) => attend_rows(q, &k[i..], &v[j..], out, stats)?,
-            _ => return Err(Error::argument("keys and values of different types")),
-        }
-        Ok(())
-    }
-
-    /// [`Self::attend`] over the rows of `tokens` only.
-    fn attend_chosen(
-        &self,
-        values: &Self,
-        tokens: &[u32],
-        q: &[f32],
-        out: &mut [f32],
-        stats: &mut [SoftmaxStats],
-    ) -> Result<()> {
-        match (self, values) {
-            (Self::F32(k), Self::F32(v)) => attend_chosen(q, k, v, tokens, out, stats),
-            (Self::F16(k), Self::F16(v)) => attend_chosen(q, k, v, tokens, out, stats),
-            (Self::Bf16(k), Self::Bf16(v)) => attend_chosen(q, k, v, tokens, out, stats),
-            _ => Err(Error::argument("keys and values of different types")),
-        }
-    }
-
-    fn drop_front(&mut self, n: usize) {
-        match self {
-            Self::F32(x) => drop(x.drain(..n)),
-            Self::F16(x) => drop(x.drain(..n)),
-            Self::Bf16(x) => drop(x.drain(..n)),
-        }
+/// Widens elements to `out`.
+fn widen<E: Element>(elements: &[E], out: &mut [f32]) {
+    match AnyRows::from(Rows::from(elements)) {
+        AnyRows::F32(rows) => out.copy_from_slice(rows.row(0)),
+        AnyRows::F16(rows) => rows.row(0).convert_to_f32_slice(out),
+        AnyRows::Bf16(rows) => rows.row(0).convert_to_f32_slice(out),
     }
 }
 
-/// Exact keys and values, head by head.
-#[derive(Clone, Debug)]
-pub(crate) struct ExactRows {
-    geometry: Geometry,
-    element: ElementType,
-    heads: Vec<Pair<Elements>>, // per head, (len, head_dim) each
+/// The elements of rows in some parts, in single precision.
+pub(crate) fn widened<E: Element>(parts: &[Rows<'_, E>]) -> Vec<f32> {
+    let mut all = vec![0.0; parts.iter().map(|rows| rows.rows() * rows.components()).sum()];
+    let mut left = &mut all[..];
+    for row in parts.iter().flat_map(|rows| rows.iter()) {
+        let (out, rest) = left.split_at_mut(row.len());
+        widen(row, out);
+        left = rest;
+    }
+    all
 }
 
-/// Tokens widened to `f32` at a time.
-const BLOCK: usize = 128;
-
-impl ExactRows {
-    pub fn new(element: ElementType, geometry: Geometry) -> Self {
-        let heads = (0..geometry.n_kv_heads).map(|_| Pair::of(|_| Elements::new(element))).collect();
-        Self { geometry, element, heads }
-    }
-
-    pub fn len(&self) -> usize {
-        self.heads[0].keys.len() / self.geometry.head_dim
-    }
-
-    pub fn bytes(&self) -> usize {
-        2 * self.len() * self.geometry.kv_dim() * self.element.size()
-    }
-
-    /// Bytes of one head's key and value of a token.
-    pub fn row_bytes(&self) -> usize {
-        2 * self.geometry.head_dim * self.element.size()
-    }
-
-    /// Appends rows (n, n_kv_heads * head_dim).
-    pub fn push(&mut self, k: &[f32], v: &[f32]) {
-        let head_dim = self.geometry.head_dim;
-        for (rows, side) in [(k, Side::Keys), (v, Side::Values)] {
-            for row in rows.chunks_exact(self.geometry.kv_dim()) {
-                for (elements, x) in self.heads.iter_mut().zip(row.chunks_exact(head_dim)) {
-                    elements[side].push(x);
-                }
-            }
-        }
-    }
-
-    /// The first `n` rows.
-    pub fn front(&self, n: usize) -> (Vec<f32>, Vec<f32>) {
-        let Geometry { head_dim, .. } = self.geometry;
-        let front = Pair::of(|side| {
-            let mut rows = vec![0.0; n * self.geometry.kv_dim()];
-            for (i, out) in rows.chunks_exact_mut(head_dim).enumerate() {
-                let (token, head) = (i / self.heads.len(), i % self.heads.len());
-                self.heads[head][side].read(token * head_dim, out);
-            }
-            rows
-        });
-        (front.keys, front.values)
-    }
-
-    /// Removes the first `n` rows.
-    pub fn drop_front(&mut self, n: usize) {
-        for elements in self.heads.iter_mut().flat_map(Pair::iter_mut) {
-            elements.drop_front(n * self.geometry.head_dim);
-        }
-    }
-
-    pub fn truncate(&mut self, len: usize) {
-        for elements in self.heads.iter_mut().flat_map(Pair::iter_mut) {
-            elements.truncate(len * self.geometry.head_dim);
-        }
-    }
-
-    /// One head's key and value of token `t`.
-    pub fn read(&self, head: usize, t: usize, k: &mut [f32], v: &mut [f32]) {
-        let Pair { keys, values } = &self.heads[head];
-        keys.read(t * self.geometry.head_dim, k);
-        values.read(t * self.geometry.head_dim, v);
-    }
-
-    /// One head's keys from token `t` on, `k.len()` elements.
-    pub fn read_keys(&self, head: usize, t: usize, k: &mut [f32]) {
-        self.heads[head].keys.read(t * self.geometry.head_dim, k);
-    }
-
-    /// Attention over the rows of `tokens`, with rotated keys.
-    pub fn attend_chosen(
-        &self,
-        head: usize,
-        tokens: &[u32],
-        q: &[f32],
-        out: &mut [f32],
-        stats: &mut [SoftmaxStats],
-    ) -> Result<()> {
-        let Pair { keys, values } = &self.heads[head];
-        keys.attend_chosen(values, tokens, q, out, stats)
-    }
-
-    /// Attention over the rows from `first` on. Keys stored before RoPE are rotated on the fly, row 0 to the
-    /// given position.
-    pub fn attend(
-        &self,
-        head: usize,
-        first: usize,
-        q: &[f32],
-        rope: Option<(&Rope, usize)>,
-        out: &mut [f32],
-        stats: &mut [SoftmaxStats],
-    ) -> Result<()> {
-        let head_dim = self.geometry.head_dim;
-        let Pair { keys, values } = &self.heads[head];
-        let start = Pair::of(|_| first * head_dim);
-        let Some((rope, pos)) = rope else { return keys.attend(values, start, q, out, stats) };
-        let mut block = Pair::of(|_| vec![0.0; BLOCK.min(self.len()) * head_dim]);
-        for first in (first..self.len()).step_by(BLOCK) {
-            let len = BLOCK.min(self.len() - first) * head_dim;
-            let (k, v) = (&mut block.keys[..len], &mut block.values[..len]);
-            keys.read(first * head_dim, k);
-            values.read(first * head_dim, v);
-            rope.rotate_rows(k, head_dim, pos + first);
-            attend_rows(q, k, v, out, stats)?;
-        }
-        Ok(())
-    }
-}
-
-/// [`attend_rows`] over the rows of `tokens` only.
-fn attend_chosen<E: Element>(
+/// Attention of one head over the tokens of `range`, whose keys are rotated on the fly, that of row 0 to
+/// position `start`: [`attend_rows`].
+pub(crate) fn attend_before_rope<E: Element>(
+    rope: &Rope,
+    start: usize,
+    [keys, values]: [Rows<'_, E>; 2],
+    range: Range<usize>,
     q: &[f32],
-    keys: &[E],
-    values: &[E],
-    tokens: &[u32],
     out: &mut [f32],
     stats: &mut [SoftmaxStats],
 ) -> Result<()> {
-    let rows = ExactTokens::contiguous(keys, q.len() / stats.len(), values, out.len() / stats.len())?;
-    attend_tokens(q, &rows.chosen(tokens)?, out, stats)
+    /// Tokens widened at a time.
+    const BLOCK: usize = 128;
+    for first in range.clone().step_by(BLOCK) {
+        let block = first..range.end.min(first + BLOCK);
+        let mut k = widened(&[keys.slice(block.clone())?]);
+        let v = widened(&[values.slice(block)?]);
+        rope.rotate_rows(&mut k, keys.components(), start + first);
+        attend_rows(q, &k, &v, out, stats)?;
+    }
+    Ok(())
+}
+
+/// One head's rows, whose element type is chosen at run time.
+#[derive(Clone, Debug)]
+pub(crate) enum HeadRows {
+    F32(ExactRows<f32>),
+    F16(ExactRows<f16>),
+    Bf16(ExactRows<bf16>),
+}
+
+/// Evaluates an expression with the rows of a [`HeadRows`].
+macro_rules! for_rows {
+    ($any:expr, $rows:ident => $result:expr) => {
+        match $any {
+            HeadRows::F32($rows) => $result,
+            HeadRows::F16($rows) => $result,
+            HeadRows::Bf16($rows) => $result,
+        }
+    };
+}
+
+impl HeadRows {
+    /// No rows, of `dim` components.
+    pub const fn new(element: ElementType, dim: usize) -> Self {
+        // None leaves: all are sinks.
+        let (dims, window) = ([dim; 2], Window { sinks: usize::MAX, recent: 0, batch: 1 });
+        match element {
+            ElementType::F32 => Self::F32(ExactRows::new(dims, window)),
+            ElementType::F16 => Self::F16(ExactRows::new(dims, window)),
+            ElementType::Bf16 => Self::Bf16(ExactRows::new(dims, window)),
+        }
+    }
+
+    pub const fn len(&self) -> usize {
+        for_rows!(self, rows => rows.sinks())
+    }
+
+    pub fn bytes(&self) -> usize {
+        for_rows!(self, rows => rows.size())
+    }
+
+    /// Appends rows (n, dim).
+    pub fn push(&mut self, keys: Rows<'_, f32>, values: Rows<'_, f32>) -> Result<()> {
+        fn push<E: Element>(exact: &mut ExactRows<E>, rows: [Rows<'_, f32>; 2]) -> Result<()> {
+            let [k, v] = rows.map(|rows| rows.iter().flatten().map(|&x| rounded(x)).collect::<Vec<E>>());
+            let [dim, dim_v] = rows.map(|rows| rows.components());
+            exact.append(0, [Rows::contiguous(&k, dim)?, Rows::contiguous(&v, dim_v)?], |_| Ok(()))
+        }
+        for_rows!(self, exact => push(exact, [keys, values]))
+    }
+
+    pub fn truncate(&mut self, len: usize) {
+        for_rows!(self, rows => _ = rows.truncate(len, 0));
+    }
+
+    /// The keys and values from token `first` on, as many as there is room for.
+    pub fn read(&self, first: usize, keys: &mut [f32], values: &mut [f32]) {
+        for_rows!(self, rows => {
+            let ([k, v], [dim, dim_v]) = (rows.sink_rows(), rows.dims());
+            widen(&k[first * dim..][..keys.len()], keys);
+            widen(&v[first * dim_v..][..values.len()], values);
+        });
+    }
+
+    /// Attention over the rows from `first` on, or over some of these: [`attend_tokens`].
+    pub fn attend(
+        &self,
+        first: usize,
+        chosen: Option<&[u32]>,
+        q: &[f32],
+        out: &mut [f32],
+        stats: &mut [SoftmaxStats],
+    ) -> Result<()> {
+        for_rows!(self, rows => {
+            let ([keys, values], [dim, dim_v]) = (rows.sink_rows(), rows.dims());
+            let (keys, values) = (&keys[first * dim..], &values[first * dim_v..]);
+            let tokens = ExactTokens::contiguous(keys, dim, values, dim_v)?;
+            attend_tokens(q, &chosen.map_or(Ok(tokens), |chosen| tokens.chosen(chosen))?, out, stats)
+        })
+    }
 }
 
 /// Attention of scaled queries (group, dim_k) over contiguous rows, one value per key: adds to `out` (group,
@@ -276,48 +170,51 @@ pub(crate) fn attend_tokens<E: Element>(
 /// Exact rows with rotated keys: the baseline of all comparisons.
 #[derive(Clone)]
 pub(crate) struct DenseStore {
-    rows: ExactRows,
+    geometry: Geometry,
+    element: ElementType,
     rope: Arc<Rope>,
+    heads: Vec<HeadRows>,
 }
 
 impl DenseStore {
     pub fn new(element: ElementType, geometry: Geometry, rope: Arc<Rope>) -> Self {
-        Self { rows: ExactRows::new(element, geometry), rope }
+        let heads = (0..geometry.n_kv_heads).map(|_| HeadRows::new(element, geometry.head_dim)).collect();
+        Self { geometry, element, rope, heads }
     }
 
-    pub fn rows(&self) -> &ExactRows {
-        &self.rows
+    pub fn head(&self, head: usize) -> &HeadRows {
+        &self.heads[head]
     }
 
     /// Bytes of one head's key and value of a token.
-    pub fn row_bytes(&self) -> usize {
-        self.rows.row_bytes()
+    pub const fn row_bytes(&self) -> usize {
+        2 * self.geometry.head_dim * self.element.size()
     }
 
     /// Number of tokens.
     pub fn tokens(&self) -> usize {
-        self.rows.len()
+        self.heads[0].len()
     }
 }
 
 impl RotatedStore for DenseStore {
     fn push_rotated(&mut self, k: &[f32], v: &[f32]) -> Result<()> {
-        self.rows.push(k, v);
-        Ok(())
+        let mut heads = self.heads.iter_mut().enumerate();
+        heads.try_for_each(|(h, rows)| rows.push(self.geometry.head(h, k)?, self.geometry.head(h, v)?))
     }
 }
 
 impl Store for DenseStore {
     fn push(&mut self, pos: usize, k: &[f32], v: &[f32]) -> Result<()> {
-        self.push_rotated(&self.rope.rotated(k, self.rows.geometry.kv_dim(), pos), v)
+        self.push_rotated(&self.rope.rotated(k, self.geometry.kv_dim(), pos), v)
     }
 
     fn len(&self) -> usize {
-        self.rows.len()
+        self.tokens()
     }
 
     fn truncate(&mut self, len: usize) -> Result<()> {
-        self.rows.truncate(len);
+        self.heads.iter_mut().for_each(|rows| rows.truncate(len));
         Ok(())
     }
 
@@ -329,11 +226,11 @@ impl Store for DenseStore {
         out: &mut [f32],
         stats: &mut [SoftmaxStats],
     ) -> Result<()> {
-        self.rows.attend(head, first, q, None, out, stats)
+        self.heads[head].attend(first, None, q, out, stats)
     }
 
     fn footprint(&self) -> Footprint {
-        Footprint { kept: self.rows.bytes(), ..Footprint::default() }
+        Footprint { kept: self.heads.iter().map(HeadRows::bytes).sum(), ..Footprint::default() }
     }
 
     fn clone_box(&self) -> Box<dyn Store> {
@@ -353,10 +250,11 @@ mod tests {
             (ElementType::F16, f16::MAX.to_f32()),
             (ElementType::Bf16, bf16::MAX.to_f32()),
         ] {
-            let mut elements = Elements::new(element);
-            elements.push(&row);
-            let mut read = [f32::NAN; 7];
-            elements.read(0, &mut read);
+            let mut rows = HeadRows::new(element, row.len());
+            rows.push(Rows::from(&row[..]), Rows::from(&row[..])).unwrap();
+            let (mut read, mut values) = ([f32::NAN; 7], [f32::NAN; 7]);
+            rows.read(0, &mut read, &mut values);
+            assert_eq!((read, rows.bytes()), (values, 2 * 7 * element.size()));
             for (x, got) in row.iter().zip(read) {
                 let near = x.clamp(-most, most);
                 assert!((got - near).abs() <= near.abs() / 256.0 + 1e-7, "{element:?}: {x} is {got}");

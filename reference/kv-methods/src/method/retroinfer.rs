@@ -10,8 +10,8 @@
 
 use std::sync::Arc;
 
-use kv_attend::ElementType;
 use kv_attend::owner::Pair;
+use kv_attend::{ElementType, Rows};
 use kv_llama::ops::dot;
 use kv_llama::{Fetched, Footprint};
 use pq_core::{GroupRule, RowBudget, combine_group_into};
@@ -22,7 +22,7 @@ use super::kind::{Entry, Kind, Site};
 #[cfg(feature = "cuda")]
 use super::on_device::{DeviceKind, Limit};
 use crate::Result;
-use crate::cache::{DenseStore, Elements, FetchCounter, Geometry, Store};
+use crate::cache::{DenseStore, FetchCounter, Geometry, HeadRows, Store};
 
 pub(super) const RETRO_INFER: Entry = Entry {
     names: &["retroinfer"],
@@ -62,7 +62,7 @@ impl Kind for RetroInfer {
                 settings: *self,
                 geometry: site.geometry,
                 exact: site.dense(l),
-                heads: vec![Clusters::new(site.exact); site.geometry.n_kv_heads],
+                heads: vec![Clusters::new(site.exact, site.geometry.head_dim); site.geometry.n_kv_heads],
                 fetched: FetchCounter::default(),
             })
         })
@@ -80,18 +80,17 @@ const ITERATIONS: usize = 10;
 struct Clusters {
     element: ElementType,
     tokens: Vec<Vec<u32>>, // of each cluster, ascending, none empty
-    means: Pair<Elements>, // (clusters, head_dim) each: centroids of the keys, means of the values
+    means: HeadRows,       // of each cluster: the centroid of the keys, and the mean of the values
 }
 
 impl Clusters {
-    fn new(element: ElementType) -> Self {
-        Self { element, tokens: vec![], means: Pair::of(|_| Elements::new(element)) }
+    fn new(element: ElementType, dim: usize) -> Self {
+        Self { element, tokens: vec![], means: HeadRows::new(element, dim) }
     }
 
-    fn push(&mut self, tokens: Vec<u32>, means: &Pair<Vec<f32>>) {
+    fn push(&mut self, tokens: Vec<u32>, means: &Pair<Vec<f32>>) -> Result<()> {
         self.tokens.push(tokens);
-        self.means.keys.push(&means.keys);
-        self.means.values.push(&means.values);
+        self.means.push(Rows::from(&means.keys[..]), Rows::from(&means.values[..]))
     }
 }
 
@@ -161,7 +160,7 @@ impl RetroInferStore {
         let (mut key, mut value) = (vec![0.0; dim], vec![0.0; dim]);
         let part = 1.0 / tokens.len() as f32;
         for &t in tokens {
-            self.exact.rows().read(head, t as usize, &mut key, &mut value);
+            self.exact.head(head).read(t as usize, &mut key, &mut value);
             means.keys.iter_mut().zip(&key).for_each(|(mean, x)| *mean += part * x);
             means.values.iter_mut().zip(&value).for_each(|(mean, x)| *mean += part * x);
         }
@@ -169,9 +168,9 @@ impl RetroInferStore {
     }
 
     /// The clusters of a head without the tokens outside of `range`.
-    fn clusters_of(&self, head: usize, range: std::ops::Range<usize>) -> Clusters {
+    fn clusters_of(&self, head: usize, range: std::ops::Range<usize>) -> Result<Clusters> {
         let (dim, all) = (self.geometry.head_dim, &self.heads[head]);
-        let mut visible = Clusters::new(all.element);
+        let mut visible = Clusters::new(all.element, dim);
         for (c, tokens) in all.tokens.iter().enumerate() {
             let kept: Vec<u32> = tokens.iter().copied().filter(|&t| range.contains(&(t as usize))).collect();
             if kept.is_empty() {
@@ -179,15 +178,14 @@ impl RetroInferStore {
             }
             let means = if kept.len() == tokens.len() {
                 let mut means = Pair::of(|_| vec![0.0; dim]);
-                all.means.keys.read(c * dim, &mut means.keys);
-                all.means.values.read(c * dim, &mut means.values);
+                all.means.read(c, &mut means.keys, &mut means.values);
                 means
             } else {
                 self.means(head, &kept)
             };
-            visible.push(kept, &means);
+            visible.push(kept, &means)?;
         }
-        visible
+        Ok(visible)
     }
 }
 
@@ -200,11 +198,11 @@ impl Store for RetroInferStore {
             for first in (start..end).step_by(SEGMENT) {
                 let n = SEGMENT.min(end - first);
                 let mut keys = vec![0.0; n * dim];
-                self.exact.rows().read_keys(head, first, &mut keys);
+                self.exact.head(head).read(first, &mut keys, &mut []);
                 for mut tokens in cluster(keys, dim, n.div_ceil(self.settings.cluster)) {
                     tokens.iter_mut().for_each(|t| *t += first as u32);
                     let means = self.means(head, &tokens);
-                    self.heads[head].push(tokens, &means);
+                    self.heads[head].push(tokens, &means)?;
                 }
             }
         }
@@ -216,7 +214,8 @@ impl Store for RetroInferStore {
     }
 
     fn truncate(&mut self, len: usize) -> Result<()> {
-        self.heads = (0..self.heads.len()).map(|head| self.clusters_of(head, 0..len)).collect();
+        self.heads =
+            (0..self.heads.len()).map(|head| self.clusters_of(head, 0..len)).collect::<Result<_>>()?;
         self.exact.truncate(len)
     }
 
@@ -229,14 +228,13 @@ impl Store for RetroInferStore {
         stats: &mut [SoftmaxStats],
     ) -> Result<()> {
         let (dim, n) = (self.geometry.head_dim, self.exact.tokens() - first);
-        let clusters = self.clusters_of(head, first..first + n);
+        let clusters = self.clusters_of(head, first..first + n)?;
         let count = clusters.tokens.len();
         if count == 0 {
             return Ok(());
         }
         let mut means = Pair::of(|_| vec![0.0; count * dim]);
-        clusters.means.keys.read(0, &mut means.keys);
-        clusters.means.values.read(0, &mut means.values);
+        clusters.means.read(0, &mut means.keys, &mut means.values);
         let scores: Vec<f32> = q
             .chunks_exact(dim)
             .flat_map(|q| means.keys.chunks_exact(dim).map(move |centroid| dot(q, centroid)))
@@ -257,7 +255,7 @@ impl Store for RetroInferStore {
         retrieved.sort_unstable();
         let (rows, bytes) = (retrieved.len() as u64, (retrieved.len() * self.exact.row_bytes()) as u64);
         self.fetched.add(Fetched { attentions: 1, rows, bytes, ..Fetched::default() });
-        self.exact.rows().attend_chosen(head, &retrieved, q, out, stats)?;
+        self.exact.head(head).attend(0, Some(&retrieved), q, out, stats)?;
 
         let estimated: Vec<usize> = left.take(part(self.settings.estimate, count)).collect();
         for ((scores, out), stats) in scores.chunks_exact(count).zip(out.chunks_exact_mut(dim)).zip(stats) {
@@ -317,7 +315,7 @@ mod tests {
         {
             let settings = RetroInfer { rows: RowBudget::Share(rows), estimate, cluster: 4 };
             let exact = DenseStore::new(ElementType::F32, geometry, Arc::new(Rope::new(&config, 64)));
-            let heads = vec![Clusters::new(ElementType::F32); geometry.n_kv_heads];
+            let heads = vec![Clusters::new(ElementType::F32, dim); geometry.n_kv_heads];
             let fetched = FetchCounter::default();
             let mut store = RetroInferStore { settings, geometry, exact, heads, fetched };
             store.push(0, &random(n * geometry.kv_dim()), &random(n * geometry.kv_dim())).unwrap();
@@ -334,7 +332,7 @@ mod tests {
 
                 let row = |t: u32| {
                     let (mut key, mut value) = (vec![0.0; dim], vec![0.0; dim]);
-                    store.exact.rows().read(head, t as usize, &mut key, &mut value);
+                    store.exact.head(head).read(t as usize, &mut key, &mut value);
                     [key, value].map(|row| row.iter().map(|&x| x.into()).collect::<Vec<f64>>())
                 };
                 let clusters: Vec<Vec<u32>> = store.heads[head]

@@ -87,10 +87,10 @@ const LEAST_MASS: f32 = 1e-6;
 impl SparQStore {
     /// Adds values from token `first` on to the sums.
     fn add_values(&mut self, first: usize) {
-        let (mut key, mut value) = (vec![0.0; self.geometry.head_dim], vec![0.0; self.geometry.head_dim]);
+        let mut value = vec![0.0; self.geometry.head_dim];
         for (head, sum) in self.sums.iter_mut().enumerate() {
             for t in first..self.exact.tokens() {
-                self.exact.rows().read(head, t, &mut key, &mut value);
+                self.exact.head(head).read(t, &mut [], &mut value);
                 sum.iter_mut().zip(&value).for_each(|(sum, &x)| *sum += f64::from(x));
             }
         }
@@ -98,10 +98,10 @@ impl SparQStore {
 
     /// The mean of one head's values from token `first` on.
     fn mean(&self, head: usize, first: usize) -> Vec<f32> {
-        let (mut key, mut value) = (vec![0.0; self.geometry.head_dim], vec![0.0; self.geometry.head_dim]);
+        let mut value = vec![0.0; self.geometry.head_dim];
         let mut sum = self.sums[head].clone();
         for t in 0..first {
-            self.exact.rows().read(head, t, &mut key, &mut value);
+            self.exact.head(head).read(t, &mut [], &mut value);
             sum.iter_mut().zip(&value).for_each(|(sum, &x)| *sum -= f64::from(x));
         }
         let n = (self.exact.tokens() - first) as f64;
@@ -123,7 +123,7 @@ impl SparQStore {
         let mut estimates = vec![0.0; q.len() / dim * n];
         let mut key = vec![0.0; dim];
         for t in 0..n {
-            self.exact.rows().read_keys(head, first + t, &mut key);
+            self.exact.head(head).read(first + t, &mut key, &mut []);
             for (q, row) in q.chunks_exact(dim).zip(estimates.chunks_exact_mut(n)) {
                 row[t] = components.iter().map(|&c| q[c as usize] * key[c as usize]).sum();
             }
@@ -182,7 +182,7 @@ impl Store for SparQStore {
         self.fetched.add(Fetched { attentions: 1, rows, bytes, ..Fetched::default() });
         let (mut part, mut part_stats) = (vec![0.0; out.len()], vec![SoftmaxStats::EMPTY; stats.len()]);
         let tokens: Vec<u32> = selected.iter().map(|t| first as u32 + t).collect();
-        self.exact.rows().attend_chosen(head, &tokens, q, &mut part, &mut part_stats)?;
+        self.exact.head(head).attend(0, Some(&tokens), q, &mut part, &mut part_stats)?;
         let mean = self.mean(head, first);
         let parts = part.chunks_exact_mut(dim).zip(part_stats).zip(estimates.chunks_exact(n));
         let all = out.chunks_exact_mut(dim).zip(stats);
@@ -264,7 +264,7 @@ mod tests {
                 let rows: Vec<[Vec<f64>; 2]> = (0..n)
                     .map(|t| {
                         let (mut key, mut value) = (vec![0.0; dim], vec![0.0; dim]);
-                        store.exact.rows().read(head, t, &mut key, &mut value);
+                        store.exact.head(head).read(t, &mut key, &mut value);
                         [key, value].map(|row| row.iter().map(|&x| x.into()).collect())
                     })
                     .collect();
