@@ -1,12 +1,11 @@
-//! Product-quantizer codes: the setting, and attention on them.
+//! Product-quantizer codes: the setting.
 
 use std::fmt::Display;
 use std::str::FromStr;
 
 use kv_attend::owner::{Pair, Side};
 use kv_model::Config;
-use pq_core::{CodedTokens, Luts, PqShape, attend_into, attend_scratch_len};
-use svd_core::SoftmaxStats;
+use pq_core::PqShape;
 
 use super::settings::Settings;
 use crate::{Error, Result};
@@ -87,17 +86,6 @@ impl Display for PqCode {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "{}x{}", self.m, self.nbits)
     }
-}
-
-/// [`pq_core::attend_into`] with its own scratch.
-pub(super) fn attend_to_codes(
-    luts: &Luts<'_>,
-    tokens: &CodedTokens<'_>,
-    out: &mut [f32],
-    stats: &mut [SoftmaxStats],
-) -> Result<()> {
-    let mut scratch = vec![0.0; attend_scratch_len(tokens.value_shape(), stats.len())];
-    Ok(attend_into(luts, tokens, &mut scratch, out, stats)?)
 }
 
 #[cfg(test)]

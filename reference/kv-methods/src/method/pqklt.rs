@@ -103,10 +103,42 @@ impl Fitted {
 /// What calibration leaves of one head's keys or values.
 struct HeadEntries {
     mean: Vec<f32>,
-    scale: Vec<f32>, // one, the unit of the norms, where the codebook of Gaussians serves
-    fitted: Option<Fitted>, // where it does not
-    errors: Vec<f32>, // of key components
-    error: f64,      // relative, expected of other rows
+    code: CodeEntries,
+}
+
+enum CodeEntries {
+    /// Keys, with the errors of their components.
+    Keys(Fitted, Vec<f32>),
+    /// Values with a rotation and a codebook of their own.
+    Values(Fitted),
+    /// Values that the codebook of Gaussians serves.
+    Gaussian {
+        scale: f32, // the unit of their norms
+        error: f64, // relative, expected of other rows
+    },
+}
+
+impl HeadEntries {
+    /// Names and values of the entries.
+    fn parts(self) -> Vec<(&'static str, Vec<f32>)> {
+        let of_fitted = |Fitted { rotation, centroids, error, .. }: Fitted| {
+            let (store, probe) = (single(rotation.basis()), single(rotation.dual()));
+            (error, vec![("store", store), ("probe", probe), ("centroids", centroids)])
+        };
+        let (error, mut parts) = match self.code {
+            CodeEntries::Keys(fitted, errors) => {
+                let (error, mut parts) = of_fitted(fitted);
+                parts.push(("errors", errors));
+                (error, parts)
+            }
+            CodeEntries::Values(fitted) => of_fitted(fitted),
+            CodeEntries::Gaussian { scale, error } => (error, vec![("scale", vec![scale])]),
+        };
+        // Of rows near zero, whose norms have no code, the relative error may exceed single precision.
+        let error = error.min(f64::from(f32::MAX)) as f32;
+        parts.extend([("mean", self.mean), ("error", vec![error])]);
+        parts
+    }
 }
 
 /// How rows are transformed and coded.
@@ -320,34 +352,22 @@ impl Kind for PqKlt {
                 }
             };
             let errors = fitted.key_errors(self.space, geometry.head_dim)?;
-            let error = fitted.error;
-            let keys = HeadEntries { mean, scale: vec![], fitted: Some(fitted), errors, error };
+            let keys = HeadEntries { mean, code: CodeEntries::Keys(fitted, errors) };
             let mut values = geometry.head_rows(head, &layer.values);
             let scale = norm_scale(&values, geometry.head_dim)?;
             let mean = take_mean(&mut values, geometry.head_dim);
             if self.values == ValueBooks::Gaussian {
                 let error = self.gaussian_error(geometry.head_dim, scale, values)?;
-                let scale = vec![scale];
-                return Ok([keys, HeadEntries { mean, scale, fitted: None, errors: vec![], error }]);
+                return Ok([keys, HeadEntries { mean, code: CodeEntries::Gaussian { scale, error } }]);
             }
             let metric: Gram<NoRope> = output_gram(model, l, head)?;
             let covariance = gram_of(&values, geometry.head_dim)?;
             let fitted = self.fit(self.codes.values, &metric, &covariance, values, tokens)?;
-            let error = fitted.error;
-            Ok([keys, HeadEntries { mean, scale: vec![], fitted: Some(fitted), errors: vec![], error }])
+            Ok([keys, HeadEntries { mean, code: CodeEntries::Values(fitted) }])
         });
         for ((l, head), made) in heads.iter().zip(made.collect::<Result<Vec<_>>>()?) {
-            for (side, HeadEntries { mean, scale, fitted, errors, error }) in Side::ALL.into_iter().zip(made)
-            {
-                let fitted = fitted.map(|fitted| {
-                    let (basis, dual) = (single(fitted.rotation.basis()), single(fitted.rotation.dual()));
-                    [("store", basis), ("probe", dual), ("centroids", fitted.centroids)]
-                });
-                // Of rows near zero, whose norms have no code, the relative error may exceed single
-                // precision.
-                let error = error.min(f64::from(f32::MAX)) as f32;
-                let parts = [("mean", mean), ("scale", scale), ("error", vec![error]), ("errors", errors)];
-                for (part, values) in parts.into_iter().chain(fitted.into_iter().flatten()) {
+            for (side, entries) in Side::ALL.into_iter().zip(made) {
+                for (part, values) in entries.parts() {
                     profile.put_floats(self.key(side, *l, *head, part), values);
                 }
             }

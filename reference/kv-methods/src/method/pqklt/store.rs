@@ -10,15 +10,14 @@ use kv_llama::ops::dot;
 use kv_llama::{Footprint, HeadFit};
 use kv_model::Rope;
 use pq_core::{
-    CodebookBuf, CodedTokens, CodesBuf, Luts, RopeMeanBuf, Start, TrainOptions, decode_into, decode_norm,
-    divide_by_norms, lut_into, train,
+    CodebookBuf, CodedTokens, CodesBuf, Luts, RopeMeanBuf, Start, TrainOptions, attend_into,
+    attend_scratch_len, decode_into, decode_norm, divide_by_norms, lut_into, train,
 };
 use svd_core::{MapBuf, Rows, RowsMut, SoftmaxStats};
 
 use super::mean_errors::MeanErrors;
 use crate::Result;
 use crate::cache::{CodingError, Geometry, Store, head_fits, merge_part};
-use crate::method::pq_code::attend_to_codes;
 
 /// The space in which keys are coded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -379,7 +378,8 @@ impl Store for TransformedStore {
         stats: &mut [SoftmaxStats],
     ) -> Result<()> {
         self.attend_by(head, first, q, out, stats, |step, out, stats| {
-            attend_to_codes(&step.luts, &step.tokens, out, stats)
+            let mut scratch = vec![0.0; attend_scratch_len(step.tokens.value_shape(), stats.len())];
+            Ok(attend_into(&step.luts, &step.tokens, &mut scratch, out, stats)?)
         })
     }
 
