@@ -109,7 +109,7 @@ pub use kv_attend::{
 pub use layer_cache::{HeadCache, LayerCache};
 pub use lut::{Lut, LutPrecision, Luts, QuantizedLut, lut_into, lut_into_with};
 pub use mips::{Rerank, Search, SearchScratch, rerank_into, rerank_into_with, search_into, search_into_with};
-pub use norm::{decode_norm, divide_by_norms, encode_norm, norm_scale};
+pub use norm::{decode_norm, divide_by_norms, encode_norm, is_norm_scale, norm_scale};
 pub use outliers::{Outlier, extract_outliers, extract_outliers_with, restore_outliers};
 pub use rope_mean::RopeMean;
 #[cfg(feature = "alloc")]

@@ -53,6 +53,20 @@ pub fn norm_scale(rows: &[f32], dim: usize) -> Result<f32, Error> {
     Ok(libm::exp2(exponent.clamp(-126.0, 126.0)) as f32)
 }
 
+/// Whether [`norm_scale`] can return this number: a power of two from 2^-126 to 2^126, so that it and its
+/// reciprocal multiply without rounding. A scale from a file may be anything.
+///
+/// # Examples
+/// ```
+/// use pq_core::is_norm_scale;
+/// assert!(is_norm_scale(0.25) && !is_norm_scale(3.0) && !is_norm_scale(f32::NAN));
+/// ```
+#[must_use]
+pub fn is_norm_scale(scale: f32) -> bool {
+    const FRACTION: u32 = (1 << 23) - 1;
+    scale > 0.0 && scale.is_normal() && scale.recip().is_normal() && scale.to_bits() & FRACTION == 0
+}
+
 /// Divides every row by its coded norm, so that tokens of every norm share the centroids. The norm takes 8
 /// bits per vector.
 ///

@@ -56,6 +56,7 @@ pub(crate) fn check_len(what: &'static str, actual: usize, expected: usize) -> R
     if actual == expected { Ok(()) } else { Err(Error::Length { what, expected, actual }) }
 }
 
+#[cfg(feature = "alloc")]
 pub(crate) fn check_at_least(what: &'static str, actual: usize, needed: usize) -> Result<(), Error> {
     if actual >= needed { Ok(()) } else { Err(Error::TooShort { what, needed, actual }) }
 }

@@ -1,7 +1,7 @@
 //! Builds the cache of a plan.
 
 use kv_attend::owner::Pair;
-use pq_core::CodebookBuf;
+use pq_core::{CodebookBuf, is_norm_scale};
 
 use crate::bases::{Bases, BasisMaps};
 use crate::cache::Cache;
@@ -138,12 +138,9 @@ impl Plan {
                 })
             }
             Self::Scalar(_, Some(heads))
-                if heads
-                    .iter()
-                    .flatten()
-                    .any(|head| !(head.value_scale > 0.0 && head.value_scale.recip().is_normal())) =>
+                if !heads.iter().flatten().all(|head| is_norm_scale(head.value_scale)) =>
             {
-                Err(Error::argument("the scale of a head's values is no positive number"))
+                Err(Error::argument("the scale of a head's values is no power of two from 2^-126 to 2^126"))
             }
             Self::Scalar(plan, heads) => check_heads(shape, heads, |head| {
                 let rows = [&head.key_mean, &head.value_mean];

@@ -4,6 +4,7 @@ mod text;
 
 use kv_llama::{Activations, prefill};
 use kv_model::{Model, Rope};
+use pq_core::is_norm_scale;
 use rayon::prelude::*;
 use svd_core::{Gram, MapBuf, NoRope, PostRope, PreRope, RopeSide, Rows};
 
@@ -175,10 +176,9 @@ pub(crate) fn single(x: &[f64]) -> Vec<f32> {
 /// A map (dim, dim) in single precision, times a power of two: a profile's scale of values, or its reciprocal.
 ///
 /// # Errors
-/// [`Error::Profile`] for a factor that is no power of two, or whose reciprocal is not normal.
+/// [`Error::Profile`] for a factor that is no [norm's scale](is_norm_scale).
 pub(crate) fn scaled(map: &[f64], factor: f32, dim: usize) -> Result<MapBuf> {
-    let fraction = factor.to_bits() & 0x7f_ffff;
-    if !(factor > 0.0 && factor.is_normal() && factor.recip().is_normal() && fraction == 0) {
+    if !is_norm_scale(factor) {
         let what = "a scale of values that is no power of two from 2^-126 to 2^126";
         return Err(Error::Profile(what.into()));
     }

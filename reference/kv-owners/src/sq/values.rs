@@ -1,5 +1,6 @@
 //! The transform of a head's values: without their mean, in units of a scale, in a Hadamard basis.
 
+use pq_core::is_norm_scale;
 use svd_core::Hadamard;
 
 use super::head::check_finite;
@@ -18,8 +19,7 @@ impl ValueTransform {
     /// [`pq_core::Error::NotFinite`]; [`Error::ValueScale`]; those of [`Hadamard::new`].
     pub fn new(mean: &[f32], scale: f32) -> Result<Self, Error> {
         check_finite("mean of the values", mean)?;
-        let fraction = scale.to_bits() & 0x7f_ffff;
-        if !(scale > 0.0 && scale.is_normal() && scale.recip().is_normal() && fraction == 0) {
+        if !is_norm_scale(scale) {
             return Err(Error::ValueScale { scale });
         }
         Ok(Self { hadamard: Hadamard::new(mean.len())?, mean: mean.to_vec(), scale })
