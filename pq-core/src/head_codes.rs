@@ -178,7 +178,8 @@ impl HeadCodes {
     ///
     /// # Shapes
     /// `queries` (n, dim), after RoPE and scaled; `range` of at most [`len`](Self::len) tokens; `scratch` at
-    /// least [`scratch_len`](Self::scratch_len) of n, best at a cache line; `out` (n, dim of the values); `stats` (n,).
+    /// least [`scratch_len`](Self::scratch_len) of n, best at a cache line; `out` (n, dim of the values);
+    /// `stats` (n,).
     /// # Errors
     /// [`Error::BackendUnavailable`], [`Error::Length`], [`Error::TooShort`], and the error of a bad softcap;
     /// `out` and `stats` are then untouched.

@@ -22,8 +22,8 @@ impl<E: Element> Kernel for Squares<'_, E> {
         self.rows.iter().map(of_elements).sum()
     }
 
-    /// N.B. A closure over rows instead of the loop is not compiled for the instruction set: an append of rows
-    /// to codes of 32x6 took twice as long, instead of 1.03 times.
+    /// N.B. A closure over rows instead of the loop is not compiled for the instruction set: an append of
+    /// rows to codes of 32x6 took twice as long, instead of 1.03 times.
     #[inline(always)]
     fn vector<S: Simd>(self, s: S) -> f64 {
         let (mut total, components) = (0.0, self.rows.components());
