@@ -284,10 +284,11 @@ impl Method {
         }
     }
 
-    /// Whether this many tokens all fit in its sinks and window, so that none is compressed.
+    /// Whether this many tokens all stay in its sinks and window, so that none is compressed.
     #[must_use]
     pub fn keeps_exact(&self, tokens: usize) -> bool {
-        self.kind.dense().is_none() && tokens <= self.window.sinks + self.window.recent
+        let Window { sinks, .. } = self.window;
+        self.kind.dense().is_none() && self.window.to_evict(tokens.saturating_sub(sinks)) == 0
     }
 
     fn check(&self, config: &Config) -> Result<()> {

@@ -19,8 +19,8 @@ use crate::{Error, Message, Result, files};
 
 /// A model's chat template.
 ///
-/// A template is a program of the checkpoint. The number of its steps is limited; the memory of the texts
-/// that it makes is not.
+/// A template is a program of the checkpoint. The number of its steps is limited; the time and the memory of
+/// the texts and lists that a step makes are not, such as of a list that it doubles again and again.
 ///
 /// # Examples
 /// ```no_run
