@@ -182,6 +182,16 @@ fn values_of_any_length() {
 }
 
 #[test]
+fn batches_that_are_not_full_keep_all_tokens_exact() {
+    // Four sinks, a window and all but one token of a batch.
+    for (spec, most) in [("million", 4 + 64), ("int4", 4 + 64 + 63), ("sq:block=32:window=8", 4 + 8 + 31)] {
+        let method: Method = spec.parse().unwrap();
+        assert!(method.keeps_exact(most) && !method.keeps_exact(most + 1), "{spec}");
+    }
+    assert!(!"dense".parse::<Method>().unwrap().keeps_exact(1));
+}
+
+#[test]
 fn heads_without_pairs_are_refused() {
     for head_dim in [1, 3, 15] {
         let model = model(Sizes { head_dim, n_kv_heads: 2, group: 1, layers: 1, vocabulary: 96 });
