@@ -131,8 +131,8 @@ impl<E: Element> ReducedRows<E> {
     ///
     /// # Shapes
     /// `queries` (n, dim), scaled; `range` of at most [`len`](Self::len) tokens; `scratch` at least
-    /// [`scratch_len`](Self::scratch_len) of n, best at a cache line; `out` (n, dim of the values), rotated if the rotation of the
-    /// values is folded; `stats` (n,).
+    /// [`scratch_len`](Self::scratch_len) of n, best at a cache line; `out` (n, dim of the values), rotated if
+    /// the rotation of the values is folded; `stats` (n,).
     /// # Errors
     /// [`Error::BackendUnavailable`], [`Error::Length`], [`Error::TooShort`], and the error of a bad softcap;
     /// `out` and `stats` are then untouched.

@@ -196,7 +196,7 @@ proptest! {
         let query_tokens = query_tokens.min(n);
         let (keys, values) = tokens::<f32>(seed, n);
         let maps = maps(folded);
-        let mut caches = [LowRankLayerCache::new(&maps, window).unwrap(), LowRankLayerCache::new(&maps, window).unwrap()];
+        let mut caches = [(); 2].map(|()| LowRankLayerCache::new(&maps, window).unwrap());
         append(&mut caches[0], &keys, &values);
         // The other sequence is the first tokens of the same one, as many as the queries need.
         append(&mut caches[1], &keys[..query_tokens * HEADS * DIM], &values[..query_tokens * HEADS * DIM_V]);
@@ -247,7 +247,8 @@ proptest! {
             attend_batch_into_with(backend, &[&at_once], &attention, rows, workspace, &mut out).unwrap();
             for (i, out) in out.chunks_exact(HEADS * GROUP * DIM_V).enumerate() {
                 let t = first + i;
-                append(&mut cache, &keys[t * HEADS * DIM..][..HEADS * DIM], &values[t * HEADS * DIM_V..][..HEADS * DIM_V]);
+                let (k, v) = (&keys[t * HEADS * DIM..], &values[t * HEADS * DIM_V..]);
+                append(&mut cache, &k[..HEADS * DIM], &v[..HEADS * DIM_V]);
                 let alone = attend(&cache, backend, &attention, rows.row(i));
                 for (x, y) in out.iter().zip(&alone) {
                     prop_assert!((x - y).abs() < 2e-5, "{:?}, token {}: {} {}", backend, t, x, y);
