@@ -51,12 +51,12 @@ struct Arguments {
 
 extern __shared__ __align__(16) float shared[];
 
-constexpr u32 NOWHERE = 0xffffffffu;
+constexpr u32 NO_SLOT = 0xffffffffu;
 
 // The rows of a token: lane t and lane t + 16 have those of token t of a tile.
 struct Place {
     u32 row;  // on the device, or in host memory
-    u32 kept; // the device row to store it in, or NOWHERE if it is resident
+    u32 kept; // the device row to store it in, or NO_SLOT if it is resident
 
     __device__ __forceinline__ Place of(int t) const {
         return {__shfl_sync(FULL, row, t), __shfl_sync(FULL, kept, t)};
@@ -69,10 +69,10 @@ struct SideRows {
     const u16* host;
 
     __device__ __forceinline__ const u16* at(const Place& place) const {
-        return (place.kept == NOWHERE ? device : host) + (u64)place.row * DIM;
+        return (place.kept == NO_SLOT ? device : host) + (u64)place.row * DIM;
     }
     __device__ __forceinline__ void keep(const Place& place, int component, const uint4& words) const {
-        if (place.kept != NOWHERE) *reinterpret_cast<uint4*>(device + (u64)place.kept * DIM + component) = words;
+        if (place.kept != NO_SLOT) *reinterpret_cast<uint4*>(device + (u64)place.kept * DIM + component) = words;
     }
 };
 
@@ -93,11 +93,11 @@ struct Head {
     // Tokens at or above the length repeat the last one; their weights are zero.
     __device__ __forceinline__ Place place(u32 token) const {
         token = min(token, length - 1);
-        if (token < exact) return {token, NOWHERE};
+        if (token < exact) return {token, NO_SLOT};
         const u32 i = token - exact, slot = first_slot + slots[i];
-        if (!missing) return {slot, NOWHERE};
+        if (!missing) return {slot, NO_SLOT};
         const u32 on_host = tokens[i];
-        return missing[i / 32] >> i % 32 & 1 ? Place{on_host, slot} : Place{slot, NOWHERE};
+        return missing[i / 32] >> i % 32 & 1 ? Place{on_host, slot} : Place{slot, NO_SLOT};
     }
 };
 
@@ -200,7 +200,7 @@ __device__ __forceinline__ void attend(const Arguments& a, const Head& head, u32
         const bool more = tile < tile_end;
         Place next = {};
         if (more) next = head.place(tile * TILE + lane % TILE);
-        const bool arrives = warp_uniform(keeps && place.kept != NOWHERE);
+        const bool arrives = warp_uniform(keeps && place.kept != NO_SLOT);
         if (arrives) loaded.keep_keys(head.keys, place, g, l);
         loaded.exchange(g);
         float scores[4];

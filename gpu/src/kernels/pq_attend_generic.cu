@@ -45,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) pq_attend_generic(const Ar
     const u8* keys = a.key_codes + head * a.key_stride;
     const u8* values = a.value_codes + head * a.value_stride;
     float sums[OUTPUTS] = {};
-    if (thread < GROUP) max_of[thread] = NOTHING, sum_of[thread] = 0;
+    if (thread < GROUP) max_of[thread] = NEG_INF, sum_of[thread] = 0;
     __syncthreads();
 
     for (u32 first = 0; first < length; first += CHUNK) {
@@ -69,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) pq_attend_generic(const Ar
         __syncthreads();
 
         for (int g = warp; g < GROUP; g += WARPS) {
-            float new_max = NOTHING, sum = 0;
+            float new_max = NEG_INF, sum = 0;
             for (int t = lane; t < CHUNK; t += LANES) new_max = fmaxf(new_max, weights[g][t]);
             new_max = fmaxf(warp_max(new_max), max_of[g]);
             for (int t = lane; t < CHUNK; t += LANES) {

@@ -19,7 +19,7 @@ constexpr u32 GROUP_BLOCKS = 16, MANY_RESULTS = 192;
 // Two adjacent components of a query's weighted sum of values, with the query's maximum and sum of weights.
 struct Sum {
     float2 value = make_float2(0, 0);
-    float max = NOTHING, weight = 0;
+    float max = NEG_INF, weight = 0;
 
     __device__ __forceinline__ void scale(float factor) { value.x *= factor, value.y *= factor, weight *= factor; }
 
@@ -68,7 +68,7 @@ __device__ __forceinline__ void merge(u32 rows, u32 count, const float* partials
                 const bool valid = base + p < count;
                 const float* result = results + p * STEP + (p == 0 && base == 0 ? shift : 0);
                 max_weight[p] =
-                    valid ? __ldcg(reinterpret_cast<const float2*>(result + COMPONENTS)) : make_float2(NOTHING, 0);
+                    valid ? __ldcg(reinterpret_cast<const float2*>(result + COMPONENTS)) : make_float2(NEG_INF, 0);
                 const float4 both =
                     valid ? __ldcg(reinterpret_cast<const float4*>(result + d)) : make_float4(0, 0, 0, 0);
                 value[p][0] = make_float2(both.x, both.y), value[p][1] = make_float2(both.z, both.w);
@@ -178,7 +178,7 @@ __device__ __forceinline__ void reduce(const float* results, u32 rows, Work& wor
                 const float* at = piece + p * 2 * SLOT + (p == 0 && base == 0 ? SLOT : 0);
                 value[p] = valid ? __ldcg(reinterpret_cast<const float2*>(at + d)) : make_float2(0, 0);
                 max_weight[p] =
-                    valid ? __ldcg(reinterpret_cast<const float2*>(at + COMPONENTS)) : make_float2(NOTHING, 0);
+                    valid ? __ldcg(reinterpret_cast<const float2*>(at + COMPONENTS)) : make_float2(NEG_INF, 0);
             }
 #pragma unroll
             for (int p = 0; p < IN_FLIGHT; p++) sum.max = fmaxf(sum.max, max_weight[p].x);

@@ -64,7 +64,7 @@ struct TileSums {
     float sums[DIM / 16][4];
     // Running maximum, equal in all lanes that share l, and sum of weights of the lane's own tokens, of queries 2 l and
     // 2 l + 1.
-    float max[2] = {NOTHING, NOTHING}, weight[2] = {0, 0};
+    float max[2] = {NEG_INF, NEG_INF}, weight[2] = {0, 0};
 
     __device__ __forceinline__ TileSums() {
 #pragma unroll

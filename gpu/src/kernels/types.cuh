@@ -9,7 +9,7 @@ typedef unsigned long long u64;
 
 constexpr u32 FULL = 0xffffffffu; // mask of all lanes
 constexpr int LANES = 32;
-constexpr float NOTHING =
+constexpr float NEG_INF =
     -1e30f; // the maximum of no scores: below every score, and finite, so that no difference is NaN
 constexpr float LOG2_E = 1.44269504f, LN_2 = 0.69314718f;
 

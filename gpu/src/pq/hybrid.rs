@@ -180,12 +180,12 @@ impl HybridShape {
             ("ATTEND_SHARED_BYTES", plan.shared_bytes),
             ("ATTEND_WARPS", plan.warps),
         ];
-        let values = plan.copies.map_or(("BY_CODE", 1), |copies| ("VALUE_COPIES", copies));
+        let values = plan.copies.map_or(("HISTOGRAM_VALUES", 1), |copies| ("VALUE_COPIES", copies));
         let program =
             self.selection().program(source!("pq_hybrid/attend.cu"), &[&defines[..], &[values]].concat());
         program
             .define_if(self.adaptive, "ADAPTIVE")
-            .define_if(beside, "BESIDE")
+            .define_if(beside, "CONCURRENT_SELECT")
             .define_if(self.value_norms, "VALUE_NORMS")
     }
 }

@@ -39,7 +39,7 @@ use pq_core::Window;
 use crate::cache::{Geometry, Store, WindowedCache};
 use crate::calibrate::Calibration;
 use crate::{Error, Profile, Result};
-use kind::{Kind, LOSSLESS, Site};
+use kind::{BuildContext, Kind, LOSSLESS};
 #[cfg(feature = "cuda")]
 pub use registry::device_help;
 pub use registry::{DEFAULT_METHODS, method_examples, methods_help};
@@ -150,7 +150,7 @@ impl Method {
     pub fn prepare(&self, model: &Arc<Model>, rope: &Arc<Rope>, profile: &Profile) -> Result<Prepared> {
         let config = &model.config;
         let fitted = self.fitted(config)?;
-        let stores = fitted.kind.stores(&fitted.site(config, rope, profile)).map_err(|e| self.named(e))?;
+        let stores = fitted.kind.stores(&fitted.context(config, rope, profile)).map_err(|e| self.named(e))?;
         let model = self.folded(model, profile)?;
         let cache: Box<dyn KvCache> = match self.exact {
             ElementType::F32 => Box::new(self.windowed::<f32>(config, rope, stores)),
@@ -263,7 +263,7 @@ impl Method {
     pub fn check_profile(methods: &[Self], config: &Config, profile: &Profile) -> Result<()> {
         let rope = Arc::new(Rope::new(config, 1)); // entries do not depend on its length
         let lacks = |method: &&Self| {
-            let stores = method.kind.stores(&method.site(config, &rope, profile));
+            let stores = method.kind.stores(&method.context(config, &rope, profile));
             matches!(stores, Err(Error::MissingEntry(_)))
         };
         let lacking: Vec<&Self> =
@@ -272,8 +272,13 @@ impl Method {
     }
 
     /// The context for building the method's stores; the method fits the model.
-    fn site<'a>(&'a self, config: &'a Config, rope: &'a Arc<Rope>, profile: &'a Profile) -> Site<'a> {
-        Site {
+    fn context<'a>(
+        &'a self,
+        config: &'a Config,
+        rope: &'a Arc<Rope>,
+        profile: &'a Profile,
+    ) -> BuildContext<'a> {
+        BuildContext {
             config,
             geometry: Geometry::of(config),
             model_rope: rope,

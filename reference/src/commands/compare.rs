@@ -79,9 +79,9 @@ impl Compare {
         let checkpoint = self.model.open()?;
         let (config, sizes) = (&checkpoint.config, self.sizes());
         let chunk = self.chunk.map_or(self.context, NonZeroUsize::get);
-        let site = self.device.place(config, methods.as_deref(), chunk)?;
-        site.check_chunk(self.chunk)?;
-        let methods = site.placed.methods();
+        let placement = self.device.place(config, methods.as_deref(), chunk)?;
+        placement.check_chunk(self.chunk)?;
+        let methods = placement.placed.methods();
         check_profile_has_effect(self.profile.as_ref(), methods)?;
         check_room(&checkpoint.name, config, (self.context, sizes.room()), "--context")?;
         let profile = read_profile(self.profile.as_ref(), config, methods)?;
@@ -94,16 +94,16 @@ impl Compare {
         let comparison = compare(
             &model,
             (&name, &tokens),
-            &site.placed,
+            &placement.placed,
             sizes,
             profile,
             self.seed,
-            site.gpu.as_ref(),
+            placement.gpu.as_ref(),
             &Shown(&bar),
         );
         let comparison = few_tokens(comparison, MORE_TOKENS)?;
         bar.finish_and_clear();
-        for note in site.note.iter().chain(&comparison.notes) {
+        for note in placement.note.iter().chain(&comparison.notes) {
             print_error(format_args!("kv: {note}\n"));
         }
         out.print(table(&comparison));

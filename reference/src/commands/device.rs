@@ -113,7 +113,7 @@ impl DeviceArgs {
     /// Methods where they run, or the default ones of `kv compare`, and the GPU for them with prefill chunks of
     /// `chunk` tokens. What a GPU does not support is refused before it is opened if all must run there.
     #[cfg(feature = "cuda")]
-    pub fn place(&self, config: &Config, methods: Option<&[Method]>, chunk: usize) -> Result<Site> {
+    pub fn place(&self, config: &Config, methods: Option<&[Method]>, chunk: usize) -> Result<Placement> {
         if let Choice::Cuda(_) = self.device {
             kv_llama_gpu::Weights::check(config)?;
             let mut methods = methods.into_iter().flatten();
@@ -126,13 +126,13 @@ impl DeviceArgs {
             }
             Chosen::Cpu { note } => (None, note),
         };
-        Site::new(config, methods, gpu, note)
+        Placement::new(config, methods, gpu, note)
     }
 
     /// Methods on the CPU, or the default ones of `kv compare`.
     #[cfg(not(feature = "cuda"))]
-    pub fn place(&self, config: &Config, methods: Option<&[Method]>, _chunk: usize) -> Result<Site> {
-        Site::new(config, methods, None, self.cpu()?)
+    pub fn place(&self, config: &Config, methods: Option<&[Method]>, _chunk: usize) -> Result<Placement> {
+        Placement::new(config, methods, None, self.cpu()?)
     }
 
     /// The CPU, with the reason if `--device auto` takes it; a GPU is rejected.
@@ -147,14 +147,14 @@ impl DeviceArgs {
 }
 
 /// Methods where they run.
-pub struct Site {
+pub struct Placement {
     pub placed: Placed,
     pub gpu: Option<OnGpu>,
     /// Why `--device auto` takes the CPU.
     pub note: Option<String>,
 }
 
-impl Site {
+impl Placement {
     fn new(
         config: &Config,
         methods: Option<&[Method]>,

@@ -149,9 +149,9 @@ impl Eval {
         let checkpoint = self.model.open()?;
         let (config, room) = (&checkpoint.config, self.decode.max(QUESTION_ROOM));
         let chunk = self.chunk.map_or(longest, NonZeroUsize::get);
-        let site = self.device.place(config, Some(&methods), chunk)?;
-        site.check_chunk(self.chunk)?;
-        let methods = site.placed.methods();
+        let placement = self.device.place(config, Some(&methods), chunk)?;
+        placement.check_chunk(self.chunk)?;
+        let methods = placement.placed.methods();
         check_profile_has_effect(self.profile.as_ref(), methods)?;
         check_room(&checkpoint.name, config, (longest, room), "--lengths")?;
         let given = read_profile(self.profile.as_ref(), config, methods)?;
@@ -182,7 +182,8 @@ impl Eval {
         let prompts = 1 + 2 * self.depths.len(); // the text, and a needle and a recall task per depth
         bar.set_length((self.lengths.len() * prompts * methods.len()) as u64);
         let (mut exact, mut rows) = (vec![], vec![]);
-        let mut runner = Runner::new(&model, rope.clone(), profile, &site.placed, site.gpu.as_ref());
+        let mut runner =
+            Runner::new(&model, rope.clone(), profile, &placement.placed, placement.gpu.as_ref());
         for (&length, tasks) in self.lengths.iter().zip(&tasks) {
             let windows = self.windows.min(tokens.len() / length);
             if windows > 0 {
@@ -194,11 +195,11 @@ impl Eval {
         }
         bar.finish_and_clear();
         let no_words = self.trials > 0 && TaskMaker::new(model.tokenizer()?, self.seed).is_none();
-        let notes = site
+        let notes = placement
             .note
             .clone()
             .into_iter()
-            .chain(site.placed.notes())
+            .chain(placement.placed.notes())
             .chain(no_words.then(|| NO_WORDS.to_owned()))
             .chain(rows.iter().filter_map(Row::misfits));
         notes.for_each(|note| print_error(format_args!("kv: {note}\n")));

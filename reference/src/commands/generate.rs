@@ -23,7 +23,7 @@ use kv_reference::device::method_cache;
 use kv_reference::{Error, Result};
 use serde::Serialize;
 
-use super::device::Site;
+use super::device::Placement;
 #[cfg(feature = "store")]
 use super::prefix::{KvArgs, PromptLoader};
 use super::prefix::{Prefilled, Prefix};
@@ -127,8 +127,8 @@ impl Generate {
         self.check_effects()?;
         let checkpoint = self.model.open()?;
         let chunk = self.chunk.map_or(DEVICE_CHUNK, NonZeroUsize::get);
-        let site = self.device.place(&checkpoint.config, Some(&[self.method.clone()]), chunk)?;
-        self.method.clone_from(&site.placed.methods()[0]);
+        let placement = self.device.place(&checkpoint.config, Some(&[self.method.clone()]), chunk)?;
+        self.method.clone_from(&placement.placed.methods()[0]);
         #[cfg(feature = "store")]
         self.kv.check(&self.method)?;
         let profile = read_profile(self.profile.as_ref(), &checkpoint.config, &self.methods()?)?;
@@ -156,9 +156,9 @@ impl Generate {
         let profile = profile.map(|profile| profile.of(&model)).transpose()?;
         let rope = Arc::new(Rope::new(&model.config, length.max(CALIBRATION.min(model.config.max_seq_len))));
         let profile = self.calibrated(profile, &model, &rope)?;
-        let notes: Vec<String> = site.note.clone().into_iter().chain(site.placed.notes()).collect();
+        let notes: Vec<String> = placement.note.clone().into_iter().chain(placement.placed.notes()).collect();
         let Started { model, prefilled, mut next, misfits } =
-            self.start(site, model, rope, &profile, (&prompt, sampling))?;
+            self.start(placement, model, rope, &profile, (&prompt, sampling))?;
         notes.iter().chain(&misfits).for_each(|note| print_error(format_args!("kv: {note}\n")));
         let (mut tokens, mut token_seconds, mut shown) = (vec![], vec![], String::new());
         let mut stream = TextStream::new(model.tokenizer()?);
@@ -235,7 +235,7 @@ impl Generate {
     /// Runs the prompt.
     fn start(
         &self,
-        site: Site,
+        placement: Placement,
         model: Arc<Model>,
         rope: Arc<Rope>,
         profile: &Profile,
@@ -244,9 +244,9 @@ impl Generate {
         #[cfg(feature = "store")]
         let kv = self.kv.open(&model, self.profile.is_some().then_some(profile))?;
         #[cfg(not(feature = "cuda"))]
-        drop(site); // it has no GPU
+        drop(placement); // it has no GPU
         #[cfg(feature = "cuda")]
-        if let Some(OnGpu { gpu, chunk, .. }) = site.gpu.filter(|_| self.method.place() == Place::Cuda) {
+        if let Some(OnGpu { gpu, chunk, .. }) = placement.gpu.filter(|_| self.method.place() == Place::Cuda) {
             let run = |decoder: &mut kv_llama_gpu::Decoder| {
                 #[cfg(feature = "store")]
                 if let Some(kv) = &kv {

@@ -14,7 +14,7 @@
 #include "warp.cuh"
 
 constexpr int THREADS = 1024;
-constexpr u32 NOWHERE = 0xffffffffu;
+constexpr u32 NO_SLOT = 0xffffffffu;
 static_assert(THREADS == LANES * LANES, "a lane for the sum of every warp");
 #ifdef SHORT
 constexpr bool IS_SHORT = true;
@@ -67,7 +67,7 @@ __device__ __forceinline__ u32 first_bits(u32 n) { return n < 32 ? (1u << n) - 1
 struct ChosenEntries {
     const u32* list;
     u32 k, capacity;
-    u32 token[ENTRIES], previous[ENTRIES]; // NOWHERE before the first token and behind the last one
+    u32 token[ENTRIES], previous[ENTRIES]; // NO_SLOT before the first token and behind the last one
 
     __device__ __forceinline__ ChosenEntries(const u32* list, u32 k, u32 capacity)
         : list(list), k(k), capacity(capacity) {
@@ -83,11 +83,11 @@ private:
 #pragma unroll
         for (u32 j = 0; j < ENTRIES; j++) {
             const u32 i = first + entry(j);
-            token[j] = i < capacity ? list[i] : NOWHERE, previous[j] = i > 0 && i < capacity ? list[i - 1] : NOWHERE;
+            token[j] = i < capacity ? list[i] : NO_SLOT, previous[j] = i > 0 && i < capacity ? list[i - 1] : NO_SLOT;
         }
 #pragma unroll
         for (u32 j = 0; j < ENTRIES; j++)
-            if (first + entry(j) >= k) token[j] = previous[j] = NOWHERE;
+            if (first + entry(j) >= k) token[j] = previous[j] = NO_SLOT;
     }
 };
 
@@ -119,11 +119,11 @@ struct ChosenBits {
         }
     }
 
-    // The index of a token, or NOWHERE.
+    // The index of a token, or NO_SLOT.
     __device__ __forceinline__ u32 find(u32 token) const {
-        if (token >= span) return NOWHERE;
+        if (token >= span) return NO_SLOT;
         const u32 word = words[token / 32], bit = 1u << token % 32;
-        return word & bit ? firsts[token / 32] + __popc(word & (bit - 1)) : NOWHERE;
+        return word & bit ? firsts[token / 32] + __popc(word & (bit - 1)) : NO_SLOT;
     }
 };
 
@@ -138,9 +138,9 @@ struct ForcedMisses {
         if (are_forced && k > 0) step = (((u64)min((u32)rintf(part * k), k) << 32) + k - 1) / k;
     }
 
-    // The index of the chosen token that counts as the slot's, or NOWHERE.
+    // The index of the chosen token that counts as the slot's, or NO_SLOT.
     __device__ __forceinline__ u32 index_of(u32 slot) const {
-        return slot < k && (slot + 1) * step >> 32 == slot * step >> 32 ? slot : NOWHERE;
+        return slot < k && (slot + 1) * step >> 32 == slot * step >> 32 ? slot : NO_SLOT;
     }
 };
 
@@ -200,7 +200,7 @@ struct HeldEntries {
     u32* found_at;     // `index` of each, where there are more entries than the block takes at once
     Part part;
     bool is_fresh; // no step has written the list: all slots are empty
-    u32 token[ENTRIES], slot[ENTRIES], index[ENTRIES]; // among the chosen tokens, or NOWHERE
+    u32 token[ENTRIES], slot[ENTRIES], index[ENTRIES]; // among the chosen tokens, or NO_SLOT
 
     __device__ __forceinline__ static u32 place(u32 first, u32 j) { return first + entry(j); }
     __device__ __forceinline__ bool has(u32 first, u32 j) const { return place(first, j) < part.end; }
@@ -213,8 +213,8 @@ struct HeldEntries {
         for (u32 j = 0; j < ENTRIES; j++) {
             const u32 i = place(first, j);
             const uint2 entry =
-                is_fresh || !has(first, j) ? make_uint2(NOWHERE, i) : early ? __ldcg(&list[i]) : list[i];
-            token[j] = entry.x, slot[j] = entry.y, index[j] = NOWHERE;
+                is_fresh || !has(first, j) ? make_uint2(NO_SLOT, i) : early ? __ldcg(&list[i]) : list[i];
+            token[j] = entry.x, slot[j] = entry.y, index[j] = NO_SLOT;
         }
     }
 
@@ -280,10 +280,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) residency(const Arguments 
             held.turn_to(first, base > 0);
 #pragma unroll
             for (u32 j = 0; j < ENTRIES; j++) {
-                u32 index = held.token[j] == NOWHERE ? NOWHERE : bits.find(held.token[j] - base);
+                u32 index = held.token[j] == NO_SLOT ? NO_SLOT : bits.find(held.token[j] - base);
                 if (forced.are_forced) index = forced.index_of(held.slot[j]);
-                if (!held.has(first, j) || index == NOWHERE) continue;
-                n_found += held.index[j] == NOWHERE;
+                if (!held.has(first, j) || index == NO_SLOT) continue;
+                n_found += held.index[j] == NO_SLOT;
                 slots[index] = held.slot[j], held.index[j] = index;
                 const u32 owner = chosen.owner_of(index), i = index - owner * chosen.each;
                 team.set_bits(&found[i / 32], owner, 1u << i % 32);
@@ -338,7 +338,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) residency(const Arguments 
         u32 are_free[ENTRIES], mine = 0, all;
 #pragma unroll
         for (u32 j = 0; j < ENTRIES; j++) {
-            are_free[j] = __ballot_sync(FULL, held.has(first, j) && held.index[j] == NOWHERE);
+            are_free[j] = __ballot_sync(FULL, held.has(first, j) && held.index[j] == NO_SLOT);
             mine += __popc(are_free[j]);
         }
         u32 before = free_before + count_before(mine, warp_sums, all);

@@ -140,7 +140,7 @@ struct ExactTile {
 // The lanes of equal l have the sums of different components, and the maxima of queries 2 l and 2 l + 1.
 struct ExactState {
     float sums[4 * VALUE_CHUNKS][4]; // [i][j]: component j / 2 of word 32 (i / 4) + 4 g + i % 4, query 2 l + j % 2
-    float max[2] = {NOTHING, NOTHING}, weight[2] = {0, 0};
+    float max[2] = {NEG_INF, NEG_INF}, weight[2] = {0, 0};
 
     __device__ __forceinline__ ExactState() {
 #pragma unroll
@@ -182,7 +182,7 @@ struct ExactState {
             for (int step = 4; step < LANES; step *= 2) total += __shfl_xor_sync(FULL, total, step);
             float* result = results + (2 * lane.l + q) * RESULT;
             const bool is_query = 2 * lane.l + q < QUERIES;
-            const float old_max = is_query ? result[D] : NOTHING, old_weight = is_query ? result[D + 1] : 0;
+            const float old_max = is_query ? result[D] : NEG_INF, old_weight = is_query ? result[D + 1] : 0;
             const float new_max = fmaxf(old_max, max[q]);
             const float keep_old = exp2_approx(old_max - new_max), keep = exp2_approx(max[q] - new_max);
             const float keep_sum = keep * factor;

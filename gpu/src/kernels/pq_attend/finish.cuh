@@ -8,7 +8,7 @@
 // Stores the sums over tiles in the warp's results, or adds them to those of a warp with an earlier turn. The shuffles
 // of all queries come first, so that they do not wait for one another. A lane has sums of query g % QUERIES.
 __device__ __forceinline__ void put_tiles(const State& state, bool add, const Lane& lane) {
-    float weights[QUERIES], max = NOTHING, weight = 0;
+    float weights[QUERIES], max = NEG_INF, weight = 0;
 #pragma unroll
     for (int q = 0; q < QUERIES; q++) {
         weights[q] = lane.has(q) ? state.weight[q % LANE_QUERIES] : 0;

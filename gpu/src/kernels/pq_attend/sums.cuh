@@ -239,7 +239,7 @@ struct State {
     __device__ __forceinline__ void clear() {
         sums.clear();
 #pragma unroll
-        for (int i = 0; i < LANE_QUERIES; i++) max[i] = NOTHING, weight[i] = 0;
+        for (int i = 0; i < LANE_QUERIES; i++) max[i] = NEG_INF, weight[i] = 0;
     }
 
     // Converts scores to f16 weights, exp2(score - maximum), times the norms of the values. Raises the maximum, and
@@ -260,7 +260,7 @@ struct State {
                 const int i = q % LANE_QUERIES;
                 const bool mine = lane.has(q);
                 const float old = __shfl_sync(FULL, max[i], Lane::lane_of(q));
-                const float new_max = warp_max(mine ? fmaxf(lane_max[i], old) : NOTHING);
+                const float new_max = warp_max(mine ? fmaxf(lane_max[i], old) : NEG_INF);
                 const float factor = exp2_approx(old - new_max);
                 if (mine) max[i] = new_max, weight[i] *= factor;
                 if (q == lane.g % QUERIES) keep = factor;

@@ -2,12 +2,12 @@
 // rows of the selected tokens, the sinks and the window.
 //
 // shape.cuh has the compile-time shape and explains the method. Launch: grid (block of a head's work, head), THREADS
-// threads, one block per multiprocessor. If BESIDE, the selection runs concurrently and hides no tokens: the sums of
-// coded values depend only on the scores, and the selected tokens are subtracted afterwards (CodedRows). A row that
-// loses too much to rounding by that is summed again (recenter.cuh).
+// threads, one block per multiprocessor. If CONCURRENT_SELECT, the selection runs concurrently and hides no tokens: the
+// sums of coded values depend only on the scores, and the selected tokens are subtracted afterwards (CodedRows). A row
+// that loses too much to rounding by that is summed again (recenter.cuh).
 #include "pq_hybrid/rows.cuh"
 #include "softmax_reduce.cuh"
-#ifdef BY_CODE // two ways to sum coded values
+#ifdef HISTOGRAM_VALUES // two ways to sum coded values
 #include "pq_hybrid/code_weights.cuh"
 static_assert(GROUP <= 2, "the queries of a row of counters");
 #else
@@ -105,7 +105,8 @@ __device__ __forceinline__ void attend_to_rows(const AttendArguments& a) {
     rows.add_to(warp_results());
 }
 
-// On sm_90, unless BESIDE, registers are left for one more warp per scheduler: blocks of a gather run concurrently.
+// On sm_90, unless CONCURRENT_SELECT, registers are left for one more warp per scheduler: blocks of a gather run
+// concurrently.
 #if __CUDA_ARCH__ >= 900
 constexpr int NEIGHBORS = IS_BESIDE ? 0 : 4 * LANES;
 #else

@@ -42,7 +42,7 @@ struct alignas(8) Budget {
         const u32 lane = threadIdx.x % LANES;
         float factor = 0; // `fmaxf` ignores the NaN of a query that is not finite
         if (lane < GROUP) {
-            float max = NOTHING, sum = 0;
+            float max = NEG_INF, sum = 0;
             for (u32 i = 0; i < blocks; i++) max = fmaxf(max, of_block[i][lane].max);
             for (u32 i = 0; i < blocks; i++) sum += of_block[i][lane].sum * exp2_approx(of_block[i][lane].max - max);
             const float share = 1 / (1 + exp2_approx(max + __log2f(sum) - normalizers.log_sum[lane]));

@@ -119,7 +119,7 @@ __device__ __forceinline__ void clear_results(float* results) {
     for (int q = 0; q < GROUP; q++) {
         float* result = results + q * RESULT;
         for (int i = lane; i < D; i += LANES) result[i] = 0;
-        if (lane == 0) result[D] = NOTHING, result[D + 1] = 0;
+        if (lane == 0) result[D] = NEG_INF, result[D + 1] = 0;
     }
     __syncwarp();
 }

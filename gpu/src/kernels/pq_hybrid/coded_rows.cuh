@@ -39,7 +39,7 @@ struct CodedRows : RowSums {
             const ScoredTile& tile = scores[token / TILE];
             const bool exists = 2 * l + i % 2 < GROUP && g + i / 2 * 8 < count;
             p[i] = near_score(exists ? __ldcg(&tile.scores[q][place_of(token % TILE)]) : NO_SCORE) - ORIGIN;
-            level[i] = exists ? __ldcg(&tile.levels[q]) : NOTHING;
+            level[i] = exists ? __ldcg(&tile.levels[q]) : NEG_INF;
         }
         if constexpr (HAS_VALUE_NORMS) {
 #pragma unroll

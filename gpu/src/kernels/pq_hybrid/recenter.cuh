@@ -14,7 +14,7 @@
 
 // The score (a logarithm to base 2) of weight 1 for a query, given the statistics of the coded scores.
 __device__ __forceinline__ float weight_base(const Stats& scores) {
-    return scores.sum == 0 ? NOTHING : scores.max + __log2f(scores.sum) - WEIGHT_BITS;
+    return scores.sum == 0 ? NEG_INF : scores.max + __log2f(scores.sum) - WEIGHT_BITS;
 }
 
 // The logarithm to base 2 of the coded weight over the weight of the output at which the errors of a pass are below
@@ -24,13 +24,13 @@ constexpr float MOST_LOSS = IS_BESIDE && !IS_BY_CODE ? 6 : 10;
 
 // Whether an output has lost too much to rounding relative to `base`. False if the base is not a number.
 __device__ __forceinline__ bool is_lost(const Sum& sum, float base) {
-    const bool has_codes = base > NOTHING && base < infinity();
+    const bool has_codes = base > NEG_INF && base < infinity();
     return has_codes && !(sum.max + __log2f(sum.weight) >= base + WEIGHT_BITS - MOST_LOSS);
 }
 
-// Of two queries by code, the calling convention of a function takes 52 bytes from the registers of sm_80. If BESIDE,
-// on sm_90, what is inlined takes up to 24 bytes, and a function none.
-#ifdef BESIDE
+// Of two queries by code, the calling convention of a function takes 52 bytes from the registers of sm_80. If
+// CONCURRENT_SELECT, on sm_90, what is inlined takes up to 24 bytes, and a function none.
+#ifdef CONCURRENT_SELECT
 #define RECENTER_INLINED __noinline__
 #else
 #define RECENTER_INLINED __forceinline__
@@ -90,7 +90,7 @@ __device__ RECENTER_INLINED void recenter(ScoredTile* scores, u32 length, const 
         for (int q = 0; q < GROUP; q++) {
             // The level moves by whole steps, so that no score is rounded again.
             const float before = level_of(tile, q), steps = rintf((result(0, q)[2] - before) * 256);
-            const float level = before == NOTHING ? before : before + steps * (1.f / 256); // or it has no scores
+            const float level = before == NEG_INF ? before : before + steps * (1.f / 256); // or it has no scores
             tile.scores[q][lane] = any_code(of_token[q] - level);
             __syncwarp(); // all lanes have read the level
             if (lane == 0) tile.levels[q] = level;

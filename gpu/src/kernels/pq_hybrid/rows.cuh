@@ -17,7 +17,7 @@ struct RowSums {
     __device__ __forceinline__ void clear() {
 #pragma unroll
         for (int i = 0; i < PARTS * 16; i++) sums[i / 16][i / 4 % 4][i % 4] = 0;
-        max[0] = max[1] = NOTHING, weight[0] = weight[1] = 0;
+        max[0] = max[1] = NEG_INF, weight[0] = weight[1] = 0;
     }
 
     // Adds `count` rows; `row_of(i)` is the index of row i in `keys` and `values`. `queries`: [GROUP][D].

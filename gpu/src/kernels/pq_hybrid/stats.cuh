@@ -16,7 +16,7 @@ __device__ __forceinline__ void await_scores(const Arguments& a) {
     while (ld_acquire(a.scored) == 0) {}
 }
 
-__device__ __forceinline__ Stats no_scores() { return {NOTHING, 0}; }
+__device__ __forceinline__ Stats no_scores() { return {NEG_INF, 0}; }
 
 __device__ __forceinline__ Stats merged(const Stats& a, const Stats& b) {
     const float max = fmaxf(a.max, b.max);

@@ -61,7 +61,7 @@ struct Sums {
     __device__ __forceinline__ Sums(float* results, float step, const Lane& lane) : results(results), step(step) {
 #pragma unroll
         for (int set = 0; set < SETS; set++) {
-            max[set] = limit[set] = NOTHING, weight[set] = 0;
+            max[set] = limit[set] = NEG_INF, weight[set] = 0;
             clear(set);
 #pragma unroll
             for (int p = 0; p < PARTS; p++) *two(set, p, lane) = make_float2(0, 0);
@@ -77,7 +77,7 @@ struct Sums {
         bool moves = tiles == MAX_TILES || MEAN_ERRORS && new_block;
 #pragma unroll
         for (int set = 0; set < SETS; set++) {
-            top[set] = NOTHING;
+            top[set] = NEG_INF;
 #pragma unroll
             for (int t = 0; t < 4; t++) {
                 // A byte in the mantissa of 2^23 is added to it.

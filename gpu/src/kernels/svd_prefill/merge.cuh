@@ -60,7 +60,7 @@ __device__ __forceinline__ void write_chunk(u16* out, u64 row_stride, u32 rows, 
 __device__ __forceinline__ void merge_results(const float* results, u32 stride, u32 parts, u32 length, u32 rank,
                                               u16* out, u64 row_stride, u32 rows) {
     float4 sums[DIM / 8] = {};
-    float max[2] = {NOTHING, NOTHING}, weight[2] = {};
+    float max[2] = {NEG_INF, NEG_INF}, weight[2] = {};
 #pragma unroll 1
     for (u32 part = 0; part < parts; part++) {
         // L1 is not coherent with the writes of other blocks.

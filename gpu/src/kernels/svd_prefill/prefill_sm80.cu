@@ -156,7 +156,7 @@ __device__ __forceinline__ void attend(const Arguments& a, const Head& head, u32
     // Accumulators of the output; of rows g and g + 8, the running maximum and the lane's part of the sum of weights.
     float sums[FRAGMENTS][OUTPUTS][4] = {}, max[FRAGMENTS][2], weight[FRAGMENTS][2] = {};
 #pragma unroll
-    for (int f = 0; f < FRAGMENTS; f++) max[f][0] = max[f][1] = NOTHING;
+    for (int f = 0; f < FRAGMENTS; f++) max[f][0] = max[f][1] = NEG_INF;
 
     const auto load_tile = [&](u32 tile) {
 #ifdef PAGED

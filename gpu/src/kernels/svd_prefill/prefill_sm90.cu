@@ -257,7 +257,7 @@ __device__ __forceinline__ void load_queries(const Arguments& a, Shared& shared)
 
 // The running maximum and the lane's part of the sum of weights, of rows g and g + 8 of a warp.
 struct Softmax {
-    float max[2] = {NOTHING, NOTHING}, weight[2] = {};
+    float max[2] = {NEG_INF, NEG_INF}, weight[2] = {};
 
     // Turns a tile's scores into weights, and returns the factors of all earlier weights. Even and odd tokens have
     // separate maxima and sums, for shorter chains of dependent instructions. Row g comes before row g + 8, so that its

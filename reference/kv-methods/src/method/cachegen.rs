@@ -14,7 +14,7 @@ use kv_attend::owner::{Pair, Side};
 use kv_device::plan::{Bitstream, Plan};
 use kv_model::{Config, Model, Rope};
 
-use super::kind::{Entry, Kind, LOSSLESS, Site};
+use super::kind::{BuildContext, Kind, LOSSLESS, Registration};
 #[cfg(feature = "cuda")]
 use super::on_device::{DeviceKind, Limit};
 use super::settings::{Bits, Settings, words};
@@ -24,7 +24,7 @@ use crate::{Error, Profile, Result};
 use store::CacheGenStore;
 use transform::PlaneTransform;
 
-pub(super) const CACHE_GEN: Entry = Entry {
+pub(super) const CACHE_GEN: Registration = Registration {
     names: &["cachegen"],
     help: "\
   cachegen          bitstream and back: mode=transform (query-metric KLT) bits=3 offset=1.2 (values above keys)
@@ -374,15 +374,15 @@ impl Kind for CacheGen {
         Ok(())
     }
 
-    fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {
-        let (planes, group) = (self.planes_of(site.profile, site.config)?, self.group(site.config));
-        if group > 1 && !site.exact_layers.is_empty() {
+    fn stores(&self, context: &BuildContext<'_>) -> Result<Vec<Box<dyn Store>>> {
+        let (planes, group) = (self.planes_of(context.profile, context.config)?, self.group(context.config));
+        if group > 1 && !context.exact_layers.is_empty() {
             return Err(Error::argument("exact-layers: layers that are coded together must all be coded"));
         }
-        site.layers(|l| {
+        context.layers(|l| {
             let is_last = l % group == group - 1;
             let planes = is_last.then(|| planes.layer(l / group)).transpose()?;
-            Ok(CacheGenStore::new(site.geometry, group, planes, site.dense(l)))
+            Ok(CacheGenStore::new(context.geometry, group, planes, context.dense(l)))
         })
     }
 

@@ -11,7 +11,7 @@ use kv_model::Config;
 use pq_core::Window;
 
 use super::Place;
-use super::kind::{Entry, Kind, Site};
+use super::kind::{BuildContext, Kind, Registration};
 #[cfg(feature = "cuda")]
 use super::on_device::{DeviceKind, Limit};
 use super::paged::Paging;
@@ -20,7 +20,7 @@ use crate::Profile;
 use crate::Result;
 use crate::cache::Store;
 
-pub(super) const DENSE: Entry = Entry {
+pub(super) const DENSE: Registration = Registration {
     names: &["dense"],
     help: "\
   dense             every element exact                                   dtype=f32|f16|bf16 (on a device f16)
@@ -60,8 +60,8 @@ impl Kind for Dense {
         Ok(self)
     }
 
-    fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {
-        site.layers(|l| Ok(site.dense(l)))
+    fn stores(&self, context: &BuildContext<'_>) -> Result<Vec<Box<dyn Store>>> {
+        context.layers(|l| Ok(context.dense(l)))
     }
 }
 

@@ -20,7 +20,7 @@ use pq_core::Window;
 use pq_core::{Hybrid, HybridScratch, RowBudget, TokenBudget, hybrid_attend_into, hybrid_select_into};
 use svd_core::SoftmaxStats;
 
-use super::kind::{Entry, Kind, Site};
+use super::kind::{BuildContext, Kind, Registration};
 use super::offload::{Home, OffloadSettings, offload_help};
 #[cfg(feature = "cuda")]
 use super::on_device::{DeviceKind, Limit};
@@ -32,7 +32,7 @@ use crate::Result;
 use crate::cache::{Geometry, OffloadedRows, Store};
 use crate::calibrate::Calibration;
 
-pub(super) const HYBRID: Entry = Entry {
+pub(super) const HYBRID: Registration = Registration {
     names: &["hybrid"],
     help: concat!(
         "\
@@ -143,14 +143,14 @@ impl Kind for HybridKind {
         Ok(self)
     }
 
-    fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {
-        site.layers(|l| {
-            let coded = self.codes.store(site, l)?;
+    fn stores(&self, context: &BuildContext<'_>) -> Result<Vec<Box<dyn Store>>> {
+        context.layers(|l| {
+            let coded = self.codes.store(context, l)?;
             Ok(HybridStore {
-                geometry: site.geometry,
-                rope: site.rope(l),
+                geometry: context.geometry,
+                rope: context.rope(l),
                 coded: if self.mean_error { coded.with_mean_errors() } else { coded },
-                exact: self.offload.rows(site)?,
+                exact: self.offload.rows(context)?,
                 rows: self.rows,
                 bound: self.bound,
                 most: self.most,

@@ -21,7 +21,7 @@ pub(super) const SEED: u64 = 0x6b76;
 pub(super) const LOSSLESS: &str = "lossless";
 
 /// An entry of the registry.
-pub(super) struct Entry {
+pub(super) struct Registration {
     /// Its names.
     pub names: &'static [&'static str],
     /// Its lines of the help text, each with a newline.
@@ -75,8 +75,8 @@ pub(super) trait Kind: Debug + Send + Sync {
         Ok(())
     }
 
-    /// An empty store for every layer: see [`Site::layers`].
-    fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>>;
+    /// An empty store for every layer: see [`BuildContext::layers`].
+    fn stores(&self, context: &BuildContext<'_>) -> Result<Vec<Box<dyn Store>>>;
 
     /// Whether [`Self::fold`] folds anything.
     fn folds(&self) -> bool {
@@ -107,7 +107,7 @@ pub(super) trait Kind: Debug + Send + Sync {
 }
 
 /// The context in which stores are built.
-pub(super) struct Site<'a> {
+pub(super) struct BuildContext<'a> {
     pub config: &'a Config,
     pub geometry: Geometry,
     pub model_rope: &'a Arc<Rope>,
@@ -117,7 +117,7 @@ pub(super) struct Site<'a> {
     pub exact_layers: &'a [usize],
 }
 
-impl Site<'_> {
+impl BuildContext<'_> {
     /// The rotary embedding of layer `l`.
     pub fn rope(&self, l: usize) -> Arc<Rope> {
         self.model_rope.shared_layer(l)

@@ -13,7 +13,7 @@ use kv_llama::{Footprint, HeadFit};
 use kv_model::{Config, Model, Rope};
 use pq_core::{CodebookBuf, HeadBooks, HeadCodes, SoftmaxStats, TrainOptions, train_batch, unseen_error};
 
-use super::kind::{Entry, Kind, SEED, Site};
+use super::kind::{BuildContext, Kind, Registration, SEED};
 #[cfg(feature = "cuda")]
 use super::on_device::{DeviceKind, Limit};
 use super::paged::Paging;
@@ -23,7 +23,7 @@ use crate::calibrate::{Calibration, mean_row, rotated_keys};
 use crate::{Error, Profile, Result};
 use outliers::OutlierStore;
 
-pub(super) const MILLION: Entry = Entry {
+pub(super) const MILLION: Registration = Registration {
     names: &["million"],
     help: "\
   million           attention on PQ codes                                 k=64x8 v=64x8 iterations=8
@@ -133,18 +133,18 @@ impl Kind for Million {
         Ok(self)
     }
 
-    fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {
+    fn stores(&self, context: &BuildContext<'_>) -> Result<Vec<Box<dyn Store>>> {
         let store = |l| -> Result<MillionStore> {
-            let trained = self.trained(site.profile, site.geometry, l)?.into_iter();
-            let books = trained.zip(self.errors(site.profile, site.geometry, l)?);
+            let trained = self.trained(context.profile, context.geometry, l)?.into_iter();
+            let books = trained.zip(self.errors(context.profile, context.geometry, l)?);
             let heads = books.map(|(Pair { keys, values }, errors)| {
                 HeadCodes::new(HeadBooks::new(keys, values).with_expected_errors(errors).into())
             });
-            Ok(MillionStore { geometry: site.geometry, rope: site.rope(l), heads: heads.collect() })
+            Ok(MillionStore { geometry: context.geometry, rope: context.rope(l), heads: heads.collect() })
         };
         match self.outliers {
-            0 => site.layers(store),
-            percent => site.layers(|l| Ok(OutlierStore::new(store(l)?, percent))),
+            0 => context.layers(store),
+            percent => context.layers(|l| Ok(OutlierStore::new(store(l)?, percent))),
         }
     }
 }

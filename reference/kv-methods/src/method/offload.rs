@@ -9,7 +9,7 @@ use std::str::FromStr;
 use kv_device::plan::RowHome;
 use pq_core::Eviction;
 
-use super::kind::Site;
+use super::kind::BuildContext;
 #[cfg(feature = "cuda")]
 use super::on_device::Limit;
 use super::settings::{Settings, words};
@@ -169,12 +169,12 @@ impl OffloadSettings {
     }
 
     /// Empty storage for the rows of one layer.
-    pub fn rows(&self, site: &Site<'_>) -> Result<OffloadedRows> {
+    pub fn rows(&self, context: &BuildContext<'_>) -> Result<OffloadedRows> {
         let format = match self.format {
-            Format::Exact => RowFormat::Exact(site.exact),
+            Format::Exact => RowFormat::Exact(context.exact),
             Format::Int8 => RowFormat::Int8,
         };
-        OffloadedRows::new(site.geometry, format, self.offload.as_ref(), site.model_rope.len())
+        OffloadedRows::new(context.geometry, format, self.offload.as_ref(), context.model_rope.len())
     }
 }
 

@@ -18,7 +18,7 @@ use pq_core::{
 use rayon::prelude::*;
 use svd_core::{Gram, Hadamard, MapBuf, NoRope, Rotation, Rows, balanced_order};
 
-use super::kind::{Entry, Kind, SEED, Site};
+use super::kind::{BuildContext, Kind, Registration, SEED};
 #[cfg(feature = "cuda")]
 use super::on_device::{DeviceKind, Limit};
 use super::paged::Paging;
@@ -30,7 +30,7 @@ use crate::{Error, Profile, Result};
 pub(super) use store::{CodedStep, TransformedStore};
 use store::{HeadCode, KeySpace, TransformedPlan, halved};
 
-pub(super) const PQ_KLT: Entry = Entry {
+pub(super) const PQ_KLT: Registration = Registration {
     names: &["pqklt"],
     help: "\
   pqklt             attention on PQ codes of transformed rows             k=32x6 v=32x6 keys=mean|rope|rotated
@@ -248,9 +248,9 @@ impl PqKlt {
     }
 
     /// The empty store of layer `l`.
-    pub fn store(&self, site: &Site<'_>, l: usize) -> Result<TransformedStore> {
-        let plan = self.plan(site.config, site.profile, l)?;
-        TransformedStore::new(site.geometry, site.rope(l), Arc::new(plan))
+    pub fn store(&self, context: &BuildContext<'_>, l: usize) -> Result<TransformedStore> {
+        let plan = self.plan(context.config, context.profile, l)?;
+        TransformedStore::new(context.geometry, context.rope(l), Arc::new(plan))
     }
 
     /// Layer `l` from the profile.
@@ -380,8 +380,8 @@ impl Kind for PqKlt {
         Ok(self)
     }
 
-    fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {
-        site.layers(|l| self.store(site, l))
+    fn stores(&self, context: &BuildContext<'_>) -> Result<Vec<Box<dyn Store>>> {
+        context.layers(|l| self.store(context, l))
     }
 }
 

@@ -5,7 +5,7 @@ use std::str::FromStr;
 use kv_attend::ElementType;
 use pq_core::Window;
 
-use super::kind::Entry;
+use super::kind::Registration;
 #[cfg(feature = "cuda")]
 use super::on_device::Limit;
 use super::settings::{Layers, Settings};
@@ -17,7 +17,7 @@ use super::{
 use crate::{Error, Result};
 
 /// All methods, in the order of the help text.
-const REGISTRY: &[Entry] = &[
+const REGISTRY: &[Registration] = &[
     dense::DENSE,
     scalar::UNIFORM,
     scalar::ROTATED,
@@ -41,7 +41,7 @@ const REGISTRY: &[Entry] = &[
 #[must_use]
 pub fn methods_help() -> String {
     // Lines in the registry omit the indentation of the first line.
-    let methods: String = REGISTRY.iter().map(|entry| format!("  {}", entry.help)).collect();
+    let methods: String = REGISTRY.iter().map(|registration| format!("  {}", registration.help)).collect();
     format!(
         "A method is NAME[:KEY=VALUE]...; several are separated by commas.\n\n{methods}\n\
 For all but dense: sinks=4 window=64 (tokens kept exact), batch=N (tokens that leave the window at once: 64 for int,
@@ -56,7 +56,7 @@ default scales so."
 /// Every method with a setting for each kind of store that it makes, for tests of caches. In a context of a
 /// hundred tokens each has codes and exact rows, and loses next to nothing, unless the method drops tokens.
 pub fn method_examples() -> impl Iterator<Item = &'static str> {
-    REGISTRY.iter().flat_map(|entry| entry.examples).copied()
+    REGISTRY.iter().flat_map(|registration| registration.examples).copied()
 }
 
 /// What runs on a device: every method, with the settings that no device supports, or why it does not run
@@ -68,7 +68,7 @@ pub fn method_examples() -> impl Iterator<Item = &'static str> {
 pub fn device_help() -> Result<String> {
     let mut text = "On a GPU; the CPU (--device cpu) has none of these limits:\n\n".to_owned();
     let mut of_windowed = vec![];
-    for name in REGISTRY.iter().flat_map(|entry| entry.names) {
+    for name in REGISTRY.iter().flat_map(|registration| registration.names) {
         let method = Method::parse(name, HEAD_DIM, Place::Cuda)?;
         let limits = method.own_limits();
         let refused = limits.iter().find(|limit| limit.found);
@@ -108,14 +108,18 @@ const HEAD_DIM: usize = 128;
 impl Method {
     pub(super) fn parse(spec: &str, head_dim: usize, place: Place) -> Result<Self> {
         let mut s = Settings::new(spec, head_dim, place)?;
-        let names = || REGISTRY.iter().flat_map(|entry| entry.names.iter().map(move |name| (*name, entry)));
-        let Some((name, entry)) = names().find(|(name, _)| *name == s.name) else {
+        let names = || {
+            REGISTRY
+                .iter()
+                .flat_map(|registration| registration.names.iter().map(move |name| (*name, registration)))
+        };
+        let Some((name, registration)) = names().find(|(name, _)| *name == s.name) else {
             let all: Vec<&str> = names().map(|(name, _)| name).collect();
             let meant = similar(s.name, &all).map_or_else(String::new, |name| format!(" (`{name}` is one)"));
             let what = format!("unknown method `{}`{meant}; known: {}", s.name, all.join(", "));
             return Err(Error::Argument(what));
         };
-        let kind = (entry.parse)(&mut s)?;
+        let kind = (registration.parse)(&mut s)?;
         let mut exact_layers = vec![];
         let (window, exact) = match kind.dense() {
             // Rows pass from the window to the store, so both must have the same element type.
@@ -159,7 +163,7 @@ mod tests {
     #[test]
     fn every_name_has_an_example() {
         let examples: Vec<Method> = method_examples().map(|spec| spec.parse().unwrap()).collect();
-        for name in REGISTRY.iter().flat_map(|entry| entry.names) {
+        for name in REGISTRY.iter().flat_map(|registration| registration.names) {
             assert!(examples.iter().any(|method| method.name == *name), "{name}");
         }
     }

@@ -16,7 +16,7 @@ use pq_core::{
 use svd_core::SoftmaxStats;
 
 use super::budget::take_budget;
-use super::kind::{Entry, Kind, SEED, Site};
+use super::kind::{BuildContext, Kind, Registration, SEED};
 #[cfg(feature = "cuda")]
 use super::offload::Home;
 use super::offload::{OffloadSettings, offload_help};
@@ -28,7 +28,7 @@ use crate::cache::{Geometry, OffloadedRows, Store};
 use crate::calibrate::{Calibration, rotated_keys};
 use crate::{Error, Profile, Result};
 
-pub(super) const ORACLE: Entry = Entry {
+pub(super) const ORACLE: Registration = Registration {
     names: &["oracle"],
     help: "\
   oracle            exact top-k, this fraction of the tokens              ratio=0.2 or tokens=N
@@ -39,7 +39,7 @@ pub(super) const ORACLE: Entry = Entry {
     },
 };
 
-pub(super) const PQ_CACHE: Entry = Entry {
+pub(super) const PQ_CACHE: Registration = Registration {
     names: &["pqcache"],
     help: concat!(
         "\
@@ -105,11 +105,11 @@ impl Quantizer {
     }
 
     /// The scorer of layer `l` before the first keys.
-    fn scorer(&self, site: &Site<'_>, l: usize) -> Result<Scorer> {
-        let shape = self.code.shape(site.geometry.head_dim)?;
+    fn scorer(&self, context: &BuildContext<'_>, l: usize) -> Result<Scorer> {
+        let shape = self.code.shape(context.geometry.head_dim)?;
         let codebooks = match self.codebooks {
             Codebooks::Prompt => vec![],
-            Codebooks::Profile => self.trained(site.profile, site.geometry, l)?,
+            Codebooks::Profile => self.trained(context.profile, context.geometry, l)?,
         };
         let trained_on = match self.codebooks {
             Codebooks::Prompt => 0,
@@ -165,14 +165,14 @@ impl Kind for TopK {
         if self.quantizer.is_some() { Ok(self) } else { Err(Limit::without_kernels("pqcache")) }
     }
 
-    fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {
-        site.layers(|l| {
+    fn stores(&self, context: &BuildContext<'_>) -> Result<Vec<Box<dyn Store>>> {
+        context.layers(|l| {
             let scorer = match &self.quantizer {
                 None => Scorer::Oracle,
-                Some(quantizer) => quantizer.scorer(site, l)?,
+                Some(quantizer) => quantizer.scorer(context, l)?,
             };
-            let (geometry, budget, reserved) = (site.geometry, self.budget, site.reserved);
-            let (exact, rope) = (self.offload.rows(site)?, site.rope(l));
+            let (geometry, budget, reserved) = (context.geometry, self.budget, context.reserved);
+            let (exact, rope) = (self.offload.rows(context)?, context.rope(l));
             Ok(RetrievalStore { geometry, exact, rope, scorer, budget, reserved })
         })
     }

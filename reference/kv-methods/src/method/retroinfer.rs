@@ -18,13 +18,13 @@ use pq_core::{GroupRule, RowBudget, combine_group_into};
 use svd_core::SoftmaxStats;
 
 use super::budget::part;
-use super::kind::{Entry, Kind, Site};
+use super::kind::{BuildContext, Kind, Registration};
 #[cfg(feature = "cuda")]
 use super::on_device::{DeviceKind, Limit};
 use crate::Result;
 use crate::cache::{DenseStore, FetchCounter, Geometry, HeadRows, Store};
 
-pub(super) const RETRO_INFER: Entry = Entry {
+pub(super) const RETRO_INFER: Registration = Registration {
     names: &["retroinfer"],
     help: "\
   retroinfer        clusters of keys: the best exactly (a fraction of     rows=0.018
@@ -56,13 +56,16 @@ impl Kind for RetroInfer {
         Err(Limit::without_kernels("pqcache"))
     }
 
-    fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {
-        site.layers(|l| {
+    fn stores(&self, context: &BuildContext<'_>) -> Result<Vec<Box<dyn Store>>> {
+        context.layers(|l| {
             Ok(RetroInferStore {
                 settings: *self,
-                geometry: site.geometry,
-                exact: site.dense(l),
-                heads: vec![Clusters::new(site.exact, site.geometry.head_dim); site.geometry.n_kv_heads],
+                geometry: context.geometry,
+                exact: context.dense(l),
+                heads: vec![
+                    Clusters::new(context.exact, context.geometry.head_dim);
+                    context.geometry.n_kv_heads
+                ],
                 fetched: FetchCounter::default(),
             })
         })

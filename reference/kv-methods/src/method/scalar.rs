@@ -17,7 +17,7 @@ pub(super) use store::{BlockCodec, CodedStore};
 
 use kv_model::Config;
 
-use super::kind::{Entry, Kind, SEED, Site};
+use super::kind::{BuildContext, Kind, Registration, SEED};
 #[cfg(feature = "cuda")]
 use super::on_device::{DeviceKind, Limit};
 use super::settings::{Settings, Switch};
@@ -31,7 +31,7 @@ use ggml::Ggml;
 /// Tokens per decoded block of per-token codes.
 pub(super) const BLOCK: usize = 64;
 
-pub(super) const UNIFORM: Entry = Entry {
+pub(super) const UNIFORM: Registration = Registration {
     names: &["int8", "int4", "int2"],
     help: "\
   int8, int4, int2  uniform: keys per channel, values per token (as KIVI) k=BITS v=BITS group=64
@@ -54,7 +54,7 @@ pub(super) const UNIFORM: Entry = Entry {
     },
 };
 
-pub(super) const ROTATED: Entry = Entry {
+pub(super) const ROTATED: Registration = Registration {
     names: &["rotated"],
     help: "\
   rotated           Hadamard, then uniform per token                      k=4 v=4 group=32
@@ -68,7 +68,7 @@ pub(super) const ROTATED: Entry = Entry {
     },
 };
 
-pub(super) const LLAMA_CPP: Entry = Entry {
+pub(super) const LLAMA_CPP: Registration = Registration {
     names: &["q8_0", "q4_0"],
     help: "\
   q8_0, q4_0        llama.cpp's cache types, rotated as it does           k=4|8 v=4|8 rotate=on|off
@@ -86,7 +86,7 @@ pub(super) const LLAMA_CPP: Entry = Entry {
     },
 };
 
-pub(super) const LLOYD_MAX: Entry = Entry {
+pub(super) const LLOYD_MAX: Registration = Registration {
     names: &["lloydmax"],
     help: "\
   lloydmax          random rotation, optimal levels (as TurboQuant)       k=4 v=4
@@ -147,8 +147,8 @@ impl Kind for Scalar {
         }
     }
 
-    fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {
-        let head_dim = site.geometry.head_dim;
+    fn stores(&self, context: &BuildContext<'_>) -> Result<Vec<Box<dyn Store>>> {
+        let head_dim = context.geometry.head_dim;
         let (codecs, block): (Pair<Arc<dyn BlockCodec>>, usize) = match self.codes {
             Codes::Uniform { group } => {
                 let (keys, values) =
@@ -174,7 +174,8 @@ impl Kind for Scalar {
                 (Pair::of(|side| Arc::new(LloydMax::new(self.bits[side], head_dim, SEED)) as _), BLOCK)
             }
         };
-        site.layers(|l| Ok(CodedStore::new(site.geometry, site.rope(l), None, codecs.clone(), block)))
+        context
+            .layers(|l| Ok(CodedStore::new(context.geometry, context.rope(l), None, codecs.clone(), block)))
     }
 }
 

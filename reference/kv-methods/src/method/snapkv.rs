@@ -12,11 +12,11 @@ use kv_model::Rope;
 use svd_core::SoftmaxStats;
 
 use super::budget::part;
-use super::kind::{Entry, Kind, Site};
+use super::kind::{BuildContext, Kind, Registration};
 use crate::Result;
 use crate::cache::{Geometry, RotatedStore, Store};
 
-pub(super) const SNAP_KV: Entry = Entry {
+pub(super) const SNAP_KV: Registration = Registration {
     names: &["snapkv"],
     help: "\
   snapkv            the prompt's tokens that its end attends to: no       tokens=0.5
@@ -32,8 +32,10 @@ struct SnapKv {
 }
 
 impl Kind for SnapKv {
-    fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {
-        site.layers(|l| Ok(EvictingStore::new(site.dense(l), site.geometry, site.rope(l), self.tokens)))
+    fn stores(&self, context: &BuildContext<'_>) -> Result<Vec<Box<dyn Store>>> {
+        context.layers(|l| {
+            Ok(EvictingStore::new(context.dense(l), context.geometry, context.rope(l), self.tokens))
+        })
     }
 }
 

@@ -13,13 +13,13 @@ use kv_model::Config;
 use pq_core::{TokenBudget, top_k_into};
 use svd_core::SoftmaxStats;
 
-use super::kind::{Entry, Kind, Site};
+use super::kind::{BuildContext, Kind, Registration};
 #[cfg(feature = "cuda")]
 use super::on_device::{DeviceKind, Limit};
 use crate::cache::{DenseStore, FetchCounter, Geometry, Store};
 use crate::{Error, Result};
 
-pub(super) const SPARQ: Entry = Entry {
+pub(super) const SPARQ: Registration = Registration {
     names: &["sparq"],
     help: "\
   sparq             top-k by the queries' r largest components, the mean  ratio=0.2 r=32 (a quarter of the head)
@@ -52,15 +52,15 @@ impl Kind for SparQ {
         Err(Limit::without_kernels("pqcache"))
     }
 
-    fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {
-        let Geometry { n_kv_heads, head_dim, .. } = site.geometry;
-        site.layers(|l| {
+    fn stores(&self, context: &BuildContext<'_>) -> Result<Vec<Box<dyn Store>>> {
+        let Geometry { n_kv_heads, head_dim, .. } = context.geometry;
+        context.layers(|l| {
             Ok(SparQStore {
-                geometry: site.geometry,
-                exact: site.dense(l),
+                geometry: context.geometry,
+                exact: context.dense(l),
                 sums: vec![vec![0.0; head_dim]; n_kv_heads],
                 ratio: self.ratio,
-                reserved: site.reserved,
+                reserved: context.reserved,
                 components: self.components,
                 fetched: FetchCounter::default(),
             })

@@ -22,7 +22,7 @@ use pq_core::sq::{MAX_BLOCK, MAX_DIM, Shape, TILE};
 use rayon::prelude::*;
 use svd_core::{Hadamard, Rows};
 
-use super::kind::{Entry, Kind, Site};
+use super::kind::{BuildContext, Kind, Registration};
 #[cfg(feature = "cuda")]
 use super::on_device::{DeviceKind, Limit};
 use super::settings::Switch;
@@ -30,7 +30,7 @@ use crate::cache::{Geometry, Store, head_fits};
 use crate::calibrate::{Calibration, LayerSamples};
 use crate::{Error, Profile, Result};
 
-pub(super) const SQ: Entry = Entry {
+pub(super) const SQ: Registration = Registration {
     names: &["sq"],
     help: "\
   sq                attention on scalar codes: no codebooks               k=3 v=3 block=64
@@ -183,17 +183,17 @@ impl Kind for Sq {
         Ok(self)
     }
 
-    fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {
-        site.layers(|l| {
-            let rope = site.rope(l);
+    fn stores(&self, context: &BuildContext<'_>) -> Result<Vec<Box<dyn Store>>> {
+        context.layers(|l| {
+            let rope = context.rope(l);
             let head = |basis: Basis| {
                 let head = basis.head(rope.frequencies(), &self.bits());
                 head.map_err(|e| Error::Profile(e.to_string()))
             };
-            let bases = self.bases(site.config, site.profile, l)?.into_iter();
+            let bases = self.bases(context.config, context.profile, l)?.into_iter();
             let shared = bases.map(head).collect::<Result<Vec<_>>>()?;
             let heads = shared.iter().cloned().map(Codes::new).collect();
-            Ok(SqStore { geometry: site.geometry, rope, shared, heads })
+            Ok(SqStore { geometry: context.geometry, rope, shared, heads })
         })
     }
 }

@@ -9,11 +9,11 @@ use std::sync::Arc;
 use kv_llama::Footprint;
 use svd_core::SoftmaxStats;
 
-use super::kind::{Entry, Kind, Site};
+use super::kind::{BuildContext, Kind, Registration};
 use crate::Result;
 use crate::cache::{Geometry, Store};
 
-pub(super) const STREAMING: Entry = Entry {
+pub(super) const STREAMING: Registration = Registration {
     names: &["streaming"],
     help: "\
   streaming         sinks and window only (StreamingLLM)
@@ -30,8 +30,8 @@ impl Kind for Streaming {
         true
     }
 
-    fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {
-        site.layers(|_| Ok(StreamingStore::new(site.geometry)))
+    fn stores(&self, context: &BuildContext<'_>) -> Result<Vec<Box<dyn Store>>> {
+        context.layers(|_| Ok(StreamingStore::new(context.geometry)))
     }
 }
 

@@ -19,7 +19,7 @@ use svd_core::{
 };
 
 use super::Place;
-use super::kind::{Entry, Kind, Site};
+use super::kind::{BuildContext, Kind, Registration};
 #[cfg(feature = "cuda")]
 use super::on_device::{DeviceKind, Limit};
 use super::scalar::{BLOCK, BlockCodec, CodedStore, PerChannel, PerToken};
@@ -31,7 +31,7 @@ use crate::{Error, Profile, Result};
 use fold::fold_values;
 use store::ZackStore;
 
-pub(super) const ZACK: Entry = Entry {
+pub(super) const ZACK: Registration = Registration {
     names: &["zack"],
     help: "\
   zack              rotated, ranks cut to fractions, values folded        k=0.75 v=0.75 basis=closed|stacked|principal
@@ -141,21 +141,26 @@ impl Kind for Zack {
         Ok(())
     }
 
-    fn stores(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {
+    fn stores(&self, context: &BuildContext<'_>) -> Result<Vec<Box<dyn Store>>> {
         let Some(bits) = self.bits else {
-            return match site.exact {
-                ElementType::F32 => self.reduced::<f32>(site),
-                ElementType::F16 => self.reduced::<f16>(site),
-                ElementType::Bf16 => self.reduced::<bf16>(site),
+            return match context.exact {
+                ElementType::F32 => self.reduced::<f32>(context),
+                ElementType::F16 => self.reduced::<f16>(context),
+                ElementType::Bf16 => self.reduced::<bf16>(context),
             };
         };
         let (keys, values) = (PerChannel { bits }, PerToken { bits, group: BLOCK });
         let codecs = Pair::<Arc<dyn BlockCodec>>::new(Arc::new(keys), Arc::new(values));
-        let maps = self.maps(site)?;
-        site.layers(|l| {
-            let store =
-                CodedStore::new(site.geometry, site.rope(l), Some(maps[l].clone()), codecs.clone(), BLOCK);
-            Ok(EvictingStore::new(store, site.geometry, site.rope(l), self.tokens))
+        let maps = self.maps(context)?;
+        context.layers(|l| {
+            let store = CodedStore::new(
+                context.geometry,
+                context.rope(l),
+                Some(maps[l].clone()),
+                codecs.clone(),
+                BLOCK,
+            );
+            Ok(EvictingStore::new(store, context.geometry, context.rope(l), self.tokens))
         })
     }
 
@@ -283,17 +288,17 @@ type Ranked = (LayerRotations, Vec<[usize; 2]>);
 
 impl Zack {
     /// Stores of rows with elements of type `E`.
-    fn reduced<E: Element>(&self, site: &Site<'_>) -> Result<Vec<Box<dyn Store>>> {
-        let (maps, cuts_prompts) = (self.maps(site)?, self.prompt == Prompts::Cut);
-        site.layers(|l| {
-            let store = ZackStore::<E>::new(site.geometry, site.rope(l), &maps[l], cuts_prompts);
-            Ok(EvictingStore::new(store, site.geometry, site.rope(l), self.tokens))
+    fn reduced<E: Element>(&self, context: &BuildContext<'_>) -> Result<Vec<Box<dyn Store>>> {
+        let (maps, cuts_prompts) = (self.maps(context)?, self.prompt == Prompts::Cut);
+        context.layers(|l| {
+            let store = ZackStore::<E>::new(context.geometry, context.rope(l), &maps[l], cuts_prompts);
+            Ok(EvictingStore::new(store, context.geometry, context.rope(l), self.tokens))
         })
     }
 
     /// The maps of all layers and heads.
-    fn maps(&self, site: &Site<'_>) -> Result<Vec<Vec<Arc<svd_core::HeadMaps>>>> {
-        let layers = self.ranked(site.config, site.profile)?;
+    fn maps(&self, context: &BuildContext<'_>) -> Result<Vec<Vec<Arc<svd_core::HeadMaps>>>> {
+        let layers = self.ranked(context.config, context.profile)?;
         layers.iter().map(|(rotations, ranks)| Ok(rotations.folded_maps(ranks)?)).collect()
     }
 
