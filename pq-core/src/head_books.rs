@@ -9,6 +9,7 @@ use crate::error::check_len;
 use crate::squares::squares;
 use crate::{
     Backend, Codebook, CodebookBuf, Element, Error, PqShape, Rows, TrainOptions, Trained, train_batch,
+    unseen_error,
 };
 
 const MAGIC: [u8; 4] = *b"PQHB";
@@ -148,15 +149,6 @@ impl HeadBooks {
         let [keys, values] = books;
         Ok(Self::new(keys, values))
     }
-}
-
-/// The error to expect of a codebook on other vectors, given that on the `n` vectors that it was trained on:
-/// each of its `ksub` centroids is the mean of some of them, which brings it as much nearer to these as it
-/// brings it away from others. The error of 256 centroids grows by an eighth if they were trained on 4,096
-/// vectors.
-#[must_use]
-pub fn unseen_error(error: f64, n: usize, ksub: usize) -> f64 {
-    error * (n + ksub) as f64 / n.saturating_sub(ksub).max(1) as f64
 }
 
 /// Trains one codebook per head; also returns the relative error to expect of each.

@@ -89,7 +89,7 @@ pub use error::Error;
 pub use gaussian_codebook::{gaussian_centroids, gaussian_gain};
 pub use group::{GroupRule, combine_group_into, combine_group_into_with};
 #[cfg(feature = "alloc")]
-pub use head_books::{HeadBooks, unseen_error};
+pub use head_books::HeadBooks;
 #[cfg(feature = "alloc")]
 pub use head_codes::{Evicted, HeadCodes};
 pub use hybrid::{
@@ -119,7 +119,9 @@ pub use simd::BLOCK;
 pub use token_budget::TokenBudget;
 pub use topk::{top_k_into, top_k_into_with};
 #[cfg(feature = "alloc")]
-pub use train::{Start, TrainOptions, Trained, train, train_batch, train_batch_with, train_with};
+pub use train::{
+    Start, TrainOptions, Trained, train, train_batch, train_batch_with, train_with, unseen_error,
+};
 
 #[cfg(feature = "serde")]
 kv_attend::serde_as_bytes!(

@@ -77,6 +77,15 @@ pub struct Trained {
     pub codes: Vec<u8>,
 }
 
+/// The error to expect of a codebook on other vectors, given that on the `n` vectors that it was trained on:
+/// each of its `ksub` centroids is the mean of some of them, which brings it as much nearer to these as it
+/// brings it away from others. The error of 256 centroids grows by an eighth if they were trained on 4,096
+/// vectors.
+#[must_use]
+pub fn unseen_error(error: f64, n: usize, ksub: usize) -> f64 {
+    error * (n + ksub) as f64 / n.saturating_sub(ksub).max(1) as f64
+}
+
 /// Trains a codebook: k-means in every subspace independently.
 ///
 /// # Shapes
