@@ -7,5 +7,6 @@ mod extremes;
 mod kernels;
 mod owners;
 mod properties;
+mod reduced_rows;
 mod schedules;
 mod with_pq_core;
