@@ -12,30 +12,15 @@ use pyo3::types::{PyByteArray, PyCapsule, PyMemoryView};
 
 use crate::error::{Error, Result};
 
-/// The element type of a name.
+/// The element type of a name, which may be torch's.
 pub fn parse_dtype(name: &str) -> Result<ElementType> {
-    match name {
-        "f32" | "float32" => Ok(ElementType::F32),
-        "f16" | "float16" => Ok(ElementType::F16),
-        "bf16" | "bfloat16" => Ok(ElementType::Bf16),
-        _ => Err(Error::element(format!("`{name}` is none of f32, f16 and bf16"))),
-    }
-}
-
-pub const fn dtype_name(dtype: ElementType) -> &'static str {
-    match dtype {
-        ElementType::F32 => "f32",
-        ElementType::F16 => "f16",
-        ElementType::Bf16 => "bf16",
-    }
-}
-
-/// Bytes of an element.
-pub const fn size(dtype: ElementType) -> usize {
-    match dtype {
-        ElementType::F32 => 4,
-        ElementType::F16 | ElementType::Bf16 => 2,
-    }
+    let short = match name {
+        "float32" => "f32",
+        "float16" => "f16",
+        "bfloat16" => "bf16",
+        name => name,
+    };
+    short.parse().map_err(|e| Error::element(format!("`{name}`: {e}")))
 }
 
 /// Evaluates an expression with `$type` as the element type that is known at run time.
@@ -120,7 +105,7 @@ impl Array {
         if buffer.suboffsets().is_some_and(|offsets| offsets.iter().any(|&offset| offset >= 0)) {
             return Err(Error::element("rows of pointers to other rows: expected one block of memory"));
         }
-        let size = size(dtype) as isize;
+        let size = dtype.size() as isize;
         let strides = buffer.strides().iter().map(|&bytes| (bytes % size == 0).then_some(bytes / size));
         let strides: Option<Vec<isize>> = strides.collect();
         let strides = strides.ok_or_else(|| Error::element("a stride is not a whole number of elements"))?;
@@ -147,7 +132,7 @@ impl Array {
         if unsafe { ffi::PyObject_CheckBuffer(object.as_ptr()) } == 1 {
             let buffer = buffer(object)?;
             if buffer.item_size() == 1 {
-                let (len, expected) = (buffer.len_bytes(), expected * size(dtype));
+                let (len, expected) = (buffer.len_bytes(), expected * dtype.size());
                 if len != expected {
                     return Err(Error::argument(format!("{what} has {len} B, expected {expected} B")));
                 }
@@ -161,8 +146,8 @@ impl Array {
         }
         let mut array = Self::get(object)?;
         if array.dtype != dtype {
-            let (found, expected) = (dtype_name(array.dtype), dtype_name(dtype));
-            return Err(Error::element(format!("{what} has elements of {found}, expected {expected}")));
+            let found = array.dtype;
+            return Err(Error::element(format!("{what} has elements of {found}, expected {dtype}")));
         }
         if array.shape == [expected] && array.is_contiguous() {
             array.shape = shape.to_vec();
@@ -227,11 +212,8 @@ impl Array {
             let strides = contiguous(&shape);
             return Ok(Self { address: 64, dtype, shape, strides, writable, _owner: owner });
         }
-        if address == 0 || !address.is_multiple_of(size(dtype)) {
-            return Err(Error::element(format!(
-                "the memory is not aligned to elements of {}",
-                dtype_name(dtype)
-            )));
+        if address == 0 || !address.is_multiple_of(dtype.size()) {
+            return Err(Error::element(format!("the memory is not aligned to elements of {dtype}")));
         }
         // The stride of a dimension of one element is never used.
         let strides =
@@ -336,7 +318,7 @@ impl Array {
 
     /// Whether both have memory in common.
     pub fn overlaps(&self, other: &Self) -> bool {
-        let range = |array: &Self| (array.address, array.address + array.span() * size(array.dtype));
+        let range = |array: &Self| (array.address, array.address + array.span() * array.dtype.size());
         let ((a, a_end), (b, b_end)) = (range(self), range(other));
         a < b_end && b < a_end
     }
@@ -513,7 +495,7 @@ impl View {
         });
         let needed = match shape.contains(&0) {
             true => Some(0),
-            false => last.and_then(|last| last.checked_add(1)?.checked_mul(size(dtype))),
+            false => last.and_then(|last| last.checked_add(1)?.checked_mul(dtype.size())),
         };
         let available = buffer.len_bytes().saturating_sub(offset);
         if needed.is_none_or(|needed| needed > available) {
@@ -526,8 +508,8 @@ impl View {
     }
 
     #[getter]
-    fn dtype(&self) -> &'static str {
-        dtype_name(self.dtype)
+    fn dtype(&self) -> String {
+        self.dtype.to_string()
     }
 }
 

@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
 use crate::arguments;
-use crate::array::{Array, Output, dtype_name, for_dtype, parse_dtype};
+use crate::array::{Array, Output, for_dtype, parse_dtype};
 use crate::error::{Error, Result};
 use crate::layout::{Tokens, for_tokens};
 use crate::quantizers::{ProductQuantizer, ScalarQuantizer};
@@ -167,8 +167,8 @@ impl LayerCache {
     }
 
     #[getter]
-    fn dtype(&self) -> &'static str {
-        dtype_name(for_layer!(&self.tokens, layer => layer.element()))
+    fn dtype(&self) -> String {
+        for_layer!(&self.tokens, layer => layer.element()).to_string()
     }
 
     #[getter]

@@ -7,7 +7,7 @@ use kv_store::{KvStore, PageLayout, PageModel, Put};
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 
-use crate::array::{self, Array, Output, for_dtype};
+use crate::array::{Array, Output, for_dtype};
 use crate::codec::Profile;
 use crate::error::Result;
 use crate::threads::{self, Opened};
@@ -106,6 +106,6 @@ impl Pages {
     /// Bytes of a page in memory.
     #[getter]
     fn nbytes(&self) -> usize {
-        self.shape.iter().product::<usize>() * array::size(self.dtype)
+        self.shape.iter().product::<usize>() * self.dtype.size()
     }
 }
