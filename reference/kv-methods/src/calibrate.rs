@@ -4,7 +4,6 @@ mod text;
 
 use kv_llama::{Activations, prefill};
 use kv_model::{Model, Rope};
-use pq_core::is_norm_scale;
 use rayon::prelude::*;
 use svd_core::{Gram, MapBuf, NoRope, PostRope, PreRope, RopeSide, Rows};
 
@@ -176,26 +175,7 @@ pub(crate) fn single(x: &[f64]) -> Vec<f32> {
 /// A map (dim, dim) in single precision, times a power of two: a profile's scale of values, or its reciprocal.
 ///
 /// # Errors
-/// [`Error::Profile`] for a factor that is no [norm's scale](is_norm_scale).
+/// [`svd_core::Error::Length`] for a map of another size.
 pub(crate) fn scaled(map: &[f64], factor: f32, dim: usize) -> Result<MapBuf> {
-    if !is_norm_scale(factor) {
-        let what = "a scale of values that is no power of two from 2^-126 to 2^126";
-        return Err(Error::Profile(what.into()));
-    }
     Ok(MapBuf::new(map.iter().map(|&x| x as f32 * factor).collect(), dim, dim)?)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn scales_of_a_profile_are_powers_of_two() {
-        for factor in [0.0, -1.0, 3.0, f32::NAN, f32::INFINITY, 1e-45, 2.0_f32.powi(127)] {
-            assert!(matches!(scaled(&[1.0], factor, 1), Err(Error::Profile(_))), "{factor}");
-        }
-        for exponent in [-126, 0, 126] {
-            scaled(&[1.0], 2.0_f32.powi(exponent), 1).unwrap();
-        }
-    }
 }

@@ -1,5 +1,9 @@
 //! What calibration leaves for runs: codebooks, rotations and models, with the model that they belong to.
 
+#[cfg(test)]
+mod forged;
+mod numbers;
+
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -103,7 +107,7 @@ impl Profile {
         })
     }
 
-    /// Adds an entry of finite floats; the methods check its shape when they read it.
+    /// Adds an entry of finite floats; what reads it checks its length and its numbers.
     pub(crate) fn put_floats(&mut self, key: String, values: Vec<f32>) {
         self.floats.insert(key, values);
     }
@@ -111,11 +115,6 @@ impl Profile {
     /// Adds an entry of bytes, in a format with its own checks.
     pub(crate) fn put_bytes(&mut self, key: String, values: Vec<u8>) {
         self.bytes.insert(key, values);
-    }
-
-    /// Floats of an entry.
-    pub(crate) fn floats(&self, key: &str) -> Result<&[f32]> {
-        self.floats.get(key).map(Vec::as_slice).ok_or_else(|| missing(key))
     }
 
     /// Bytes of an entry.

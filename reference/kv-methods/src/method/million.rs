@@ -20,7 +20,7 @@ use super::paged::Paging;
 use super::pq_code::{CODE_TILE, PqCode, check_codes};
 use crate::cache::{Geometry, Store, head_fits};
 use crate::calibrate::{Calibration, mean_row, rotated_keys};
-use crate::{Error, Profile, Result};
+use crate::{Profile, Result};
 use outliers::OutlierStore;
 
 pub(super) const MILLION: Registration = Registration {
@@ -57,21 +57,25 @@ impl Million {
 
     /// The codebooks of layer `l`, one pair per KV head.
     fn trained(&self, profile: &Profile, geometry: Geometry, l: usize) -> Result<Vec<Pair<CodebookBuf>>> {
-        let codebook = |side: Side, head: usize| -> Result<_> {
-            let shape = self.codes[side].shape(geometry.head_dim)?;
-            let centroids = profile.floats(&self.key(side, l, head, "centroids"))?;
-            CodebookBuf::new(shape, centroids).map_err(|e| Error::Profile(e.to_string()))
-        };
-        (0..geometry.n_kv_heads).map(|head| Pair::try_of(|side| codebook(side, head))).collect()
+        self.of_heads(geometry, l, |side, key| {
+            profile.codebook(&key("centroids"), self.codes[side].shape(geometry.head_dim)?)
+        })
     }
 
     /// The relative errors of layer `l`'s codes on the calibration text.
     fn errors(&self, profile: &Profile, geometry: Geometry, l: usize) -> Result<Vec<Pair<f64>>> {
-        let error = |side: Side, head: usize| match profile.floats(&self.key(side, l, head, "error"))? {
-            &[error] => Ok(error.into()),
-            _ => Err(Error::Profile("more or less than one coding error of a head".into())),
-        };
-        (0..geometry.n_kv_heads).map(|head| Pair::try_of(|side| error(side, head))).collect()
+        self.of_heads(geometry, l, |_, key| profile.expected_error(&key("error")))
+    }
+
+    /// What `read` returns for each side of each head of layer `l`, given the names of its entries.
+    fn of_heads<T>(
+        &self,
+        geometry: Geometry,
+        l: usize,
+        read: impl Fn(Side, &dyn Fn(&str) -> String) -> Result<T>,
+    ) -> Result<Vec<Pair<T>>> {
+        let head = |head| Pair::try_of(|side| read(side, &|part| self.key(side, l, head, part)));
+        (0..geometry.n_kv_heads).map(head).collect()
     }
 }
 

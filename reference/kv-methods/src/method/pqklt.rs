@@ -7,7 +7,6 @@ mod device;
 mod mean_errors;
 mod store;
 
-use std::fmt::Display;
 use std::sync::Arc;
 
 use kv_attend::owner::{Pair, Side};
@@ -264,34 +263,25 @@ impl PqKlt {
             }
         };
         let read = |side: Side, head: usize| -> Result<HeadCode> {
-            let part = |part| profile.floats(&self.key(side, l, head, part)).map(<[f32]>::to_vec);
-            let wrong = |e: &dyn Display| Error::Profile(e.to_string());
-            let map = |name| -> Result<MapBuf> {
-                MapBuf::new(part(name)?, config.head_dim, config.head_dim).map_err(|e| wrong(&e))
+            let key = |part| self.key(side, l, head, part);
+            let mean = profile.factors(&key("mean"), dim)?.to_vec();
+            let errors = match side {
+                Side::Keys => profile.deviations(&key("errors"), dim)?.to_vec(),
+                Side::Values => vec![],
             };
-            let mean = part("mean")?;
-            if mean.len() != config.head_dim {
-                return Err(Error::Profile(format!("a mean of {} dimensions", mean.len())));
-            }
-            let errors = if side == Side::Keys { part("errors")? } else { vec![] };
-            if side == Side::Keys && errors.len() != config.head_dim {
-                return Err(Error::Profile(format!("coding errors of {} components", errors.len())));
-            }
-            let [error] = part("error")?[..] else {
-                return Err(Error::Profile("more or less than one coding error of a head".into()));
-            };
+            let error = profile.expected_error(&key("error"))? as f32;
             let is_gaussian = self.is_gaussian(side);
             let (basis, dual, codebook) = match gaussian.as_ref().filter(|_| is_gaussian) {
                 Some((rotation, book)) => {
-                    let [scale] = part("scale")?[..] else {
-                        return Err(Error::Profile("more or less than one scale of a head's values".into()));
-                    };
+                    let scale = profile.unit_of_norms(&key("scale"))?;
                     let map = |map: &[f64], factor| scaled(map, factor, dim);
                     (map(rotation.basis(), scale.recip())?, map(rotation.dual(), scale)?, book.clone())
                 }
                 None => {
-                    let codebook = CodebookBuf::new(self.codes[side].shape(dim)?, &part("centroids")?);
-                    (map("store")?, map("probe")?, Arc::new(codebook.map_err(|e| wrong(&e))?))
+                    let codebook = profile.codebook(&key("centroids"), self.codes[side].shape(dim)?)?;
+                    let [basis, dual] = profile.basis_and_dual([&key("store"), &key("probe")], dim)?;
+                    let map = |map: &[f32]| MapBuf::new(map.to_vec(), dim, dim);
+                    (map(basis)?, map(dual)?, Arc::new(codebook))
                 }
             };
             let norms = self.norms(side, dim)?;

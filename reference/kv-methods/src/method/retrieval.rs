@@ -24,9 +24,11 @@ use super::offload::{OffloadSettings, offload_help};
 use super::on_device::{DeviceKind, Limit};
 use super::pq_code::PqCode;
 use super::settings::words;
+#[cfg(feature = "cuda")]
+use crate::Error;
 use crate::cache::{Geometry, OffloadedRows, Store};
 use crate::calibrate::{Calibration, rotated_keys};
-use crate::{Error, Profile, Result};
+use crate::{Profile, Result};
 
 pub(super) const ORACLE: Registration = Registration {
     names: &["oracle"],
@@ -97,11 +99,7 @@ impl Quantizer {
     /// The codebooks of layer `l`, one per KV head.
     fn trained(&self, profile: &Profile, geometry: Geometry, l: usize) -> Result<Vec<CodebookBuf>> {
         let shape = self.code.shape(geometry.head_dim)?;
-        let codebook = |head| {
-            let centroids = profile.floats(&self.key(l, head))?;
-            CodebookBuf::new(shape, centroids).map_err(|e| Error::Profile(e.to_string()))
-        };
-        (0..geometry.n_kv_heads).map(codebook).collect()
+        (0..geometry.n_kv_heads).map(|head| profile.codebook(&self.key(l, head), shape)).collect()
     }
 
     /// The scorer of layer `l` before the first keys.

@@ -109,20 +109,16 @@ impl Sq {
     fn bases(&self, config: &Config, profile: &Profile, l: usize) -> Result<Vec<Basis>> {
         let dim = config.head_dim;
         let basis = |head: usize| -> Result<Basis> {
-            let part = |part, len: usize| -> Result<Vec<f32>> {
-                let entry = self.key(l, head, part);
-                let values = profile.floats(&entry)?;
-                let wrong = || Error::Profile(format!("`{entry}` has {} elements, not {len}", values.len()));
-                if values.len() == len { Ok(values.to_vec()) } else { Err(wrong()) }
-            };
+            let key = |part| self.key(l, head, part);
+            let [basis, dual] = profile.basis_and_dual([&key("basis"), &key("dual")], dim)?;
             Ok(Basis {
                 block: self.block,
-                mean: part("mean", dim)?,
-                basis: part("basis", dim * dim)?,
-                dual: part("dual", dim * dim)?,
-                sigma: part("sigma", dim)?,
-                value_mean: part("value-mean", dim)?,
-                value_scale: part("value-scale", 1)?[0],
+                mean: profile.factors(&key("mean"), dim)?.to_vec(),
+                basis: basis.to_vec(),
+                dual: dual.to_vec(),
+                sigma: profile.deviations(&key("sigma"), dim)?.to_vec(),
+                value_mean: profile.factors(&key("value-mean"), dim)?.to_vec(),
+                value_scale: profile.unit_of_norms(&key("value-scale"))?,
             })
         };
         (0..config.n_kv_heads).map(basis).collect()
@@ -186,12 +182,9 @@ impl Kind for Sq {
     fn stores(&self, context: &BuildContext<'_>) -> Result<Vec<Box<dyn Store>>> {
         context.layers(|l| {
             let rope = context.rope(l);
-            let head = |basis: Basis| {
-                let head = basis.head(rope.frequencies(), &self.bits());
-                head.map_err(|e| Error::Profile(e.to_string()))
-            };
-            let bases = self.bases(context.config, context.profile, l)?.into_iter();
-            let shared = bases.map(head).collect::<Result<Vec<_>>>()?;
+            let bases = self.bases(context.config, context.profile, l)?;
+            let head = |basis: &Basis| Ok(basis.head(rope.frequencies(), &self.bits())?);
+            let shared = bases.iter().map(head).collect::<Result<Vec<_>>>()?;
             let heads = shared.iter().cloned().map(Codes::new).collect();
             Ok(SqStore { geometry: context.geometry, rope, shared, heads })
         })

@@ -343,10 +343,8 @@ impl Zack {
 fn loss_weights(profile: &Profile, layers: &[LayerRotations]) -> Result<Vec<f64>> {
     let mut weights = vec![];
     for (l, layer) in layers.iter().enumerate() {
-        let &[rms] = profile.floats(&residual_key(l))? else {
-            return Err(Error::Profile(format!("{} is not one element", residual_key(l))));
-        };
-        weights.extend(layer.weights(1.0).iter().map(|weight| weight * f64::from(rms).powi(-2)));
+        let rms = profile.size(&residual_key(l))?;
+        weights.extend(layer.weights(1.0).iter().map(|weight| weight * rms.powi(-2)));
     }
     Ok(weights)
 }
@@ -359,17 +357,10 @@ fn read_rotation(
     l: usize,
     head: usize,
 ) -> Result<Rotation> {
-    let part = |part| -> Result<Vec<f64>> {
-        Ok(profile.floats(&key(basis, side, l, head, part))?.iter().map(|&x| x.into()).collect())
-    };
-    let rotation = Rotation::from_parts(part("store")?, part("probe")?, part("sigma")?)
-        .map_err(|e| Error::Profile(e.to_string()))?;
-    if rotation.dim() != config.head_dim {
-        return Err(Error::Profile(format!(
-            "a rotation of {} dimensions for heads of {}",
-            rotation.dim(),
-            config.head_dim
-        )));
-    }
-    Ok(rotation)
+    let (dim, names) =
+        (config.head_dim, ["store", "probe", "sigma"].map(|part| key(basis, side, l, head, part)));
+    let [store, probe] = profile.basis_and_dual([&names[0], &names[1]], dim)?;
+    let parts = [store, probe, profile.spectrum(&names[2], dim)?];
+    let [store, probe, sigma] = parts.map(|part| part.iter().map(|&x| x.into()).collect());
+    Ok(Rotation::from_parts(store, probe, sigma)?)
 }
