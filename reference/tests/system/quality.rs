@@ -118,6 +118,20 @@ fn aggressive_settings_degrade_in_the_papers_order() {
     assert!(cachegen.kv_bytes_per_token * 2.5 < int8.kv_bytes_per_token);
 }
 
+/// Outliers that are kept exact take nothing from the codes of the rest: these lose no more than without, and
+/// fit a text of the calibration's kind.
+#[test]
+#[ignore = "long: many seconds of a real model; `.ci/run` has it"]
+fn outliers_kept_exact_lose_nothing() {
+    let methods = ["million", "million:outliers=1", "million:outliers=1:window=0"];
+    let comparison = run(&methods, Sizes { context: 1024, decode: 160, calibration: 2048 });
+    let [plain, outliers, alone] = methods.map(|spec| row(&comparison, spec));
+    assert!(outliers.kl < 1.1 * plain.kl, "KL {}, {} without outliers", outliers.kl, plain.kl);
+    for row in [plain, outliers, alone] {
+        assert!(!row.fits.is_empty() && row.misfits().is_none(), "{}: {:?}", row.setting, row.misfits());
+    }
+}
+
 /// A log of a service: a text of another kind than the shipped one, and always the same.
 fn log() -> String {
     const EVENTS: [&str; 8] = [

@@ -21,7 +21,7 @@ use super::pq_code::{CODE_TILE, PqCode, check_codes};
 use crate::cache::{Geometry, Store, head_fits};
 use crate::calibrate::{Calibration, mean_row, rotated_keys};
 use crate::{Profile, Result};
-use outliers::OutlierStore;
+use outliers::{Kept, OutlierStore};
 
 pub(super) const MILLION: Registration = Registration {
     names: &["million"],
@@ -67,6 +67,13 @@ impl Million {
         self.of_heads(geometry, l, |_, key| profile.expected_error(&key("error")))
     }
 
+    /// The outliers that layer `l` keeps of an empty sequence.
+    fn kept(&self, profile: &Profile, geometry: Geometry, l: usize) -> Result<Vec<Pair<Kept>>> {
+        self.of_heads(geometry, l, |_, key| {
+            Ok(Kept::about(profile.factors(&key("centre"), geometry.head_dim)?))
+        })
+    }
+
     /// What `read` returns for each side of each head of layer `l`, given the names of its entries.
     fn of_heads<T>(
         &self,
@@ -105,18 +112,18 @@ impl Kind for Million {
             TrainOptions { iterations: self.iterations, seed: SEED, encode: true, ..Default::default() };
         for (l, layer) in samples.layers.iter().enumerate() {
             for side in Side::ALL {
-                let rows = |head| -> Result<Vec<f32>> {
-                    let mut rows = match side {
-                        Side::Keys => rotated_keys(rope.layer(l), &geometry.head_rows(head, &layer.keys)),
-                        Side::Values => geometry.head_rows(head, &layer.values),
-                    };
-                    if self.outliers > 0 {
-                        let centre = mean_row(&rows, geometry.head_dim);
-                        outliers::take(&mut rows, &centre, self.outliers)?;
-                    }
-                    Ok(rows)
+                let rows = |head| match side {
+                    Side::Keys => rotated_keys(rope.layer(l), &geometry.head_rows(head, &layer.keys)),
+                    Side::Values => geometry.head_rows(head, &layer.values),
                 };
-                let sets = (0..geometry.n_kv_heads).map(rows).collect::<Result<Vec<_>>>()?;
+                let mut sets: Vec<_> = (0..geometry.n_kv_heads).map(rows).collect();
+                if self.outliers > 0 {
+                    for (head, rows) in sets.iter_mut().enumerate() {
+                        let centre = mean_row(rows, geometry.head_dim);
+                        outliers::take(rows, &centre, 0, self.outliers)?;
+                        profile.put_floats(self.key(side, l, head, "centre"), centre);
+                    }
+                }
                 let sets: Vec<&[f32]> = sets.iter().map(Vec::as_slice).collect();
                 let trained = train_batch(self.codes[side].shape(geometry.head_dim)?, &sets, &options)?;
                 for (head, (trained, rows)) in trained.into_iter().zip(sets).enumerate() {
@@ -148,7 +155,10 @@ impl Kind for Million {
         };
         match self.outliers {
             0 => context.layers(store),
-            percent => context.layers(|l| Ok(OutlierStore::new(store(l)?, percent))),
+            percent => context.layers(|l| {
+                let kept = self.kept(context.profile, context.geometry, l)?;
+                Ok(OutlierStore::new(store(l)?, kept, percent))
+            }),
         }
     }
 }

@@ -1,5 +1,10 @@
-//! The paper's ablation, not its method: the elements that are farthest from their channel's centre are kept
-//! exact next to the codes. Attention decodes the rows and puts these elements back.
+//! The paper's ablation (IV, "Outlier-immune study"), not its method: the top percent of the elements "based
+//! on data distribution" are kept exact next to the codes. The paper does not say how they are found. Here they
+//! are those farthest from their channel's centre, the mean of the calibration's rows. The centre also takes
+//! their place in the rows that are coded, as in those that codebooks are trained on. Attention decodes the
+//! rows and puts the outliers back.
+
+use std::sync::Arc;
 
 use kv_attend::owner::{Pair, Side};
 use kv_attend::{Backend, Rows};
@@ -9,7 +14,6 @@ use pq_core::{Outlier, SoftmaxStats, decode_into, extract_outliers, restore_outl
 use super::MillionStore;
 use crate::Result;
 use crate::cache::{Store, attend_rows};
-use crate::calibrate::mean_row;
 
 /// Codes of rows whose outliers are replaced by the centre of their channel, and the outliers.
 #[derive(Clone)]
@@ -20,15 +24,16 @@ pub(super) struct OutlierStore {
 }
 
 /// What one head's keys or values keep exact.
-#[derive(Clone, Default)]
-struct Kept {
-    centre: Vec<f32>,       // (head_dim,), the mean of the first rows; empty without rows
+#[derive(Clone)]
+pub(super) struct Kept {
+    centre: Arc<[f32]>,     // (head_dim,), of the calibration
     outliers: Vec<Outlier>, // of all rows
 }
 
 impl OutlierStore {
-    pub fn new(coded: MillionStore, percent: usize) -> Self {
-        Self { kept: vec![Pair::default(); coded.heads.len()], coded, percent }
+    /// A store of no rows: `kept` is that of each head.
+    pub const fn new(coded: MillionStore, kept: Vec<Pair<Kept>>, percent: usize) -> Self {
+        Self { coded, percent, kept }
     }
 
     /// The rows of one head's keys or values.
@@ -46,20 +51,25 @@ impl OutlierStore {
 }
 
 impl Kept {
+    /// No outliers of rows about `centre` (head_dim,).
+    pub fn about(centre: &[f32]) -> Self {
+        Self { centre: centre.into(), outliers: vec![] }
+    }
+
     /// Moves the outliers of rows, which follow `start` elements, to `self`.
-    fn take_from(&mut self, rows: &mut [f32], dim: usize, start: usize, percent: usize) -> Result<()> {
-        if self.centre.is_empty() {
-            self.centre = mean_row(rows, dim);
-        }
-        let found = take(rows, &self.centre, percent)?;
+    fn take_from(&mut self, rows: &mut [f32], start: usize, percent: usize) -> Result<()> {
+        let found = take(rows, &self.centre, start, percent)?;
         self.outliers.extend(found.iter().map(|x| Outlier { index: start as u32 + x.index, ..*x }));
         Ok(())
     }
 }
 
-/// Replaces the `percent` of elements farthest from their channel's centre by that centre, and returns them.
-pub(super) fn take(rows: &mut [f32], centre: &[f32], percent: usize) -> Result<Vec<Outlier>> {
-    let count = (rows.len() * percent).div_ceil(100);
+/// Replaces the elements farthest from their channel's centre by that centre, and returns them: as many as
+/// bring the outliers of all rows, `start` elements before these included, to `percent`.
+pub(super) fn take(rows: &mut [f32], centre: &[f32], start: usize, percent: usize) -> Result<Vec<Outlier>> {
+    // Rounded for all rows together: rows that come one at a time have no more outliers than rows at once.
+    let share = |elements: usize| elements * percent / 100;
+    let count = share(start + rows.len()) - share(start);
     let (mut distances, mut indices) = (vec![0.0; rows.len()], vec![0; count]);
     let mut outliers = vec![Outlier::default(); count];
     extract_outliers(rows, centre, &mut distances, &mut indices, &mut outliers)?;
@@ -73,7 +83,7 @@ impl Store for OutlierStore {
         for (head, (codes, kept)) in heads.iter_mut().zip(&mut self.kept).enumerate() {
             let mut rows = Pair::new(geometry.head_rows(head, &rotated), geometry.head_rows(head, v));
             for side in Side::ALL {
-                kept[side].take_from(&mut rows[side], dim, codes.len() * dim, self.percent)?;
+                kept[side].take_from(&mut rows[side], codes.len() * dim, self.percent)?;
             }
             let [keys, values] = [&rows.keys, &rows.values].map(|rows| Rows::contiguous(rows, dim));
             codes.append(Backend::detect(), keys?, values?)?;
@@ -89,9 +99,6 @@ impl Store for OutlierStore {
         let end = len * self.coded.geometry.head_dim;
         for kept in self.kept.iter_mut().flat_map(Pair::iter_mut) {
             kept.outliers.retain(|x| (x.index as usize) < end);
-            if len == 0 {
-                kept.centre.clear();
-            }
         }
         self.coded.truncate(len)
     }
@@ -110,9 +117,9 @@ impl Store for OutlierStore {
     }
 
     fn footprint(&self) -> Footprint {
-        let size = |kept: &Kept| size_of_val(&kept.outliers[..]) + size_of_val(&kept.centre[..]);
-        let mut footprint = self.coded.footprint();
-        footprint.kept += self.kept.iter().flat_map(Pair::iter).map(size).sum::<usize>();
+        let (mut footprint, kept) = (self.coded.footprint(), || self.kept.iter().flat_map(Pair::iter));
+        footprint.kept += kept().map(|kept| size_of_val(&kept.outliers[..])).sum::<usize>();
+        footprint.shared += kept().map(|kept| size_of_val(&kept.centre[..])).sum::<usize>();
         footprint
     }
 
@@ -122,5 +129,28 @@ impl Store for OutlierStore {
 
     fn clone_box(&self) -> Box<dyn Store> {
         Box::new(self.clone())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn outliers_are_a_share_of_all_rows_however_they_come() {
+        let (dim, percent, centre) = (24, 3, [0.5; 24]);
+        let rows: Vec<f32> = (0..50 * dim).map(|i| (i * i % 101) as f32).collect();
+        for tokens in [1, 7, 50] {
+            let mut kept = Kept::about(&centre);
+            let mut coded = rows.clone();
+            for (i, rows) in coded.chunks_mut(tokens * dim).enumerate() {
+                kept.take_from(rows, i * tokens * dim, percent).unwrap();
+            }
+            assert_eq!(kept.outliers.len(), rows.len() * percent / 100, "{tokens} at a time");
+            let replaced = coded.iter().zip(&rows).filter(|(coded, row)| coded != row);
+            assert!(replaced.clone().count() > 0 && replaced.clone().all(|(&coded, _)| coded == 0.5));
+            restore_outliers(&mut coded, &kept.outliers).unwrap();
+            assert_eq!(coded, rows);
+        }
     }
 }
