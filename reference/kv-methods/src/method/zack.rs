@@ -114,6 +114,19 @@ impl Kind for Zack {
         if self.bits.is_some() { BLOCK } else { 1 }
     }
 
+    /// Whether a budget is enough depends on the numbers of components alone, not on their singular values.
+    fn check(&self, config: &Config) -> Result<()> {
+        let (flat, heads) = (vec![1.0; config.head_dim], config.n_layers * config.n_kv_heads);
+        Side::ALL.into_iter().try_for_each(|side| {
+            let fraction = self.fractions[side];
+            let ranks = self.ranks(&vec![&flat[..]; heads], fraction, &vec![1.0; heads]);
+            ranks.map(drop).map_err(|e| {
+                let (letter, multiple) = (side.letter(), self.multiple);
+                Error::Argument(format!("method zack: {letter}={fraction}, multiple={multiple}: {e}"))
+            })
+        })
+    }
+
     fn needs_profile(&self) -> bool {
         true
     }

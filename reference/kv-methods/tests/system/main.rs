@@ -3,5 +3,6 @@
 #![allow(clippy::unwrap_used, clippy::panic)] // helpers of tests, too
 
 mod chunks;
+mod settings;
 mod shapes;
 mod sizes;

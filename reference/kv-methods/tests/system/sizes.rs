@@ -82,7 +82,7 @@ fn model(sizes: Sizes) -> Arc<Model> {
 }
 
 /// The logits after the last token, with a prompt of all but a few.
-fn logits(model: &Arc<Model>, method: &str, prompt: usize) -> Result<Vec<f32>, Error> {
+pub(super) fn logits(model: &Arc<Model>, method: &str, prompt: usize) -> Result<Vec<f32>, Error> {
     let rope = Arc::new(Rope::new(&model.config, TOKENS));
     let tokens: Vec<u32> = (0..TOKENS).map(|i| ((i * i + 7 * i) % model.config.vocab_size) as u32).collect();
     let method = method.parse::<Method>()?.fitted(&model.config)?;
