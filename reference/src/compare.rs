@@ -117,10 +117,16 @@ pub struct Row {
 }
 
 impl Row {
+    /// The method and all its settings, as a reader sees them.
+    #[must_use]
+    pub fn title(&self) -> String {
+        format!("{} {}", self.name, self.setting.replace(':', " ")).trim_end().to_owned()
+    }
+
     /// A warning if codes do not fit the text.
     #[must_use]
     pub fn misfits(&self) -> Option<String> {
-        HeadFit::warning(&format!("{} {}", self.name, self.setting.replace(':', " ")), &self.fits)
+        HeadFit::warning(&self.title(), &self.fits)
     }
 }
 

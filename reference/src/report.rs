@@ -57,16 +57,15 @@ fn notes(comparison: &Comparison) -> Vec<String> {
          window. Ratio is to 16 bits. KL (nats) and top-1 are relative to the dense 32-bit cache."
             .into(),
     ];
-    let labels = labels(&comparison.methods);
-    let on_gpu = comparison.methods.iter().zip(&labels).filter(|(row, _)| row.device == Place::Cuda);
-    let on_gpu: Vec<&str> = on_gpu.map(|(_, label)| label.as_str()).collect();
+    let on_gpu = comparison.methods.iter().filter(|row| row.device == Place::Cuda);
+    let on_gpu: Vec<String> = on_gpu.map(Row::title).collect();
     if !on_gpu.is_empty() {
         notes.push(format!(
             "On the GPU, relative to the dense cache with the same 16 bits there: {}.",
             on_gpu.join(", ")
         ));
     }
-    for (row, label) in comparison.methods.iter().zip(&labels) {
+    for row in &comparison.methods {
         let mut further = vec![];
         if row.offloaded_bytes_per_token > 0.0 {
             further.push(format!("{:.0} bytes/token offloaded", row.offloaded_bytes_per_token));
@@ -90,7 +89,7 @@ fn notes(comparison: &Comparison) -> Vec<String> {
             further.push(format!("{mib:.1} MiB for all sequences of the model"));
         }
         if !further.is_empty() {
-            notes.push(format!("{label} also has: {}.", further.join(", ")));
+            notes.push(format!("{} also has: {}.", row.title(), further.join(", ")));
         }
     }
     notes
@@ -271,8 +270,8 @@ impl Labels {
     }
 }
 
-/// The name and first two settings of every row, and the further settings that distinguish it from rows with
-/// the same beginning.
+/// Short titles for charts: the name and first two settings of every row, and the further settings that
+/// distinguish it from rows with the same beginning.
 fn labels(rows: &[Row]) -> Vec<String> {
     let parts = |row: &Row| row.setting.split(':').map(str::to_owned).collect::<Vec<_>>();
     let head = |parts: &[String]| parts[..parts.len().min(2)].to_vec();
