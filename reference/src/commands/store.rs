@@ -14,7 +14,7 @@ use inspect::{Ls, Rm, Verify};
 use kv_methods::{Method, Profile, calibrated_on};
 use kv_model::{Model, Rope};
 use kv_reference::stream::encoded::levels;
-use kv_reference::stream::prompt::{Calculated, PromptStore};
+use kv_reference::stream::prompt::{Calculated, PromptStore, Step};
 use kv_reference::{Error, Result};
 use kv_store::{Check, Grid, KvStore, Options, ProfileId, Space};
 use serde::Serialize;
@@ -328,10 +328,14 @@ impl Put {
         let bar = progress();
         bar.set_message(format!("computing {}", count(end, "token")));
         let check = if self.verify { Check::Digests } else { Check::Length };
-        let done = |i, n| {
+        let done = |step| {
+            let (i, n, what) = match step {
+                Step::Layer(l, layers) => (l, layers, format!("layers of {} computed", count(end, "token"))),
+                Step::Chunk(i, chunks) => (i, chunks, "chunks stored".to_owned()),
+            };
             bar.set_length(n as u64);
             bar.set_position(i as u64 + 1);
-            bar.set_message("chunks stored");
+            bar.set_message(what);
         };
         let Calculated { stored, repaired } =
             open.prompts().calculate(&model, &rope, &tokens, check, done)?;

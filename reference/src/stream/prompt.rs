@@ -74,10 +74,19 @@ impl Filled {
     }
 }
 
+/// A step of [`PromptStore::calculate`] that is done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Step {
+    /// Keys and values of a layer are computed: its index, and the number of layers.
+    Layer(usize, usize),
+    /// A chunk is stored: its index, and the number of chunks.
+    Chunk(usize, usize),
+}
+
 impl PromptStore<'_> {
     /// Computes keys and values of a context exactly and stores the chunks that are missing, or damaged as
-    /// far as `check` detects (CacheGen's `calculate_kv` and `store_kv`). Calls `done` with the index of each
-    /// of these chunks and their number.
+    /// far as `check` detects (CacheGen's `calculate_kv` and `store_kv`). Calls `done` after every layer of
+    /// all tokens, then after every one of these chunks.
     ///
     /// # Errors
     /// Those of [`prefill`] and the store.
@@ -87,7 +96,7 @@ impl PromptStore<'_> {
         rope: &Rope,
         tokens: &[u32],
         check: Check,
-        mut done: impl FnMut(usize, usize),
+        mut done: impl FnMut(Step),
     ) -> Result<Calculated> {
         let keys = self.space.chunks(tokens);
         let end = keys.last().map_or(0, |key| key.tokens.end);
@@ -101,9 +110,10 @@ impl PromptStore<'_> {
         let (start, end) = (keys[first].tokens.start, keys[last].tokens.end);
         let skipped = start * model.config.kv_dim();
         let mut layers = vec![];
-        prefill(model, rope, &tokens[..end], &mut |_, activations| {
+        prefill(model, rope, &tokens[..end], &mut |l, activations| {
             let (keys, values) = (activations.k[skipped..].to_vec(), activations.v[skipped..].to_vec());
             layers.push(LayerKv { keys, values });
+            done(Step::Layer(l, model.config.n_layers));
             Ok(())
         })?;
         for i in wanted {
@@ -112,7 +122,7 @@ impl PromptStore<'_> {
                 Put::Repaired => calculated.repaired += 1,
                 Put::Present => {}
             }
-            done(i, keys.len());
+            done(Step::Chunk(i, keys.len()));
         }
         Ok(calculated)
     }

@@ -482,7 +482,7 @@ fn prompts_over_a_store_have_the_logits_of_the_cpu() {
         assert!(matches!(kept, Err(kv_reference::Error::Argument(_))));
     };
     compare(&[Encoding::Level(0)], 0);
-    prompts.calculate(model, rope, prompt, Check::Length, |_, _| ()).unwrap();
+    prompts.calculate(model, rope, prompt, Check::Length, |_| ()).unwrap();
     compare(&[Encoding::Level(0)], 600);
     compare(&[Encoding::Level(1), Encoding::Text, Encoding::Level(2)], 600);
 }

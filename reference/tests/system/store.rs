@@ -11,7 +11,7 @@ use kv_methods::{Method, calibrated};
 use kv_model::{Model, Rope};
 use kv_reference::eval::kl_divergence;
 use kv_reference::stream::encoded::levels;
-use kv_reference::stream::prompt::{Calculated, FillOptions, Filled, PromptStore};
+use kv_reference::stream::prompt::{Calculated, FillOptions, Filled, PromptStore, Step};
 use kv_store::{Check, Grid, KvStore, Options, ProfileId, Space, unfinished};
 use kv_stream::{Choice, ChunkFrame, LayerKv, Outcome, Speeds};
 
@@ -82,7 +82,7 @@ impl Setup {
     }
 
     fn repair(&self, store: &KvStore, tokens: &[u32], check: Check) -> Calculated {
-        self.over(store).calculate(&self.model, &self.rope, tokens, check, |_, _| ()).unwrap()
+        self.over(store).calculate(&self.model, &self.rope, tokens, check, |_| ()).unwrap()
     }
 }
 
@@ -126,6 +126,17 @@ fn loaded_prompts_continue_as_computed_ones() {
         let difference = computed.logits.iter().zip(&text.logits).map(|(a, b)| (a - b).abs());
         assert!(difference.fold(0.0, f32::max) < 1e-3 && tokens == same, "{name}");
     }
+}
+
+#[test]
+fn every_layer_and_every_chunk_is_reported() {
+    let (store, mut steps) = (memory(), vec![]);
+    let (model, tokens) = (&SETUP.model, &SETUP.tokens[..180]);
+    let report = |step| steps.push(step);
+    SETUP.over(&store).calculate(model, &SETUP.rope, tokens, Check::Length, report).unwrap();
+    let layers = model.config.n_layers;
+    let expected = (0..layers).map(|l| Step::Layer(l, layers)).chain((0..3).map(|i| Step::Chunk(i, 3)));
+    assert!(steps.iter().copied().eq(expected), "{steps:?}");
 }
 
 #[test]

@@ -50,7 +50,7 @@ fn a_stream_goes_on_as_text_when_its_server_dies() {
         Options { retry: Duration::from_secs(3), timeout: Duration::from_secs(2), ..Options::default() };
     let store = KvStore::new(AsyncStore::new(server.store(), Path::from("a"), quick)).unwrap();
     let prompts = PromptStore { store: &store, space: &space, profile: &profile };
-    assert_eq!(prompts.calculate(&model, &rope, prompt, Check::Length, |_, _| ()).unwrap().stored, 6);
+    assert_eq!(prompts.calculate(&model, &rope, prompt, Check::Length, |_| ()).unwrap().stored, 6);
     // The command sees the same, through the settings of the environment.
     let output = run("ls", s3(&["store", "ls", &format!("s3://{BUCKET}/a")], &server.endpoint()));
     let text = String::from_utf8_lossy(&output.stdout);
