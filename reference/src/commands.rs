@@ -13,6 +13,7 @@ mod prefix;
 #[cfg(feature = "store")]
 mod store;
 mod text;
+mod watchdog;
 
 use std::fmt::Display;
 use std::num::NonZeroUsize;

@@ -110,3 +110,47 @@ fn templates_that_are_broken_or_do_not_end_are_errors() {
     let long = "{% for i in range(9999) %}".repeat(3) + &"{% endfor %}".repeat(3);
     assert!(refused(&long).contains("fuel"), "{}", refused(&long));
 }
+
+/// What is limited of the values that a template makes.
+#[test]
+fn texts_and_lists_that_grow_without_end_are_errors() {
+    let doubled = |expression: &str, times: usize| format!("{{% set x = {expression} %}}").repeat(times);
+    let text = "{% set x = 'ab' %}".to_owned() + &doubled("x + x", 40);
+    let joined = "{% set x = 'ab' %}".to_owned() + &doubled("x ~ x", 40);
+    let list = "{% set x = [0] %}".to_owned() + &doubled("x + x", 25);
+    let nested = "{% set x = 0 %}".to_owned() + &doubled("[x, x]", 40);
+    for (source, what) in [
+        (text, "fuel"),
+        (joined, "fuel"),
+        (list.clone() + "{% for y in x %}{% endfor %}", "fuel"),
+        (list.clone() + "{{ x | list | length }}", "fuel"),
+        (list.clone() + "{{ x | sum }}", "fuel"),
+        (list.clone() + "{{ x[-1] }}", "fuel"),
+        (list + "{{ x | tojson }}", "more than 16777216 bytes of JSON"),
+        (nested + "{{ x | tojson(indent=2) }}", "more than 16777216 bytes of JSON"),
+        ("{{ (range(99999) | list * 9999) | list }}".to_owned(), ""),
+    ] {
+        let dir = folder(&[("chat_template.jinja", &source)]);
+        let error = render(dir.path(), &[Message::new("user", "Hi")], true).unwrap_err().to_string();
+        assert!(error.contains(what), "{source}: {error}");
+    }
+}
+
+#[test]
+fn a_message_that_a_template_leaves_out_is_named() {
+    let conversation =
+        [Message::new("system", "a"), Message::new("user", " a "), Message::new("assistant", "b")];
+    let left_out = |source: &str| {
+        let dir = folder(&[("chat_template.jinja", source)]);
+        let template = Checkpoint::open(dir.path()).unwrap().chat_template().unwrap();
+        template.left_out(&conversation).unwrap().map(|message| message.role.clone())
+    };
+    let all = "{% for m in messages %}{{ m.content | trim | tojson }}{% endfor %}";
+    assert_eq!(left_out(all), None);
+    for role in ["system", "user", "assistant"] {
+        let others =
+            format!("{{% for m in messages if m.role != '{role}' %}}a{{{{ m.content }}}}{{% endfor %}}");
+        assert_eq!(left_out(&others).as_deref(), Some(role));
+    }
+    assert_eq!(left_out("{% for m in messages %}{{ m.content[:3] }}{% endfor %}").as_deref(), Some("system"));
+}

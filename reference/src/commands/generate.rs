@@ -3,7 +3,7 @@
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use clap::Args;
 use clap::builder::ArgPredicate;
@@ -27,6 +27,7 @@ use super::device::Placement;
 #[cfg(feature = "store")]
 use super::prefix::{KvArgs, PromptLoader};
 use super::prefix::{Prefilled, Prefix};
+use super::watchdog::{Limits, watched};
 use super::{
     DeviceArgs, Files, JsonArgs, MOST_TEXT, ModelArgs, Stdout, at_least_one, built_in_text,
     check_profile_has_effect, few_tokens, load, no_effect, of_option, print_error, progress, read_profile,
@@ -97,6 +98,10 @@ fn is_stdin(path: &Path) -> bool {
 const DEVICE_CHUNK: usize = kv_llama_gpu::CHUNK;
 #[cfg(not(feature = "cuda"))]
 const DEVICE_CHUNK: usize = 0;
+
+/// What a chat template may take. It is a program that may double a list again and again, which nothing else
+/// stops ([`kv_model::ChatTemplate`]).
+const TEMPLATE_LIMITS: Limits = Limits { time: Duration::from_secs(10), memory: 1 << 30 };
 
 /// Calibration tokens, from the built-in texts, for a method without a profile.
 const CALIBRATION: usize = 2048;
@@ -229,7 +234,22 @@ impl Generate {
     fn chat_text(&self, prompt: String, checkpoint: &Checkpoint) -> Result<String> {
         let system = self.system.iter().map(|text| Message::new("system", text));
         let messages: Vec<_> = system.chain([Message::new("user", prompt)]).collect();
-        Ok(checkpoint.chat_template()?.render(&messages, true)?)
+        let template = checkpoint.chat_template()?;
+        let refusal = format!(
+            "the chat template of {}: more time or memory than a conversation takes",
+            checkpoint.name
+        );
+        let render = || Ok::<_, Error>((template.render(&messages, true)?, template.left_out(&messages)?));
+        let (text, left_out) = watched(TEMPLATE_LIMITS, refusal, render)?;
+        match left_out {
+            None => Ok(text),
+            Some(message) => {
+                let option = if message.role == "system" { "--system" } else { "the prompt" };
+                let place =
+                    format!("with --chat: the chat template of {} leaves its text out", checkpoint.name);
+                Err(no_effect(option, &place))
+            }
+        }
     }
 
     /// Runs the prompt.

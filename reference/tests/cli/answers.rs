@@ -1,11 +1,12 @@
 //! The text of an answer, where it ends, and what is said about its prompt.
 
 use std::path::Path;
+use std::process::Output;
 
 use serde_json::Value;
 
 use crate::support::gguf::{Gguf, string};
-use crate::support::kv::{kv, run, text};
+use crate::support::kv::{kv, one_line, run, text};
 
 /// A model that only says its token 0: the first byte of an emoji. It takes `<s>` for BOS.
 fn says_f0(path: &Path, edit: impl FnOnce(&mut Gguf)) {
@@ -29,14 +30,19 @@ fn answer(prompt: &str, edit: impl FnOnce(&mut Gguf)) -> (String, String, Value)
 /// The same for a prompt and options.
 fn answer_with(prompt: &[&str], edit: impl FnOnce(&mut Gguf)) -> (String, String, Value) {
     let folder = tempfile::tempdir().unwrap();
-    let (path, json) = (folder.path().join("model.gguf"), folder.path().join("json"));
+    let output = generate(folder.path(), prompt, edit);
+    let [stdout, stderr] = [output.stdout, output.stderr].map(|bytes| String::from_utf8(bytes).unwrap());
+    assert!(output.status.success(), "{stderr}");
+    (stdout, stderr, serde_json::from_slice(&std::fs::read(folder.path().join("json")).unwrap()).unwrap())
+}
+
+/// Runs the model on a prompt and options, with its file and its JSON in a folder.
+fn generate(folder: &Path, prompt: &[&str], edit: impl FnOnce(&mut Gguf)) -> Output {
+    let (path, json) = (folder.join("model.gguf"), folder.join("json"));
     says_f0(&path, edit);
     let args = ["--model", text(&path), "--tokens", "3", "--json", text(&json)];
     let args = [&["generate"], prompt, &args[..], &["--device", "cpu", "--method", "dense"]].concat();
-    let output = run("generate", kv(&args));
-    let [stdout, stderr] = [output.stdout, output.stderr].map(|bytes| String::from_utf8(bytes).unwrap());
-    assert!(output.status.success(), "{stderr}");
-    (stdout, stderr, serde_json::from_slice(&std::fs::read(&json).unwrap()).unwrap())
+    run("generate", kv(&args))
 }
 
 #[test]
@@ -77,4 +83,37 @@ fn a_chat_is_written_by_the_model_s_template() {
     assert_eq!(answer(&["a", "--chat"]), ("<s>aa".into(), 3.into()));
     assert_eq!(answer(&["a", "--chat", "--system", "aa"]), ("<s>aaaa".into(), 5.into()));
     assert_eq!(answer(&["a"]), ("a".into(), 2.into()));
+}
+
+/// Options whose text the model would not read are refused: most templates drop a role that they do not know.
+#[test]
+fn a_template_that_drops_a_text_is_pointed_out() {
+    const USER: &str =
+        "{% for message in messages if message.role == 'user' %}{{ message.content }}{% endfor %}a";
+    const NOBODY: &str = "{{ bos_token }}a";
+    for (template, options, what) in [
+        (USER, &["a", "--system", "a"][..], "--system has no effect with --chat: the chat template of "),
+        (NOBODY, &["a"], "the prompt has no effect with --chat: the chat template of "),
+        ("{{ messages[0].content[:4] }}", &["aaaaa"], "the prompt has no effect with --chat"),
+    ] {
+        let folder = tempfile::tempdir().unwrap();
+        let options = [options, &["--chat"]].concat();
+        let output = generate(folder.path(), &options, |gguf| gguf.text("tokenizer.chat_template", template));
+        one_line(template, &output, 2, what);
+        assert!(output.stderr.ends_with(b"leaves its text out\n"));
+    }
+    answer_with(&["a", "--chat"], |gguf| gguf.text("tokenizer.chat_template", USER));
+}
+
+/// A list of 2^34 elements, which minijinja makes of 34 additions.
+#[cfg(target_os = "linux")] // which says how much memory a process has
+#[test]
+fn a_template_that_takes_all_memory_is_stopped() {
+    let template = "{% set x = [0] %}".to_owned() + &"{% set x = x + x %}".repeat(34) + "{{ x }}";
+    let folder = tempfile::tempdir().unwrap();
+    let begin = std::time::Instant::now();
+    let output =
+        generate(folder.path(), &["a", "--chat"], |gguf| gguf.text("tokenizer.chat_template", &template));
+    one_line("34 doublings", &output, 2, "the chat template of ");
+    assert!(begin.elapsed().as_secs() < 30, "{:?}", begin.elapsed());
 }

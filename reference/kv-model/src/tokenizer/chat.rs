@@ -19,8 +19,12 @@ use crate::{Error, Message, Result, files};
 
 /// A model's chat template.
 ///
-/// A template is a program of the checkpoint. The number of its steps is limited; the time and the memory of
-/// the texts and lists that a step makes are not, such as of a list that it doubles again and again.
+/// A template is a program of the checkpoint. Its steps, the bytes of the texts that it makes and the elements
+/// that it visits are limited together, and so is the JSON of `tojson`. Lists that it adds to each other or
+/// puts into each other are not: minijinja (3.1) adds lists for nothing until they are read, and then takes
+/// memory and time for all elements at once, which double with every `x + x`. Nothing in the process can stop
+/// that: a program that renders templates of strangers limits the time and the memory of a process, as
+/// `kv generate` does.
 ///
 /// # Examples
 /// ```no_run
@@ -41,8 +45,9 @@ pub struct ChatTemplate {
 /// The name of the template in its environment.
 const NAME: &str = "chat template";
 
-/// Steps of a template, of which a message takes about a hundred.
-const MOST_STEPS: u64 = 10_000_000;
+/// Steps of a template, of which a message takes about a hundred, and 64 bytes of a text or two elements of a
+/// list another one.
+const MOST_STEPS: u64 = 2_000_000;
 
 /// The special tokens that templates ask for.
 const TOKENS: [&str; 7] =
@@ -118,6 +123,27 @@ impl ChatTemplate {
         let given = context! { messages, add_generation_prompt, ..tokens };
         let rendered = self.environment.get_template(NAME).and_then(|template| template.render(given));
         rendered.map_err(|e| template_error(&self.path, &e))
+    }
+}
+
+impl ChatTemplate {
+    /// The first message whose text the template leaves out, or whose end it cuts off: most templates drop in
+    /// silence what a role that they do not know says. A template may write a text in another way.
+    ///
+    /// # Errors
+    /// As [`Self::render`], which runs once for each message.
+    pub fn left_out<'a>(&self, messages: &'a [Message]) -> Result<Option<&'a Message>> {
+        /// Ends the text that is looked for: no template has it, as it may have a text as short as `a`.
+        const END: &str = "kv-end-of-the-text";
+        let mut marked = messages.to_vec();
+        for (i, message) in messages.iter().enumerate() {
+            marked[i].content += END;
+            if !self.render(&marked, true)?.contains(END) {
+                return Ok(Some(message));
+            }
+            marked[i].content.clone_from(&message.content);
+        }
+        Ok(None)
     }
 }
 
@@ -217,10 +243,13 @@ fn to_json(value: &Value, options: Kwargs) -> std::result::Result<Value, minijin
     let indent: Option<usize> = options.get("indent")?;
     let _: Option<bool> = options.get("ensure_ascii")?;
     options.assert_all_used()?;
-    let json = json::python_style(value, indent.map(|n| n.min(MOST_INDENT)));
+    let json = json::python_style(value, indent.map(|n| n.min(MOST_INDENT)), MOST_JSON);
     let json = json.map_err(|e| minijinja::Error::new(ErrorKind::BadSerialization, e.to_string()))?;
     Ok(Value::from_safe_string(json))
 }
 
 /// Spaces of a level of JSON.
 const MOST_INDENT: usize = 16;
+
+/// Bytes of JSON.
+const MOST_JSON: usize = 1 << 24;
