@@ -393,6 +393,7 @@ mod tests {
             rule,
             paged: true,
             addends: true,
+            key_norms: true,
             value_norms: true,
             mean_errors: true,
             adaptive: true,

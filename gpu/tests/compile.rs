@@ -162,7 +162,7 @@ fn scores_of_a_rotated_mean() {
 /// Each shape with half of the options.
 #[test]
 fn attention_on_codes_and_exact_rows() {
-    // The last one may spill: eight queries need many registers. The attention kernel that runs after the
+    // The one of eight queries may spill: these need many registers. The attention kernel that runs after the
     // selection may spill around its exact rows, which are not in a loop: it leaves registers for blocks that
     // fetch rows.
     let shapes = [
@@ -174,6 +174,8 @@ fn attention_on_codes_and_exact_rows() {
         (64, (32, 8), (8, 8), 1, false),
         (64, (8, 8), (16, 4), 3, false),
         (128, (16, 8), (8, 8), 8, false),
+        (128, (32, 6), (8, 8), 4, false),
+        (64, (16, 6), (8, 8), 5, true),
     ];
     let small = ("sm_80", 99 << 10); // as consumer devices
     let mut compiled = HashSet::new(); // the memory of a block does not change all programs
@@ -183,9 +185,14 @@ fn attention_on_codes_and_exact_rows() {
             let quantizer = |(m, nbits)| PqShape::new(dim, m, nbits).unwrap();
             let (keys, values) = (quantizer(keys), quantizer(values));
             let (element, rule) = (Element::Bf16, GroupRule::SumOfSoftmax);
-            let options =
-                [(false, false, false), (true, false, true), (true, true, false), (true, true, true)];
-            for (o, (addends, value_norms, adaptive)) in options.into_iter().enumerate() {
+            // Addends, norms of keys and of values, and a bound.
+            let options = [
+                [false, false, false, false],
+                [false, true, false, true],
+                [true, true, true, false],
+                [true, false, true, true],
+            ];
+            for (o, [addends, key_norms, value_norms, adaptive]) in options.into_iter().enumerate() {
                 if !every_kernel() && o % 2 != i % 2 {
                     continue;
                 }
@@ -197,6 +204,7 @@ fn attention_on_codes_and_exact_rows() {
                     rule,
                     paged,
                     addends,
+                    key_norms,
                     value_norms,
                     mean_errors: addends,
                     adaptive,

@@ -46,9 +46,6 @@ impl Plan {
                 Ok(million::kernel(shape, *quantizers, form, paging).check()?)
             }
             Self::Hybrid(plan, _) => {
-                if plan.form.norms.keys.is_some() {
-                    return Err(Error::argument("hybrid attention selects by codes of keys without norms"));
-                }
                 check_encoders(plan.quantizers, shape.element, paging(false))?;
                 Ok(hybrid::kernels(shape, plan).check()?)
             }

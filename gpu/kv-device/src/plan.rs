@@ -126,7 +126,7 @@ impl HeadMaps {
 pub struct HybridPlan {
     /// The quantizers of keys and of values.
     pub quantizers: Pair<PqShape>,
-    /// The form of the coded rows, of which keys are without norms.
+    /// The form of the coded rows.
     pub form: RowForm,
     /// Whether the mean of what codes of values lose is kept for every block of tokens, and added
     /// ([`kv_gpu::pq::MeanErrors`]). The last block, which is not whole, has the mean of whole parts of 16

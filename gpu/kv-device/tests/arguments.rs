@@ -34,8 +34,9 @@ fn plans() -> Vec<Plan> {
     let pages = Some(PagedMemory { page: 32, pool: Some(512) });
     let quantizers = Pair::of(|_| PqShape::new(64, 16, 8).unwrap());
     let (form, budget) = (RowForm { rotated_mean: true, norms: Pair::of(|_| None) }, TokenBudget::Ratio(0.2));
-    let hybrid = |home, mean_errors| {
+    let hybrid = |home, mean_errors, key_norms: Option<f32>| {
         let (bound, resident) = (None, 128);
+        let form = RowForm { norms: Pair::new(key_norms, Some(1.0)), ..form };
         Plan::Hybrid(HybridPlan { quantizers, form, mean_errors, budget, bound, home, resident }, None)
     };
     let retrieval = |home, training| {
@@ -47,8 +48,8 @@ fn plans() -> Vec<Plan> {
         Plan::Dense(pages),
         Plan::Codes { quantizers, rows: CodedRows::Plain(None), pages: None },
         Plan::Codes { quantizers, rows: CodedRows::Transformed(form, None), pages },
-        hybrid(RowHome::Device, false),
-        hybrid(RowHome::Host, true),
+        hybrid(RowHome::Device, false, None),
+        hybrid(RowHome::Host, true, Some(1.0)),
         retrieval(RowHome::HostInt8, None),
         retrieval(RowHome::Host, Some(Training { iterations: 2, max_keys: 256 })),
         Plan::Cuts(DeviceCuts { fractions: Pair::of(|_| 0.5), cuts_prompts: true }, None),

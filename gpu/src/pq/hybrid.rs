@@ -35,6 +35,7 @@ use crate::{Device, Element, Error, Program};
 ///     rule: GroupRule::SumOfSoftmax,
 ///     paged: false,
 ///     addends: false,
+///     key_norms: false,
 ///     value_norms: false,
 ///     mean_errors: false,
 ///     adaptive: false,
@@ -58,6 +59,8 @@ pub struct HybridShape {
     pub paged: bool,
     /// Whether [`Addends`] are added to the scores.
     pub addends: bool,
+    /// Whether the scores of codes are multiplied by [norms](HybridArguments::key_norms).
+    pub key_norms: bool,
     /// Whether decoded values are multiplied by [norms](HybridArguments::value_norms).
     pub value_norms: bool,
     /// Whether the [mean errors](HybridArguments::mean_errors) of the coded values are added.
@@ -97,8 +100,8 @@ impl HybridShape {
 
     /// The shape of the selection.
     const fn selection(&self) -> SelectShape {
-        let &Self { keys, group, element, rule, paged, addends, .. } = self;
-        SelectShape { keys, group, element, rule, paged, addends }
+        let &Self { keys, group, element, rule, paged, addends, key_norms, .. } = self;
+        SelectShape { keys, group, element, rule, paged, addends, key_norms }
     }
 
     /// Floats of a partial result: `RESULT` of the kernels.
@@ -245,6 +248,10 @@ pub struct HybridArguments {
     /// `f32` (heads, dim): mean squared errors of the coded keys, for
     /// [`score_variances`](pq_core::Hybrid::score_variances); zeros if absent.
     pub key_errors: Option<DevicePtr<f32>>,
+    /// `f16` (pages or batch, heads, tiles, [`TILE`](super::TILE)), given exactly if the shape has `key_norms`:
+    /// the norms by which keys were divided before encoding ([`pq_core::divide_by_norms`]), finite, as in
+    /// [`Norms`](super::Norms).
+    pub key_norms: Option<DevicePtr<f16>>,
     /// `f16` (pages or batch, heads, tiles, [`TILE`](super::TILE)), given exactly if the shape has
     /// `value_norms`: the norms by which values were divided before encoding
     /// ([`pq_core::divide_by_norms`]), as in [`Norms`](super::Norms). They are below 256, as coded norms are.
@@ -432,7 +439,7 @@ impl Hybrid {
             return Err(OPERATION.error("a bound is given exactly when it is compiled for one"));
         }
         if self.shape.value_norms != arguments.value_norms.is_some() {
-            return Err(OPERATION.error("norms are given exactly when it is compiled for them"));
+            return Err(OPERATION.error("norms of values are given exactly when it is compiled for them"));
         }
         if self.shape.mean_errors != arguments.mean_errors.is_some() {
             return Err(OPERATION.error("mean errors are given exactly when it is compiled for them"));
@@ -509,6 +516,7 @@ impl Hybrid {
             tiles: a.tiles,
             codes: a.key_codes,
             table: a.key_table,
+            norms: a.key_norms,
             errors: a.key_errors,
             queries: a.code_queries.unwrap_or(a.queries),
             lengths: a.lengths,
@@ -546,6 +554,7 @@ mod tests {
                     rule: GroupRule::SumOfSoftmax,
                     paged: false,
                     addends: false,
+                    key_norms: false,
                     value_norms: false,
                     mean_errors: false,
                     adaptive: false,

@@ -39,6 +39,7 @@ const CLUSTERS: [usize; 4] = [16, 8, 4, 2];
 ///     rule: GroupRule::SumOfSoftmax,
 ///     paged: false,
 ///     addends: false,
+///     key_norms: false,
 /// };
 /// assert!(shape.check().is_ok());
 /// # Ok::<(), pq_core::Error>(())
@@ -57,6 +58,8 @@ pub struct SelectShape {
     pub paged: bool,
     /// Whether [`Addends`] are added to the scores.
     pub addends: bool,
+    /// Whether the scores of codes are multiplied by [norms](SelectArguments::norms).
+    pub key_norms: bool,
 }
 
 /// Shared memory and warps of the scoring kernel.
@@ -76,10 +79,15 @@ impl Plan {
 /// Checks that the kernels support a quantizer of keys or values.
 pub(super) fn check_quantizer(quantizer: PqShape, side: Side) -> Result<(), Error> {
     CodeLayout::new(quantizer, side)?;
-    if matches!(quantizer.m(), 8 | 16 | 32) && matches!(quantizer.nbits(), 4 | 8) {
+    let fits = match quantizer.nbits() {
+        4 | 8 => matches!(quantizer.m(), 8 | 16 | 32),
+        6 => side == Side::Keys && matches!(quantizer.m(), 16 | 32),
+        _ => false,
+    };
+    if fits {
         return Ok(());
     }
-    let supported = "8, 16 or 32 subspaces of 4 or 8 bits";
+    let supported = "8, 16 or 32 subspaces of 4 or 8 bits, of keys also 16 or 32 of 6 bits";
     Err(Error::Unsupported { operation: format!("{quantizer:?} for {side:?}"), supported })
 }
 
@@ -110,7 +118,8 @@ impl SelectShape {
         let entry = self.entry();
         let two_rows = self.keys.m() == 32 && entry == 8; // a code's entries do not fit one row
         let lut = self.keys.ksub() * ROW * if two_rows { 2 } else { 1 };
-        let builder = 4 * (self.keys.m() * entry + entry);
+        let bases = entry * if self.key_norms { 2 } else { 1 };
+        let builder = 4 * (self.keys.m() * entry + bases);
         let warps = if entry == 8 { 16 } else { 32 }; // more queries need more registers
         let shared_bytes = lut + builder + 8 * entry * warps + PLAN_BYTES;
         if shared_bytes > shared_memory {
@@ -152,7 +161,8 @@ impl SelectShape {
         let program = |source| {
             self.program(source, &defines).define_if(self.rule == GroupRule::MaxOfSoftmax, "MAX_RULE")
         };
-        let scores = program(source!("pq_hybrid/scores.cu")).define_if(self.addends, "ADDENDS");
+        let scores = program(source!("pq_hybrid/scores.cu"));
+        let scores = scores.define_if(self.addends, "ADDENDS").define_if(self.key_norms, "KEY_NORMS");
         Ok([scores, program(select).define_if(adaptive, "ADAPTIVE")])
     }
 
@@ -191,6 +201,10 @@ pub struct SelectArguments {
     pub codes: DevicePtr<u8>,
     /// `f16` (heads, [`CodeLayout::table_len`]): codebooks, by [`CodeLayout::table_into`].
     pub table: DevicePtr<f16>,
+    /// `f16` (pages or batch, heads, tiles, [`TILE`]), given exactly if the shape has `key_norms`: the norms by
+    /// which keys were divided before encoding ([`pq_core::divide_by_norms`]), finite. They are factors of the
+    /// scores of the codes, before [errors](Self::errors) and [addends](Self::addends).
+    pub norms: Option<DevicePtr<f16>>,
     /// `f32` (heads, dim): mean squared errors of the coded keys, for
     /// [`score_variances`](pq_core::Hybrid::score_variances); zeros if absent.
     pub errors: Option<DevicePtr<f32>>,
@@ -265,6 +279,7 @@ struct KernelArguments {
     common: CommonArguments,
     codes: DevicePtr<u8>,
     table: DevicePtr<f16>,
+    norms: Option<DevicePtr<f16>>,
     queries: DevicePtr<AnyElement>,
     errors: Option<DevicePtr<f32>>,
     selected: DevicePtr<u32>,
@@ -289,7 +304,7 @@ struct BoundArguments {
     bound: f32,
 }
 
-const _: () = assert!(size_of::<CommonArguments>() == 96 && size_of::<KernelArguments>() == 224);
+const _: () = assert!(size_of::<CommonArguments>() == 96 && size_of::<KernelArguments>() == 232);
 
 /// Lets [`Hybrid::select`](super::Hybrid::select) determine how many tokens each head reads exactly, as
 /// `pq_core::RowBudget::Error`.
@@ -485,6 +500,7 @@ impl Select {
             common,
             codes: a.codes,
             table: a.table,
+            norms: a.norms,
             queries: a.queries,
             errors: a.errors,
             selected: a.selected,
@@ -528,6 +544,9 @@ impl Select {
         }
         if self.shape.addends != a.addends.is_some() {
             return Err(OPERATION.error("addends are given exactly when it is compiled for them"));
+        }
+        if self.shape.key_norms != a.norms.is_some() {
+            return Err(OPERATION.error("norms of keys are given exactly when it is compiled for them"));
         }
         if a.tiles == 0 {
             return Err(OPERATION.error("no room for a tile"));

@@ -253,6 +253,48 @@ fn norms_of_values_agree() {
     run_with(&device, 800, multiply, |case| case.shape.addends = true);
 }
 
+/// Norms of the coded keys, next to addends, norms of values and mean errors.
+#[test]
+fn norms_of_keys_agree() {
+    let Some(device) = device("norms_of_keys_agree") else { return };
+    let multiply = |case: &mut Case| (case.shape.key_norms, case.spread) = (true, 1.0);
+    let all = |case: &mut Case| {
+        (case.shape.addends, case.shape.value_norms, case.shape.mean_errors) = (true, true, true);
+    };
+    run_with(&device, 1200, multiply, all);
+}
+
+/// Codes of keys of 6 bits, next to norms of keys and values, addends and mean errors.
+#[test]
+fn keys_of_6_bits_agree() {
+    let Some(device) = device("keys_of_6_bits_agree") else { return };
+    let with_6_bits = |case: &mut Case| {
+        let (dim, m) = (case.shape.keys.dim(), if case.heads == 2 { 16 } else { case.shape.keys.dim() / 4 });
+        (case.shape.keys, case.spread) = (PqShape::new(dim, m, 6).unwrap(), 1.0);
+    };
+    let all = |case: &mut Case| {
+        (case.shape.addends, case.shape.key_norms) = (true, true);
+        (case.shape.value_norms, case.shape.mean_errors) = (true, true);
+    };
+    run_with(&device, 1400, with_6_bits, all);
+}
+
+/// Norms of keys in sequences of many pages, whose tiles a warp looks up several times, and of different lengths.
+#[test]
+fn norms_of_keys_in_pages_agree() {
+    let Some(device) = device("norms_of_keys_in_pages_agree") else { return };
+    for (seed, group) in (1300..).zip(1..=8) {
+        let paged = |case: &mut Case| {
+            (case.shape.keys, case.shape.group) = (PqShape::new(128, 32, 6).unwrap(), group);
+            (case.shape.values, case.shape.key_norms) = (PqShape::new(128, 8, 8).unwrap(), true);
+            (case.shape.paged, case.shape.addends, case.spread) = (true, group.is_multiple_of(2), 1.0);
+            lengthen(case, 2, &[39_990, 0, 33, 12_345], &[400, 1, 5, 100]);
+            case.page_tiles = 3;
+        };
+        run(&device, seed..seed + 1, paged, |_| ());
+    }
+}
+
 fn add_mean_errors(case: &mut Case) {
     (case.shape.mean_errors, case.spread) = (true, 1.0);
 }
@@ -326,6 +368,7 @@ fn shapes_without_kernels_are_errors() {
         rule: GroupRule::SumOfSoftmax,
         paged: false,
         addends: false,
+        key_norms: false,
         value_norms: false,
         mean_errors: false,
         adaptive: false,
@@ -338,6 +381,8 @@ fn shapes_without_kernels_are_errors() {
         HybridShape { keys: shape(128, 64, 8), ..good },
         HybridShape { values: shape(128, 4, 8), ..good },
         HybridShape { values: shape(128, 16, 6), ..good },
+        HybridShape { keys: shape(128, 8, 6), ..good },
+        HybridShape { keys: shape(128, 64, 6), ..good },
     ];
     for shape in bad {
         assert!(matches!(shape.programs((9, 0), 227 << 10), Err(Error::Unsupported { .. })), "{shape:?}");

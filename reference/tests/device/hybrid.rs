@@ -26,9 +26,10 @@ fn it_diverges_as_on_the_cpu() {
         "hybrid:rows=0:values=trained:norms=off",
         "hybrid:rows=0.1:k=32x4:v=32x4:window=32:sinks=2:rows-on=device:exact=bf16",
         "hybrid:keys=rotated:rows=0.1:k=32x4:v=32x4:window=32:sinks=2:rows-on=device",
-        "hybrid:mean-error=on",
-        "hybrid:rows=0.02:v=8/16:mean-error=on:window=32:sinks=2:rows-on=device",
-        "hybrid:values=trained:rows=auto:mean-error=on",
+        "hybrid:norms=off:mean-error=off",
+        "hybrid:keys=rotated:norms=off:rows=0.02",
+        "hybrid:rows=0.02:v=8/16:window=32:sinks=2:rows-on=device",
+        "hybrid:values=trained:rows=auto",
         "hybrid:rows=auto:rows-on=device",
         "hybrid:rows=auto:bound=0.02:most=0.5",
         "hybrid:keys=rotated:rows=auto:bound=0.01:most=0.1:window=32:sinks=2:rows-on=device",
@@ -132,7 +133,7 @@ fn more_rows_that_stay_are_fewer_that_are_fetched() {
 fn prompts_in_chunks_fill_the_cache_as_whole_ones_do() {
     let Some(gpu) = gpu("hybrid prompts") else { return };
     prompts_in_chunks_are_whole_prompts(&gpu, "hybrid:rows=0.05");
-    prompts_in_chunks_are_whole_prompts(&gpu, "hybrid:rows=0.05:mean-error=on");
+    prompts_in_chunks_are_whole_prompts(&gpu, "hybrid:rows=0.05:norms=off:mean-error=off");
     prompts_in_chunks_are_whole_prompts(&gpu, "hybrid:keys=rotated:rows=0.05:rows-on=device:sinks=0");
     prompts_in_chunks_are_whole_prompts(&gpu, "hybrid:rows=0.05:offloaded=int8");
     prompts_in_chunks_are_whole_prompts(&gpu, "hybrid:keys=rotated:rows=0.05:offloaded=int8:exact=bf16");

@@ -71,8 +71,8 @@ const CACHES: [(usize, &str); 34] = [
     (3, "hybrid:keys=rotated:v=8x8:rows=0.3:window=8:sinks=0:exact=bf16:rows-on=device"),
     (2, "hybrid:keys=rotated:v=8x8:rows=0.3:window=8:sinks=2:exact=bf16:offloaded=int8"),
     (2, "hybrid:keys=rotated:v=8x8:rows=0.1:window=8:sinks=2:held=14"),
-    (2, "hybrid:v=8x8:rows=0.1:mean-error=on:window=8:sinks=2"),
-    (3, "hybrid:v=8x8:rows=auto:mean-error=on:bound=0.3:window=8:sinks=2:rows-on=device:exact=bf16"),
+    (2, "hybrid:v=8x8:rows=0.1:norms=off:mean-error=off:window=8:sinks=2"),
+    (3, "hybrid:v=8x8:rows=auto:norms=off:bound=0.3:window=8:sinks=2:rows-on=device:exact=bf16"),
     (
         2,
         "hybrid:keys=rotated:v=8x8:values=trained:rows=auto:bound=0.3:most=0.5:window=8:sinks=2:rows-on=device",

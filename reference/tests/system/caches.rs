@@ -33,7 +33,8 @@ const METHODS: [&str; 37] = [
     "sq:k=8:v=8:block=64:window=4:batch=10",
     "hybrid:k=4x6:v=2x6:rows=0.1:window=4",
     "hybrid:k=4x6:v=2x6:rows=0.1:values=trained:window=4",
-    "hybrid:k=4x6:v=2x6:rows=0.1:keys=rope:norms=on:window=4",
+    "hybrid:k=4x6:v=2x6:rows=0.1:keys=rope:window=4",
+    "hybrid:k=4x6:v=2x6:rows=0.1:norms=off:mean-error=off:window=4",
     "hybrid:k=4x6:v=2x6:rows=auto:window=4",
     "hybrid:k=4x6:v=2x6:rows=0.1:offloaded=int8:window=4",
     "hybrid:k=4x6:v=2x6:rows=0.1:refine=2:window=4",
@@ -348,10 +349,11 @@ fn bytes_are_counted_exactly() {
     // Two blocks of 32 tokens: 3 and 2 bits; 16 steps and 16 errors of 16 bits a block, a byte for each norm.
     let blocks = 64 * (6 + 4) + 2 * (16 + 32) + 64;
     assert_eq!(kept("sq:k=3:v=2:block=32:window=4").kept, blocks * (values / 32) + 36 * values * 2);
-    // Codes of 3 and 1.5 bytes a head, and norms of values; all rows elsewhere, in 16 bits or in 8.
+    // Codes of 3 and 1.5 bytes a head, norms of both, and 16 sums of errors of values that are in no whole block;
+    // all rows elsewhere, in 16 bits or in 8.
     let hybrid = kept("hybrid:k=4x6:v=2x6:rows=0.1:window=4");
     let codes = 128 * (3 + 3) * (values / 32) - 128 * 3 * (values / 64);
-    assert_eq!(hybrid.kept, codes + norms / 2 + 8 * values * 2);
+    assert_eq!(hybrid.kept, codes + norms + 4 * values / 2 + 8 * values * 2);
     assert_eq!(hybrid.offloaded, 92 * values * 2);
     let bytes = kept("hybrid:k=4x6:v=2x6:rows=0.1:offloaded=int8:window=4");
     assert_eq!((bytes.kept, bytes.offloaded), (hybrid.kept, 92 * values));

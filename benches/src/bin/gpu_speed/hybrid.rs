@@ -41,16 +41,17 @@ const VALUE_ERROR: f32 = 0.5;
 struct Variant {
     share: usize, // one in this many tokens has its exact row
     page: Option<usize>,
-    exact: usize,   // sinks and window
-    addends: bool,  // terms that are added to the scores
-    norms: bool,    // of the values
-    means: bool,    // of the errors of the values
-    adaptive: bool, // `share` is the mean over heads that choose by a bound
+    exact: usize,     // sinks and window
+    addends: bool,    // terms that are added to the scores
+    norms: [bool; 2], // of the keys, of the values
+    means: bool,      // of the errors of the values
+    adaptive: bool,   // `share` is the mean over heads that choose by a bound
 }
 
 impl Default for Variant {
     fn default() -> Self {
-        Self { share: 100, page: None, exact: 0, addends: false, norms: false, means: false, adaptive: false }
+        let norms = [false; 2];
+        Self { share: 100, page: None, exact: 0, addends: false, norms, means: false, adaptive: false }
     }
 }
 
@@ -71,8 +72,13 @@ pub fn run(watch: &Stopwatch) {
         time(watch, [coarse, coarse], load, Variant { addends: true, ..Variant::default() });
     }
     for load in LOADS.into_iter().chain(PAIRS) {
-        for (norms, means) in [(true, false), (false, true), (true, true)] {
-            time(watch, [coarse, coarse], load, Variant { norms, means, ..Variant::default() });
+        for (values, means) in [(true, false), (false, true), (true, true)] {
+            time(
+                watch,
+                [coarse, coarse],
+                load,
+                Variant { norms: [false, values], means, ..Variant::default() },
+            );
         }
     }
     for (load, page) in PAGED {
@@ -91,7 +97,7 @@ fn time(
     watch: &Stopwatch,
     quantizers: [PqShape; 2],
     (query_heads, heads, batch, n): Load,
-    Variant { share, page, exact, addends, norms, means, adaptive }: Variant,
+    Variant { share, page, exact, addends, norms: [key_norms, value_norms], means, adaptive }: Variant,
 ) {
     let (group, k) = (query_heads / heads, n / share);
     let [keys, values] = quantizers;
@@ -107,7 +113,10 @@ fn time(
     if addends {
         name += ", addends";
     }
-    if norms {
+    if key_norms {
+        name += ", norms of keys";
+    }
+    if value_norms {
         name += ", norms of values";
     }
     if means {
@@ -122,7 +131,7 @@ fn time(
     }
     let (element, rule) = (Element::F16, GroupRule::SumOfSoftmax);
     let paged = page.is_some();
-    let (value_norms, mean_errors) = (norms, means);
+    let (mean_errors, has_norms) = (means, key_norms || value_norms);
     let shape = HybridShape {
         keys,
         values,
@@ -131,6 +140,7 @@ fn time(
         rule,
         paged,
         addends,
+        key_norms,
         value_norms,
         mean_errors,
         adaptive,
@@ -195,10 +205,11 @@ fn time(
     let addends_there: Vec<_> = (0..if addends { copies } else { 0 })
         .map(|_| watch.upload(&addends_of_head.repeat(batch * heads)))
         .collect();
-    let norms_of_head: Vec<f16> =
-        (0..if norms { n } else { 0 }).map(|_| f16::from_f32(1.5) + uniform() * f16::from_f32(0.5)).collect();
-    let norms_there: Vec<_> = (0..if norms { copies } else { 0 })
-        .map(|_| watch.upload(&norms_of_head.repeat(batch * heads)))
+    let norms_of_head: Vec<f16> = (0..if has_norms { n } else { 0 })
+        .map(|_| f16::from_f32(1.5) + uniform() * f16::from_f32(0.5))
+        .collect();
+    let norms_there: Vec<_> = (0..if has_norms { copies } else { 0 })
+        .map(|_| [(); 2].map(|()| watch.upload(&norms_of_head.repeat(batch * heads))))
         .collect();
     let blocks = if means { n / MEAN_TOKENS } else { 0 };
     let means_of_head: Vec<f16> = (0..blocks * DIM).map(|_| uniform()).collect();
@@ -218,7 +229,8 @@ fn time(
         key_table: watch.pointer(&tables[0]),
         value_table: watch.pointer(&tables[1]),
         key_errors: None,
-        value_norms: norms.then(|| watch.pointer(&norms_there[copy])),
+        key_norms: key_norms.then(|| watch.pointer(&norms_there[copy][0])),
+        value_norms: value_norms.then(|| watch.pointer(&norms_there[copy][1])),
         // All blocks are whole.
         mean_errors: means.then(|| BlockMeans {
             means: watch.pointer(&means_there[copy]),
@@ -299,10 +311,12 @@ fn time(
     };
     let places = (0..group).flat_map(|query| (0..n).map(move |token| (query, token)));
     let bias: Vec<f32> = if addends { places.map(addend).collect() } else { Vec::new() };
-    let value_norms = wide(&norms_of_head);
+    let norms = wide(&norms_of_head);
     let tokens = CodedTokens::new(key_codes, value_codes, books[1].view())
         .unwrap()
-        .with_value_scales(norms.then_some(&value_norms[..]))
+        .with_key_scales(key_norms.then_some(&norms[..]))
+        .unwrap()
+        .with_value_scales(value_norms.then_some(&norms[..]))
         .unwrap()
         .with_bias(addends.then_some(&bias[..]));
     let (mut floats, mut coded) =
@@ -338,7 +352,9 @@ fn time(
     let exact_rows = rows + batch * heads * exact;
     let read = packed[0].len()
         + packed[1].len()
-        + 2 * batch * heads * (norms_of_head.len() + means_of_head.len())
+        + 2 * batch
+            * heads
+            * (norms.len() * (usize::from(key_norms) + usize::from(value_norms)) + means_of_head.len())
         + exact_rows * DIM * 2 * 2;
     watch.report(&name, &load, read as f64, us);
     watch.report(&format!("{name}, overlapped"), &load, read as f64, us_pdl);

@@ -163,6 +163,7 @@ pub(crate) const fn kernels(shape: &CacheShape, plan: &HybridPlan) -> HybridShap
         paged: false,
         adaptive: plan.bound.is_some(),
         addends: plan.form.rotated_mean,
+        key_norms: plan.form.norms.keys.is_some(),
         value_norms: plan.form.norms.values.is_some(),
         mean_errors: plan.mean_errors,
     }
@@ -203,6 +204,7 @@ impl StepCache for HybridCache {
             value_codes: self.codes.of(Side::Values, layer, 0),
             key_table: self.codes.table(Side::Keys, layer),
             value_table: self.codes.table(Side::Values, layer),
+            key_norms: self.codes.norms_of(Side::Keys, layer, 0),
             value_norms: self.codes.norms_of(Side::Values, layer, 0),
             mean_errors: self.codes.mean_errors(layer),
             key_errors: Some(self.errors.pointer().offset(layer * heads * head_dim)),

@@ -71,7 +71,7 @@ struct CodedRows : RowSums {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             p[i] = exp2_approx(p[i] + (level[i] - max[i % 2])), weight[i % 2] -= p[i];
-            if constexpr (HAS_VALUE_NORMS) p[i] = TileNorms::times_norm(p[i], norms[i / 2]);
+            if constexpr (HAS_VALUE_NORMS) p[i] = ValueNorms::times_norm(p[i], norms[i / 2]);
         }
         const u32 weights[2] = {movmatrix_trans(pack_half2(-p[0], -p[1])), movmatrix_trans(pack_half2(-p[2], -p[3]))};
 #pragma unroll

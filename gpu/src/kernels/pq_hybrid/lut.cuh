@@ -1,6 +1,6 @@
 // ADC table of a head's queries in shared memory: inner products with every centroid, without bank conflicts.
 //
-// An entry holds the scores of VEC queries as f16, each minus the maximum of its subspace; the base of the query is the
+// An entry holds the scores of VEC queries as f16, each minus the maximum of its subspace; a base of the query has the
 // sum of these maxima in f32. Rounding then matters least for the tokens with the largest scores. Lanes 4 g + l of one
 // wavefront look up entries of different subspaces or, where there are too few, of different copies.
 #pragma once
@@ -108,7 +108,8 @@ struct LutWords {
 // Shared state of the warps during the construction of a table.
 struct LutBuilder {
     int maxima[KEY_M][VEC]; // ordered like floats
-    float base[VEC];
+    // What is added to the entries of a query and, if KEY_NORMS, to their sum times a norm.
+    float bases[HAS_KEY_NORMS ? 2 : 1][VEC];
 
     static __device__ __forceinline__ int ordered(float x) {
         const int bits = __float_as_int(x);
@@ -116,7 +117,7 @@ struct LutBuilder {
     }
     static __device__ __forceinline__ float from_ordered(int x) { return __int_as_float(x ^ (x >> 31 & 0x7fffffff)); }
 
-    // Called by all threads of the WARPS warps; writes the table at `lut` and `base`, and synchronizes. Codes are the
+    // Called by all threads of the WARPS warps; writes the table at `lut` and `bases`, and synchronizes. Codes are the
     // rows of an MMA and queries its columns: lane 4 g + l has two queries for codes g and g + 8. Up to four queries
     // leave columns 4 to 7 for the next subspace.
     template <int WARPS>
@@ -225,13 +226,19 @@ struct LutBuilder {
         return sum;
     }
 
-    // The bases of the queries: half the variance, and the sum of the maxima.
+    // The bases of the queries: half the variance, which no norm multiplies, and the sum of the maxima.
     template <int WARPS>
     __device__ __forceinline__ void add_base(float variance) {
         static_assert(WARPS >= VEC && KEY_M <= LANES, "a warp for each query, a lane for each subspace");
         const int q = threadIdx.x / LANES, lane = threadIdx.x % LANES;
         if (!warp_uniform(q < VEC)) return;
-        const float sum = warp_sum(variance + (lane < KEY_M ? from_ordered(maxima[lane][q]) : 0));
-        if (lane == 0) base[q] = sum;
+        const float max = lane < KEY_M ? from_ordered(maxima[lane][q]) : 0;
+        if constexpr (HAS_KEY_NORMS) {
+            const float sum = warp_sum(max), of_errors = warp_sum(variance);
+            if (lane == 0) bases[0][q] = sum, bases[1][q] = of_errors;
+        } else {
+            const float sum = warp_sum(variance + max);
+            if (lane == 0) bases[0][q] = sum;
+        }
     }
 };

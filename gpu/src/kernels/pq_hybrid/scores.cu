@@ -6,6 +6,7 @@
 // these tokens, in f32: for four queries, 8 MMAs per tile replace 64 additions and 6 shuffles.
 #include "pq_hybrid/addends.cuh"
 #include "pq_hybrid/lut.cuh"
+#include "pq_hybrid/norms.cuh"
 #include "pq_hybrid/plan.cuh"
 #include "pq_hybrid/scored_tile.cuh"
 #include "pq_hybrid/stats.cuh"
@@ -48,20 +49,26 @@ struct TileScores {
     static constexpr int OF_QUERY = VEC == 8 ? 30 : 31; // bits in which the indices of the lanes of a query differ
     float sums[SETS][4];
     using Addends = TileAddends<QUERIES, SETS>;
+    using Norms = KeyNorms<SETS>;
+
+    // `LutBuilder::bases`.
+    struct Bases {
+        float of_sum[QUERIES], of_score[QUERIES];
+    };
 
     static __device__ __forceinline__ int first_query(int lane) { return VEC == 8 ? lane % 2 * 4 : 0; }
     static __device__ __forceinline__ int place(int lane, int set) {
         return VEC == 8 ? lane / 4 * 4 + set * 2 + lane / 2 % 2 : lane;
     }
 
-    // `base`: of the lane's queries.
+    // `bases`: of the lane's queries.
     __device__ __forceinline__ void look_up(const KeyCodes& packed, const LutOffsets& offsets, const Selector& selector,
-                                            const float (&base)[QUERIES], const Addends& addends) {
+                                            const Bases& bases, const Addends& addends, const Norms& norms) {
         u32 codes[KeyCodes::EXPANDED];
         packed.expand(codes);
 #pragma unroll
-        for (int i = 0; i < SETS * 4; i++) sums[i / 4][i % 4] = i % 4 < QUERIES ? base[i % QUERIES] : 0;
-        if (HAS_ADDENDS) addends.add_to(sums);
+        for (int i = 0; i < SETS * 4; i++) sums[i / 4][i % 4] = i % 4 < QUERIES ? bases.of_sum[i % QUERIES] : 0;
+        if (HAS_ADDENDS && !HAS_KEY_NORMS) addends.add_to(sums);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             u32 previous[2];
@@ -104,6 +111,13 @@ struct TileScores {
             }
         }
         if (VEC == 2) sums[0][0] += sums[0][2], sums[0][1] += sums[0][3]; // even and odd steps
+        if constexpr (HAS_KEY_NORMS) {
+            float others[SETS][4];
+#pragma unroll
+            for (int i = 0; i < SETS * 4; i++) others[i / 4][i % 4] = bases.of_score[i % QUERIES];
+            if (HAS_ADDENDS) addends.add_to(others);
+            norms.multiply_add(sums, others);
+        }
     }
 };
 
@@ -119,8 +133,11 @@ __device__ __forceinline__ void score_sequence(const SelectArguments& a, const L
     const u8* key_codes = a.codes + lane * KeyCodes::LANE_BYTES;
     KeyCodes keys;
     TileScores::Addends addends;
+    TileScores::Norms norms;
     auto load = [&](u32 tile) {
-        keys.load(key_codes + (u64)tiles.take(tile) * KeyCodes::TILE_BYTES);
+        const u32 at = tiles.take(tile);
+        keys.load(key_codes + (u64)at * KeyCodes::TILE_BYTES);
+        norms.load(a, at, [&](int set) { return token_at(TileScores::place(lane, set)); });
         if (HAS_ADDENDS) addends.load(a.addends_of((u64)plan.entry * a.heads + head, tile), lane);
     };
     u32 tile = plan.from + warp;
@@ -128,9 +145,12 @@ __device__ __forceinline__ void score_sequence(const SelectArguments& a, const L
     if (warp_uniform(tile < end)) begin_run(tile), load(tile); // not earlier: building the table needs all registers
 
     const int first_query = TileScores::first_query(lane);
-    float base[QUERIES];
+    TileScores::Bases bases;
 #pragma unroll
-    for (int q = 0; q < QUERIES; q++) base[q] = block().builder.base[first_query + q], stats[q] = no_scores();
+    for (int q = 0; q < QUERIES; q++) {
+        bases.of_sum[q] = block().builder.bases[0][first_query + q], stats[q] = no_scores();
+        if constexpr (HAS_KEY_NORMS) bases.of_score[q] = block().builder.bases[1][first_query + q];
+    }
     const LutOffsets offsets(lane);
     const Selector selector(lane);
     const u64 row = (u64)plan.entry * a.heads + head;
@@ -138,7 +158,7 @@ __device__ __forceinline__ void score_sequence(const SelectArguments& a, const L
     while (warp_uniform(tile < end)) {
         if (TileIndices::PAGES && warp_uniform(tiles.left() == 0 && tile + WARPS < end)) begin_run(tile + WARPS);
         TileScores of_tile;
-        of_tile.look_up(keys, offsets, selector, base, addends);
+        of_tile.look_up(keys, offsets, selector, bases, addends, norms);
         ScoredTile& out = scores[tile];
         const u32 there = length - tile * TILE; // tokens from this tile on
         tile += WARPS;

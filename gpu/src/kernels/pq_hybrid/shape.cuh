@@ -3,9 +3,9 @@
 //
 // CPU twins: pq_core::hybrid_select_into, pq_core::hybrid_attend_into, pq_core::attend_exact_into. Compile-time shape:
 // HEAD_DIM 64 or 128; GROUP 1 to 8 query heads per KV head; KEY_M, VALUE_M 8, 16 or 32 subspaces; KEY_BITS,
-// VALUE_BITS 4 or 8; HISTOGRAM_VALUES (code_weights.cuh) or VALUE_COPIES 1 or 2 (values.cuh); ELEMENT 1 (f16) or 2
-// (bf16); MAX_RULE (keys.cuh); PAGED or not; ADAPTIVE or not (budget.cuh); ADDENDS or not (addends.cuh); VALUE_NORMS or
-// not (norms.cuh).
+// VALUE_BITS 4 or 8; KEY_BITS also 6, with KEY_M 16 or 32; HISTOGRAM_VALUES (code_weights.cuh) or VALUE_COPIES 1 or 2
+// (values.cuh); ELEMENT 1 (f16) or 2 (bf16); MAX_RULE (keys.cuh); PAGED or not; ADAPTIVE or not (budget.cuh); ADDENDS or
+// not (addends.cuh); KEY_NORMS, VALUE_NORMS or not (norms.cuh).
 //
 // A step is two operations, so that rows can be fetched in between:
 //
@@ -43,6 +43,11 @@ constexpr bool IS_BESIDE = false;
 constexpr bool IS_BY_CODE = true;
 #else
 constexpr bool IS_BY_CODE = false;
+#endif
+#ifdef KEY_NORMS
+constexpr bool HAS_KEY_NORMS = true;
+#else
+constexpr bool HAS_KEY_NORMS = false;
 #endif
 #ifdef VALUE_NORMS
 constexpr bool HAS_VALUE_NORMS = true;
@@ -111,6 +116,7 @@ struct ErrorBound {
 struct SelectArguments : Arguments {
     const u8* codes;     // [page][head][tile of page][tile bytes]
     const u32* table;    // [head][code][WORDS]: word j + p * M has components 2 p and 2 p + 1 of subspace j
+    const u16* norms;    // f16 [page][head][tile of page][TILE], read only if KEY_NORMS
     const u16* queries;  // [sequence][head][GROUP][D], in the space of the codes
     const float* errors; // [head][D], or null: mean squared errors of the coded keys
     u32* selected;       // [sequence][head][selected_len]

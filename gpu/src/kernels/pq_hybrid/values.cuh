@@ -126,7 +126,7 @@ struct ValueSums {
     // Converts scores of the lane's half to weights of values, as pairs of f16 in `weights[half][mma]`. `levels`,
     // `norms`: of the tile.
     __device__ __forceinline__ void weigh(u32 (&weights)[2][MMAS][2], const uint2 (&scores)[MMAS],
-                                          const float (&levels)[MMAS], const TileNorms& norms, int lane) {
+                                          const float (&levels)[MMAS], const ValueNorms& norms, int lane) {
         const bool has_second = half_of(lane);
 #pragma unroll
         for (int m = 0; m < MMAS; m++) {
@@ -220,7 +220,7 @@ __device__ __forceinline__ void sum_tiles(const AttendArguments& a, const Plan<A
     const int place = ValueSums::half_of(lane) * 16 + l * 4;
     struct Tile {
         Values codes;
-        TileNorms norms;
+        ValueNorms norms;
         uint2 scores[MMAS]; // four of the lane's half
         float levels[MMAS];
     };

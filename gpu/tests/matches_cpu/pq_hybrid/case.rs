@@ -57,7 +57,7 @@ pub struct Inputs {
     pub pages: Vec<usize>,            // (batch, max_pages) and an unused page; (batch,) without pages
     pub pdl: bool,
     pub addends: Vec<f32>, // (batch, heads, group, capacity), halves, if the shape has some
-    pub value_norms: Vec<f32>, // (batch, heads, capacity), halves from 1/4 to 4; ones if the shape has none
+    pub norms: [Vec<f32>; 2], // (batch, heads, capacity), halves from 1/4 to 4; ones if the shape has none
     pub means: Vec<f32>,   // (batch, heads, blocks, dim), halves, the mean errors of the values
 }
 
@@ -102,6 +102,7 @@ impl Case {
             rule: random.pick(&[GroupRule::SumOfSoftmax, GroupRule::MaxOfSoftmax]),
             paged: random.below(2) == 1,
             addends: false,
+            key_norms: false,
             value_norms: false,
             mean_errors: false,
             adaptive: false,
@@ -206,8 +207,10 @@ impl Case {
         let pdl = random.below(2) == 1;
         let len = if shape.addends { batch * heads * shape.group * capacity } else { 0 };
         let addends = (0..len).map(|_| f16::from_f32(ADDEND * random.normal()).to_f32()).collect();
-        let mut norm = || if shape.value_norms { decode_norm(96 + random.below(65) as u8) } else { 1.0 };
-        let value_norms = (0..batch * heads * capacity).map(|_| f16::from_f32(norm()).to_f32()).collect();
+        let norms = [shape.key_norms, shape.value_norms].map(|has_norms| {
+            let mut norm = || if has_norms { decode_norm(96 + random.below(65) as u8) } else { 1.0 };
+            (0..batch * heads * capacity).map(|_| f16::from_f32(norm()).to_f32()).collect()
+        });
         let means = (0..batch * heads * self.blocks() * dim).map(|_| f16::from_f32(random.normal()).to_f32());
         let mut means: Vec<f32> = means.collect();
         for (row, means) in means.chunks_exact_mut(self.blocks() * dim).enumerate() {
@@ -231,7 +234,7 @@ impl Case {
             pages,
             pdl,
             addends,
-            value_norms,
+            norms,
             means,
         }
     }
@@ -262,14 +265,17 @@ impl Case {
         (whole, recent)
     }
 
-    /// Makes the exact keys those that the codes stand for.
+    /// Makes the exact keys those that the codes and norms stand for.
     pub fn decode_rows(&self, inputs: &mut Inputs) {
         let keys = self.shape.keys;
         for (i, rows) in inputs.rows[0].chunks_exact_mut(self.capacity * keys.dim()).enumerate() {
             let codes = Codes::new(keys, self.capacity, &inputs.codes[i][0]).unwrap();
             decode_into(&inputs.books[i % self.heads][0].view(), &codes, 0, rows).unwrap();
             let element = self.shape.element;
-            rows.iter_mut().for_each(|x| *x = from_element(element, to_element(element, *x)));
+            let norms = &inputs.norms[Side::Keys as usize][i * self.capacity..];
+            for (row, norm) in rows.chunks_exact_mut(keys.dim()).zip(norms) {
+                row.iter_mut().for_each(|x| *x = from_element(element, to_element(element, *x * norm)));
+            }
         }
     }
 
@@ -300,10 +306,10 @@ impl Case {
         (page * self.heads + head) * self.page_tiles + tile % self.page_tiles
     }
 
-    /// The norms of the values of all sequences in tiles; those behind a sequence's length are not numbers.
-    pub fn value_norms(&self, inputs: &Inputs) -> Vec<f16> {
+    /// The norms of all sequences in tiles; those behind a sequence's length are not numbers.
+    pub fn norms(&self, inputs: &Inputs, side: Side) -> Vec<f16> {
         let mut memory = vec![f16::NAN; inputs.pages.len() * self.heads * self.page_tiles * TILE];
-        for (i, norms) in inputs.value_norms.chunks_exact(self.capacity).enumerate() {
+        for (i, norms) in inputs.norms[side as usize].chunks_exact(self.capacity).enumerate() {
             let place = (i / self.heads, i % self.heads);
             for (t, &norm) in norms[..self.lengths[place.0] as usize].iter().enumerate() {
                 memory[self.place_of(inputs, place, t / TILE) * TILE + t % TILE] = f16::from_f32(norm);

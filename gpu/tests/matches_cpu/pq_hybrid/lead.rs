@@ -77,19 +77,25 @@ impl Lead {
             books[Side::Keys as usize] = CodebookBuf::new(case.shape.keys, &centroids).unwrap();
         }
         for codes in &mut inputs.codes {
-            // A block of tokens has one run of codes per subspace.
-            let (block, run) = (case.shape.keys.block_size(), case.shape.keys.block_size() / m);
-            for (i, codes) in codes[Side::Keys as usize].chunks_exact_mut(block).enumerate() {
-                for (t, code) in codes[..run].iter_mut().enumerate() {
-                    *code = if self.leaders.contains(&(i * run + t)) { u8::MAX } else { 0 };
-                }
-            }
+            self.lead_in(&mut codes[Side::Keys as usize], |t| self.leaders.contains(&t));
         }
         case.decode_rows(&mut inputs);
         for rows in inputs.rows[0].chunks_exact_mut(case.capacity * dim) {
             self.leaders.iter().for_each(|t| rows[t * dim] = self.row);
         }
         inputs
+    }
+
+    /// Gives the tokens that `leads` the component of the leaders, in the codes of a head's keys.
+    fn lead_in(&self, codes: &mut [u8], leads: impl Fn(usize) -> bool) {
+        // A block of tokens has one run of codes per subspace.
+        let keys = self.case.shape.keys;
+        let (block, run) = (keys.block_size(), keys.block_size() / keys.m());
+        for (i, codes) in codes.chunks_exact_mut(block).enumerate() {
+            for (t, code) in codes[..run].iter_mut().enumerate() {
+                *code = if leads(i * run + t) { u8::MAX } else { 0 };
+            }
+        }
     }
 
     /// Runs the step and checks it; `None` if the shape does not fit the device.
@@ -140,11 +146,8 @@ fn defined(case: &Case, inputs: &Inputs, outputs: &Outputs, head: usize) -> Vec<
         let codes = Codes::new(shape, n, &inputs.codes[head][side][..shape.codes_len(n)]).unwrap();
         let mut rows = vec![0.0; n * dim];
         decode_into(&inputs.books[head][side].view(), &codes, 0, &mut rows).unwrap();
-        if side == Side::Values as usize {
-            let norms = &inputs.value_norms[head * case.capacity..];
-            for (row, norm) in rows.chunks_exact_mut(dim).zip(norms) {
-                row.iter_mut().for_each(|x| *x *= norm);
-            }
+        for (row, norm) in rows.chunks_exact_mut(dim).zip(&inputs.norms[side][head * case.capacity..]) {
+            row.iter_mut().for_each(|x| *x *= norm);
         }
         for &token in selected {
             let exact = &inputs.rows[side][(head * case.capacity + token as usize) * dim..][..dim];
@@ -272,7 +275,33 @@ fn leading_values_have_norms() {
             step.check(&device);
             // The largest that a byte stands for.
             let mut inputs = step.inputs();
-            inputs.value_norms.fill(f16::from_f32(decode_norm(u8::MAX)).to_f32());
+            inputs.norms[Side::Values as usize].fill(f16::from_f32(decode_norm(u8::MAX)).to_f32());
+            step.check_within(&device, &inputs, TOLERANCE);
+        }
+    }
+}
+
+/// Tokens lead by the norms of their keys: without these all have the same component that the queries meet.
+#[test]
+fn tokens_lead_by_the_norms_of_their_keys() {
+    let Some(device) = device("tokens_lead_by_the_norms_of_their_keys") else { return };
+    const NORM: f32 = 0.25; // of tokens that do not lead
+    for (form, lead) in FORMS.into_iter().flat_map(|form| LEADS.map(|lead| (form, lead))) {
+        for (shape, k, leaders) in
+            [(0, 8, vec![733]), (3, 8, vec![40, 41]), (5, 0, vec![9]), (9, 2, vec![0, 31, 700])]
+        {
+            let (group, values) = SHAPES[shape];
+            let mut step = Lead::new(form, group, values, lead / f64::from(1.0 - NORM), leaders);
+            (step.case.ks, step.case.shape.key_norms) = (vec![k], true);
+            let mut inputs = step.inputs();
+            let norms = &mut inputs.norms[Side::Keys as usize];
+            norms.fill(NORM);
+            for norms in norms.chunks_exact_mut(step.case.capacity) {
+                step.leaders.iter().for_each(|&t| norms[t] = 1.0);
+            }
+            for codes in &mut inputs.codes {
+                step.lead_in(&mut codes[Side::Keys as usize], |_| true);
+            }
             step.check_within(&device, &inputs, TOLERANCE);
         }
     }

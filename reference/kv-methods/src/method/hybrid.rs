@@ -9,8 +9,7 @@ use std::fmt::Display;
 use std::str::FromStr;
 use std::sync::Arc;
 
-#[cfg(feature = "cuda")]
-use kv_attend::owner::Side;
+use kv_attend::owner::Pair;
 #[cfg(feature = "cuda")]
 use kv_device::plan::{HybridPlan, Plan};
 use kv_llama::{Fetched, Footprint, HeadFit};
@@ -36,28 +35,29 @@ pub(super) const HYBRID: Registration = Registration {
     names: &["hybrid"],
     help: concat!(
         "\
-  hybrid            attention on coarse PQ codes, with the exact rows of  k=16x8 v=16x8 keys=mean|rope|rotated
+  hybrid            attention on coarse PQ codes, with the exact rows of  k=32x6 v=8x8 keys=mean|rope|rotated
                       the few tokens that hold most of the weight:        values=gaussian|trained
                       a fraction of the tokens, or as many as keep the    iterations=8 refine=0 rows=0.01|auto
                       error of about 95 % of the outputs below `bound`    bound=0.05
                       standard deviations of the values, up to `most`     most=1
                       of the tokens
-                      for texts unlike the profile's, on the CPU alone:   norms=off|on
-                      norms of keys
-                      for coarse values: the mean error of 256 of them    mean-error=off|on
+                      norms of keys, for texts unlike the profile's       norms=on|off
+                      the mean of what the codes of 256 values lose       mean-error=on|off
                       on a GPU: the memory that holds the exact rows      rows-on=host|device
 ",
         offload_help!()
     ),
     examples: &[
         "hybrid:k=8/8:v=8/8:rows=1:exact=f32:window=4",
-        "hybrid:k=8/1:v=8/1:rows=0.1:keys=rotated:norms=on:exact=f32:window=4",
+        "hybrid:k=8/1:v=8/1:rows=0.1:keys=rotated:norms=off:exact=f32:window=4",
         "hybrid:k=8/1:v=8/1:rows=auto:exact=f32:window=4",
-        "hybrid:k=8/2:v=8/2:rows=0.1:norms=on:mean-error=on:exact=f32:window=4",
+        "hybrid:k=8/2:v=8/2:rows=0.1:norms=off:mean-error=off:exact=f32:window=4",
         "hybrid:k=8/8:v=8/8:rows=1:offloaded=int8:exact=f32:window=4",
     ],
     parse: |s| {
-        let codes = PqCode::take_both(s, 8, 8)?;
+        // Of values 8 subspaces, the fewest that a device has.
+        let of_values = (s.head_dim / 8).clamp(1, 16);
+        let codes = Pair::new(PqCode::take(s, "k", 6, 4)?, PqCode::take(s, "v", 8, of_values)?);
         let rows = s.own("rows", Rows::Share(0.01))?;
         if rows != Rows::Auto {
             s.need(&["bound", "most"], "rows=auto")?;
@@ -68,8 +68,8 @@ pub(super) const HYBRID: Registration = Registration {
             most: s.common_part("most", 1.0)?,
             offload: OffloadSettings::take(s)?,
             home: s.common("rows-on", Home::Host)?,
-            mean_error: s.common("mean-error", Switch::Off)? == Switch::On,
-            codes: PqKlt::take(s, codes, Switch::Off)?,
+            mean_error: s.common("mean-error", Switch::On)? == Switch::On,
+            codes: PqKlt::take(s, codes)?,
         }))
     },
 };
@@ -164,12 +164,6 @@ impl DeviceKind for HybridKind {
     fn limits(&self, window: Window) -> Vec<Limit> {
         let mut limits = Limit::of_rings(window);
         limits.extend(self.codes.limits_of_rows());
-        limits.push(Limit::new(
-            self.codes.has_norms(Side::Keys),
-            "norms=on",
-            "a device selects by codes of keys without norms",
-            "norms=off",
-        ));
         limits.push(self.offload.limit_of_files());
         limits.extend(self.offload.limits_of_home(self.home));
         limits

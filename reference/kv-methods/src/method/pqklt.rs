@@ -46,7 +46,7 @@ pub(super) const PQ_KLT: Registration = Registration {
     ],
     parse: |s| {
         let codes = PqCode::take_both(s, 6, 4)?;
-        let klt = PqKlt::take(s, codes, Switch::On)?;
+        let klt = PqKlt::take(s, codes)?;
         Ok(Arc::new(PqKlt { pages: Paging::take(s, CODE_TILE)?, ..klt }))
     },
 };
@@ -154,8 +154,9 @@ pub(super) struct PqKlt {
 
 impl PqKlt {
     /// Takes the settings of the transform.
-    pub fn take(s: &mut Settings<'_>, codes: Pair<PqCode>, norms: Switch) -> Result<Self> {
-        let (space, norms) = (s.own("keys", KeySpace::RotatedMean)?, s.common("norms", norms)? == Switch::On);
+    pub fn take(s: &mut Settings<'_>, codes: Pair<PqCode>) -> Result<Self> {
+        let space = s.own("keys", KeySpace::RotatedMean)?;
+        let norms = s.common("norms", Switch::On)? == Switch::On;
         let shape = codes.values.shape(s.head_dim);
         let has_table = shape.is_ok_and(|shape| gaussian_centroids(shape.dsub(), shape.nbits()).is_ok());
         let default = if has_table { ValueBooks::Gaussian } else { ValueBooks::Trained };

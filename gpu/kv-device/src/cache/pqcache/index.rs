@@ -45,7 +45,15 @@ pub(super) struct Kernels {
 impl Kernels {
     const fn select(&self) -> SelectShape {
         let &Self { quantizer: keys, group, element } = self;
-        SelectShape { keys, group, element, rule: GroupRule::SumOfSoftmax, paged: false, addends: false }
+        SelectShape {
+            keys,
+            group,
+            element,
+            rule: GroupRule::SumOfSoftmax,
+            paged: false,
+            addends: false,
+            key_norms: false,
+        }
     }
 
     fn encode(&self) -> EncodeShape {
@@ -291,6 +299,7 @@ impl KeyIndex {
                 tiles: tiles.tiles,
                 codes: self.codes(layer, first),
                 table: tiles.tables.pointer().offset(table),
+                norms: None,
                 errors: None,
                 queries: wanted.queries.cast::<u16>().offset(queries).cast(),
                 lengths: wanted.lengths.offset(first),

@@ -39,6 +39,7 @@ impl Case {
             let (queries, code_queries) = (scaled(&inputs.queries), scaled(&inputs.code_queries));
             let mut luts = vec![0.0; group * shape.keys.lut_len()];
             let luts = lut_into(&books[Side::Keys as usize].view(), &code_queries, &mut luts).unwrap();
+            let [key_norms, value_norms] = inputs.norms.each_ref().map(|norms| &norms[i * capacity..][..n]);
             let bias: Vec<f32> = inputs
                 .addends
                 .chunks_exact(capacity)
@@ -49,7 +50,9 @@ impl Case {
                 .collect();
             let tokens = CodedTokens::new(keys, values, books[Side::Values as usize].view())
                 .unwrap()
-                .with_value_scales(&inputs.value_norms[i * capacity..][..n])
+                .with_key_scales(&key_norms[..])
+                .unwrap()
+                .with_value_scales(value_norms)
                 .unwrap()
                 .with_bias(shape.addends.then_some(&bias[..]));
             let variance = |query: &[f32]| {
@@ -112,12 +115,17 @@ impl Case {
                 &format!("{self:?} head {i}"),
             );
             let rounding = |g: usize| {
-                if !shape.addends || n == 0 {
+                if !(shape.addends || shape.key_norms) || n == 0 {
                     return 0.0;
                 }
                 let variance = if self.has_errors { variances[g] } else { 0.0 };
-                let highest = highest_score(&luts.lut(g)) + variance / 2.0;
-                score_rounding(highest, &scratch.search().scores()[g * n..][..n], &bias[g * n..][..n])
+                let (highest, bias) = (highest_score(&luts.lut(g)), bias.get(g * n..).unwrap_or_default());
+                let addends = bias.iter().copied().chain(std::iter::repeat(0.0));
+                let most = key_norms
+                    .iter()
+                    .zip(addends)
+                    .map(|(norm, addend)| norm * highest + addend + variance / 2.0);
+                score_rounding(most, &scratch.search().scores()[g * n..][..n])
             };
             let roundings: Vec<f32> = (0..group).map(rounding).collect();
 
@@ -183,11 +191,12 @@ fn highest_score(lut: &Lut<'_>) -> f32 {
 
 /// How much the rounding of table entries may change the scores, on average over the weights. An entry is a
 /// half less the highest of its subspace, so its rounding is 2^-11 of what its token loses by it. Tokens of
-/// large weight have lost little, unless addends have made up for it.
-fn score_rounding(highest: f32, scores: &[f32], addends: &[f32]) -> f32 {
+/// large weight have lost little, unless addends or norms have made up for it. `most` are the scores of tokens with
+/// the best codes.
+fn score_rounding(most: impl Iterator<Item = f32>, scores: &[f32]) -> f32 {
     let max = scores.iter().copied().fold(f32::MIN, f32::max);
     let weights = scores.iter().map(|score| (score - max).exp());
-    let lost = scores.iter().zip(addends).map(|(score, addend)| highest + addend - score);
+    let lost = most.zip(scores).map(|(most, score)| most - score);
     let (sum, all) =
         weights.zip(lost).fold((0.0, 0.0), |(sum, all), (weight, lost)| (sum + weight * lost, all + weight));
     sum / all / 2048.0

@@ -32,7 +32,7 @@ impl Case {
         let total = Buffer::new(device, &[0_u64]);
         let page_table = Buffer::new(device, &self.page_table(inputs));
         let addends = Buffer::new(device, &self.addends(inputs));
-        let value_norms = Buffer::new(device, &self.value_norms(inputs));
+        let [key_norms, value_norms] = SIDES.map(|side| Buffer::new(device, &self.norms(inputs, side)));
         let (means, recent) = self.block_means(inputs);
         let (means, recent) = (Buffer::new(device, &means), Buffer::new(device, &recent));
         let mean_errors = BlockMeans {
@@ -65,6 +65,7 @@ impl Case {
             key_table: key_table.pointer(),
             value_table: value_table.pointer(),
             key_errors: self.has_errors.then(|| errors.pointer()),
+            key_norms: shape.key_norms.then(|| key_norms.pointer()),
             value_norms: shape.value_norms.then(|| value_norms.pointer()),
             mean_errors: shape.mean_errors.then_some(mean_errors),
             queries: queries.pointer().cast(),
@@ -156,8 +157,8 @@ impl Case {
 
     /// The selection of [`Select`].
     pub fn select_alone(&self, device: &Device, step: &HybridArguments) -> Vec<u32> {
-        let HybridShape { keys, group, element, rule, paged, addends, .. } = self.shape;
-        let shape = SelectShape { keys, group, element, rule, paged, addends };
+        let HybridShape { keys, group, element, rule, paged, addends, key_norms, .. } = self.shape;
+        let shape = SelectShape { keys, group, element, rule, paged, addends, key_norms };
         let select = Select::new(device, shape).unwrap();
         let room = self.max_pages() * self.page_tiles * TILE;
         let workspace = Buffer::new(device, &vec![0_u8; select.workspace_len(step.batch, step.heads, room)]);
@@ -168,6 +169,7 @@ impl Case {
             tiles: step.tiles,
             codes: step.key_codes,
             table: step.key_table,
+            norms: step.key_norms,
             errors: step.key_errors,
             queries: step.code_queries.unwrap_or(step.queries),
             lengths: step.lengths,
