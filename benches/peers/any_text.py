@@ -38,7 +38,7 @@ METHODS = {
     "pqklt:k=8/2:v=8/2": True,
     "million:k=8/2:v=8/2": True,
     "hybrid": True,
-    "hybrid:k=6/4:v=8/16:norms=on:mean-error=on": True,
+    "hybrid:k=8/8:v=8/8:norms=off:mean-error=off": True,
     "pqcache": False,
 }
 # Bits of an element in the store: codes, and scales of a block of 32.

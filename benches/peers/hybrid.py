@@ -28,23 +28,25 @@ def codes(dim, keys, values):
     return f"k={dim // kd}x{kb}:v={dim // vd}x{vb}"
 
 
+PLAIN = ":norms=off:mean-error=off"  # codes alone
 # (keys, values, further settings), from coarse to fine; all shares, or two of them.
 GRID = [
-    (8, 8, ""),
-    (8, 16, ""),
+    (8, 8, PLAIN),
+    (8, 16, PLAIN),
 ]
 VARIANTS = [
-    (4, 4, ""),
-    (4, 8, ""),
-    (16, 16, ""),
-    (8, 32, ""),
-    ((4, 4), (4, 4), ""),
-    ((4, 4), (4, 8), ""),
-    (8, 8, ":norms=on"),
-    (8, 8, ":keys=rope"),
-    (8, 8, ":keys=rope:norms=on"),
-    (8, 8, ":offloaded=int8"),
-    (8, 8, ":refine=4"),
+    (4, 4, PLAIN),
+    (4, 8, PLAIN),
+    (16, 16, PLAIN),
+    (8, 32, PLAIN),
+    ((4, 4), (4, 4), PLAIN),
+    ((4, 4), (4, 8), PLAIN),
+    (8, 8, ":mean-error=off"),
+    (8, 8, f"{PLAIN}:keys=rope"),
+    (8, 8, ":mean-error=off:keys=rope"),
+    (8, 8, f"{PLAIN}:offloaded=int8"),
+    (8, 8, f"{PLAIN}:refine=4"),
+    ((6, 4), 16, ""),  # the default at 128 components
 ]
 FEW = (0, 0.005, 0.02)
 BOUNDS = (0.125, 0.05, 0.025)
@@ -56,7 +58,7 @@ def specs(dim, context):
         f"hybrid:{codes(dim, k, v)}{more}:rows={share}" for k, v, more in GRID for share in (0,) + SHARES
     ]
     hybrid += [f"hybrid:{codes(dim, k, v)}{more}:rows={share}" for k, v, more in VARIANTS for share in FEW]
-    auto = [f"hybrid:{codes(dim, 8, 16)}:rows=auto:bound={bound}" for bound in BOUNDS]
+    auto = [f"hybrid:{codes(dim, 8, 16)}{PLAIN}:rows=auto:bound={bound}" for bound in BOUNDS]
     ratios = [(share * (context - EXACT) + EXACT) / context for share in SHARES]
     topk = [
         f"{name}:ratio={ratio:.5f}"
@@ -128,7 +130,8 @@ def picture(path, title, rows, dim):
             if row["name"] == "hybrid"
             and row["setting"].startswith(codes(dim, k, v) + ":rows=0")
             and "keys=mean" in row["setting"]
-            and not any(word in row["setting"] for word in ("norms", "offloaded", "refine"))
+            and "norms=off" in row["setting"]
+            and not any(word in row["setting"] for word in ("offloaded", "refine"))
         ]
         for k, v, _ in GRID
     }

@@ -46,7 +46,7 @@ fn rows_are_those_of_the_cpu() {
 #[test]
 fn rows_of_hybrid_are_those_of_the_cpu() {
     let Some(gpu) = gpu("compare hybrid") else { return };
-    let methods = "hybrid,hybrid:norms=off:mean-error=off,hybrid:v=8/16:rows-on=device,\
+    let methods = "hybrid,hybrid:k=8/8:v=8/8:norms=off:mean-error=off,hybrid:v=8/8:rows-on=device,\
                    hybrid:rows=auto:rows-on=device,hybrid:keys=rotated:rows=auto:bound=0.02:most=0.2";
     rows_agree(methods, Sizes { decode: 400, ..SIZES }, gpu);
 }
@@ -79,7 +79,7 @@ fn rows_agree(methods: &str, sizes: Sizes, gpu: Arc<Gpu>) -> Vec<Row> {
         assert!((gpu.perplexity / cpu.perplexity - 1.0).abs() < 0.01, "{name}: perplexity");
         assert!((gpu.top1 - cpu.top1).abs() < 0.04, "{name}: top-1");
         // Codes on the device are in tiles of 32 tokens, and norms there have 16 bits, not the CPU's 8.
-        let norms = if gpu.name == "pqklt" { 8.0 / HEAD_DIM } else { 0.0 };
+        let norms = if matches!(&*gpu.name, "pqklt" | "hybrid") { 8.0 / HEAD_DIM } else { 0.0 };
         let bits = 0.96 * cpu.bits_per_value..1.04 * cpu.bits_per_value + norms;
         assert!(bits.contains(&gpu.bits_per_value), "{name}: bits");
         // With a fixed share, rows resident on the device are not fetched again.

@@ -28,7 +28,7 @@ fn it_diverges_as_on_the_cpu() {
         "hybrid:keys=rotated:rows=0.1:k=32x4:v=32x4:window=32:sinks=2:rows-on=device",
         "hybrid:norms=off:mean-error=off",
         "hybrid:keys=rotated:norms=off:rows=0.02",
-        "hybrid:rows=0.02:v=8/16:window=32:sinks=2:rows-on=device",
+        "hybrid:rows=0.02:k=8/8:v=8/8:window=32:sinks=2:rows-on=device",
         "hybrid:values=trained:rows=auto",
         "hybrid:rows=auto:rows-on=device",
         "hybrid:rows=auto:bound=0.02:most=0.5",

@@ -81,6 +81,24 @@ pub fn run(watch: &Stopwatch) {
             );
         }
     }
+    let [keys, values] = [(32, 6), (8, 8)].map(|(m, nbits)| PqShape::new(DIM, m, nbits).unwrap());
+    for load in LOADS {
+        for adaptive in [false, true] {
+            // As the method `hybrid` has it.
+            let variant = Variant {
+                exact: WINDOW,
+                addends: true,
+                norms: [true; 2],
+                means: true,
+                adaptive,
+                share: 100,
+                page: None,
+            };
+            time(watch, [keys, values], load, variant);
+        }
+        time(watch, [keys, values], load, Variant { norms: [true; 2], ..Variant::default() });
+        time(watch, [keys, values], load, Variant { norms: [false, true], ..Variant::default() });
+    }
     for (load, page) in PAGED {
         time(watch, [coarse, coarse], load, Variant { page: Some(page), ..Variant::default() });
     }
