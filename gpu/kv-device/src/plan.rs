@@ -2,9 +2,13 @@
 //!
 //! What a calibration holds is `None` without one: the cache then has hashed numbers, to time it.
 
+use std::ops::Range;
+
 use codec_core::{ModelKind, PlaneBuf};
 use kv_attend::owner::Pair;
 use pq_core::{CodebookBuf, PqShape, TokenBudget, sq};
+
+use crate::{Error, Result};
 
 /// One of every layer and head.
 pub type Heads<T> = Vec<Vec<T>>;
@@ -35,6 +39,44 @@ pub enum Plan {
     Scalar(ScalarPlan, Option<Heads<ScalarHead>>),
     /// Uniform codes: 4-bit keys per channel over 64 tokens, 4-bit values per token over 64 channels.
     Int4,
+}
+
+impl Plan {
+    /// The cache of some heads of every layer: that of a rank of a model in parts.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for heads that the data lack, and for the planes of a bitstream, which are of all heads.
+    pub fn of_heads(mut self, heads: Range<usize>) -> Result<Self> {
+        match &mut self {
+            Self::Dense(_) | Self::Int4 | Self::Bitstream(_, None) => {}
+            Self::Codes { rows: CodedRows::Plain(data), .. } => take_heads(data, &heads)?,
+            Self::Codes { rows: CodedRows::Transformed(_, data), .. } | Self::Hybrid(_, data) => {
+                take_heads(data, &heads)?;
+            }
+            Self::Retrieval(_, data) => take_heads(data, &heads)?,
+            Self::Cuts(_, data) => take_heads(data, &heads)?,
+            Self::Scalar(_, data) => take_heads(data, &heads)?,
+            Self::Bitstream(_, Some(_)) => {
+                return Err(Error::argument(
+                    "the planes of a bitstream are of all heads: no rank has a part of one",
+                ));
+            }
+        }
+        Ok(self)
+    }
+}
+
+/// Keeps the data of some heads of every layer.
+fn take_heads<T>(data: &mut Option<Heads<T>>, heads: &Range<usize>) -> Result<()> {
+    for layer in data.iter_mut().flatten() {
+        if heads.start > heads.end || heads.end > layer.len() {
+            let (start, end, len) = (heads.start, heads.end, layer.len());
+            return Err(Error::Argument(format!("heads {start} to {end} of data of {len} heads")));
+        }
+        layer.truncate(heads.end);
+        layer.drain(..heads.start);
+    }
+    Ok(())
 }
 
 /// Paged memory for the tokens of a batch.
@@ -248,4 +290,21 @@ pub struct ScalarHead {
     pub value_mean: Vec<f32>,
     /// The unit of the values: the folded model divides them by it before their transform.
     pub value_scale: f32,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rank_has_the_data_of_its_heads() {
+        let all = || Some(vec![vec![0, 1, 2, 3], vec![10, 11, 12, 13]]);
+        let mut data = all();
+        take_heads(&mut data, &(2..4)).unwrap();
+        assert_eq!(data.unwrap(), [[2, 3], [12, 13]]);
+        for heads in [2..5, 5..6] {
+            assert!(take_heads(&mut all(), &heads).is_err(), "{heads:?}");
+        }
+        assert!(Plan::Int4.of_heads(1..2).is_ok(), "a plan without data is of any heads");
+    }
 }

@@ -12,6 +12,17 @@ pub enum Error {
     /// cuBLASLt, which prefill needs, is missing or rejected a matrix product.
     #[error("cuBLASLt: {0}")]
     Blas(String),
+    /// NCCL is missing or has failed, or another rank has ended the exchanges.
+    #[error("{0}")]
+    Ranks(String),
+    /// A rank has failed.
+    #[error("rank {rank}: {source}")]
+    Rank {
+        /// Its number.
+        rank: usize,
+        /// Its error.
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
     /// A stored frame cannot be parsed or decoded.
     #[error("codec-core: {0}")]
     Codec(codec_core::Error),

@@ -20,6 +20,8 @@ pub(crate) enum Output {
     Store,
     /// Added to the residual stream, in `f32`.
     Add,
+    /// Replaces the residual stream, in `f32`.
+    Replace,
 }
 
 /// The shape of a product. Each shape has a plan.
@@ -149,7 +151,7 @@ impl Plan {
             Element::F16 => CUDA_R_16F,
             Element::Bf16 => CUDA_R_16BF,
         };
-        let results = if output == Output::Add { CUDA_R_32F } else { elements };
+        let results = if output == Output::Store { elements } else { CUDA_R_32F };
         let transposed = 1_i32; // CUBLAS_OP_T
         let most = WORKSPACE;
         let weight = Layout::new(elements, n_in, n_out).map_err(failed)?;

@@ -115,9 +115,10 @@ pub(crate) struct GemvArguments {
     pub heads: u32,
     pub capacity: u32,
     pub eps: f32,
+    pub stride: u32,
 }
 
-const _: () = assert!(size_of::<GemvArguments>() == 136);
+const _: () = assert!(size_of::<GemvArguments>() == 144);
 
 impl GemvArguments {
     /// The product of a matrix with `columns` inputs, with no arguments of an output yet.
@@ -143,6 +144,7 @@ impl GemvArguments {
             heads: 0,
             capacity: 0,
             eps: 0.0,
+            stride: 0,
         }
     }
 }

@@ -4,6 +4,7 @@ mod error;
 mod gemm;
 mod gemv;
 mod programs;
+pub mod ranks;
 mod serve;
 mod step;
 mod weights;

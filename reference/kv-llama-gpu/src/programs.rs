@@ -18,6 +18,7 @@ pub fn programs(shared_memory: usize) -> Vec<Program> {
         for (n_in, columns) in [(408, 1), (4096, 1), (4096, 6), (11008, 16), (4096, 32)] {
             let outputs = [
                 (Input::Elements, Output::Add),
+                (Input::Elements, Output::Store),
                 (Input::Residual, Output::SwiGlu),
                 (Input::Residual, Output::Rope),
                 (Input::Residual, Output::Store),

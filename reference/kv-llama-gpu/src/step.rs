@@ -17,6 +17,7 @@ use kv_model::Rope;
 
 use super::gemv::{Gemv, GemvShape, Input, MOST_COLUMNS, Output};
 use super::weights::Weights;
+use crate::ranks::{Communicator, Shard};
 use crate::{Error, Result};
 use picks::{NO_TOKEN, Picks};
 use prompt::Prompts;
@@ -33,18 +34,20 @@ pub struct Decoder {
     batch: usize,
     products: Products,
     begin: Kernel,
+    scale: Kernel,
     sequences: Sequences,
     activations: Activations,
     cos: Buffer<f32>, // (capacity, head_dim / 2)
     sin: Buffer<f32>,
     picks: Picks,
     graph: Option<CudaGraph>,
-    prompts: Option<Prompts>,           // made by the first prompt
-    logits_of_all: Option<Buffer<f32>>, // (batch, vocab), of which one sequence's are used
-    longest: usize,                     // position of the furthest token, at most
-    lengths: Option<Vec<usize>>,        // of the sequences, until a step may end one
-    clears: u64,                        // how often the sequences have been emptied
-    ended: Vec<bool>,                   // whether a sequence is empty and idle
+    communicator: Option<Arc<dyn Communicator>>, // of ranks; dropped after the graph with its exchanges
+    prompts: Option<Prompts>,                    // made by the first prompt
+    logits_of_all: Option<Buffer<f32>>,          // (batch, vocab), of which one sequence's are used
+    longest: usize,                              // position of the furthest token, at most
+    lengths: Option<Vec<usize>>,                 // of the sequences, until a step may end one
+    clears: u64,                                 // how often the sequences have been emptied
+    ended: Vec<bool>,                            // whether a sequence is empty and idle
 }
 
 /// The sequences of a batch, on the device. (batch,) each.
@@ -105,12 +108,43 @@ impl Decoder {
     /// A decoder of a batch over an empty cache. Compiles the kernels that are not compiled yet.
     ///
     /// # Errors
-    /// [`Error::Argument`] for more than 32 sequences; [`Error::Device`].
-    pub fn new(gpu: Arc<Gpu>, weights: Arc<Weights>, mut cache: DeviceCache, batch: usize) -> Result<Self> {
+    /// [`Error::Argument`] for more than 32 sequences, and for weights of a rank; [`Error::Device`].
+    pub fn new(gpu: Arc<Gpu>, weights: Arc<Weights>, cache: DeviceCache, batch: usize) -> Result<Self> {
+        Self::build(gpu, weights, cache, batch, None)
+    }
+
+    /// As [`Self::new`] for a rank of a model in parts: its weights, a cache of its heads. All ranks call the same
+    /// functions with the same arguments, in the same order; one that fails must [end the
+    /// others](crate::ranks::run).
+    ///
+    /// # Errors
+    /// As [`Self::new`], and [`Error::Argument`] for weights of another rank than that of the communicator.
+    pub fn of_rank(
+        gpu: Arc<Gpu>,
+        weights: Arc<Weights>,
+        cache: DeviceCache,
+        batch: usize,
+        communicator: Arc<dyn Communicator>,
+    ) -> Result<Self> {
+        Self::build(gpu, weights, cache, batch, Some(communicator))
+    }
+
+    fn build(
+        gpu: Arc<Gpu>,
+        weights: Arc<Weights>,
+        mut cache: DeviceCache,
+        batch: usize,
+        communicator: Option<Arc<dyn Communicator>>,
+    ) -> Result<Self> {
         let _purpose = Allocating::new("steps");
         let config = &weights.config;
         if batch == 0 || batch > MOST_COLUMNS {
             return Err(Error::Argument(format!("a batch of {batch}: the device takes 1 to {MOST_COLUMNS}")));
+        }
+        let shard = communicator.as_ref().map_or(Shard::WHOLE, |communicator| communicator.shard());
+        if weights.shard != shard {
+            let (weights, shard) = (weights.shard, shard);
+            return Err(Error::Argument(format!("weights of {weights:?} for {shard:?}")));
         }
         let (hidden, inner, q_dim) = (config.hidden_size, config.intermediate_size, config.q_dim());
         let gemv = |n_in, input, output| {
@@ -118,11 +152,13 @@ impl Decoder {
             let shape = GemvShape { n_in, columns: batch, element, head_dim, input, output };
             Gemv::new(&gpu, shape, cache.background_shared_memory())
         };
+        // One rank adds its product to the residual stream, and the others replace theirs by it, before all are summed.
+        let added = if shard.rank() == 0 { Output::Add } else { Output::Store };
         let products = Products {
             qkv: gemv(hidden, Input::Residual, Output::Rope)?,
-            o: gemv(q_dim, Input::Elements, Output::Add)?,
+            o: gemv(q_dim, Input::Elements, added)?,
             gate_up: gemv(hidden, Input::Residual, Output::SwiGlu)?,
-            down: gemv(inner, Input::Elements, Output::Add)?,
+            down: gemv(inner, Input::Elements, added)?,
             output: gemv(hidden, Input::Residual, Output::Store)?,
         };
         let reads: Vec<Prefetch> = weights.layers.iter().map(|layer| layer.o.read()).collect();
@@ -131,9 +167,11 @@ impl Decoder {
         let (floats, halves) = (|n| Buffer::<f32>::zeros(&gpu, n), |n| Buffer::<u16>::zeros(&gpu, n));
         let rope = Rope::new(config, cache.capacity());
         let (cos, sin) = rope.tables();
+        let step = picks::step_program(weights.element);
         let decoder = Self {
             products,
-            begin: gpu.device().kernel(&picks::step_program(weights.element), "begin", 0)?,
+            begin: gpu.device().kernel(&step, "begin", 0)?,
+            scale: gpu.device().kernel(&step, "scale", 0)?,
             sequences: Sequences {
                 tokens: words(batch)?,
                 positions: words(batch)?,
@@ -154,6 +192,7 @@ impl Decoder {
             cos: Buffer::of(&gpu, cos)?,
             sin: Buffer::of(&gpu, sin)?,
             picks: Picks::new(&gpu, config, weights.element, batch, cache.capacity())?,
+            communicator,
             graph: None,
             prompts: None,
             logits_of_all: None,
@@ -217,6 +256,9 @@ impl Decoder {
     /// [`Error::Argument`] if the cache is full, and [`kv_device::Error::Pages`] if its pages are; the
     /// sequences are unchanged then. [`Error::Device`].
     pub fn step(&mut self) -> Result<()> {
+        if self.communicator.as_ref().is_some_and(|communicator| !communicator.is_capturable()) {
+            return self.step_eagerly();
+        }
         self.prepare()?;
         let graph = match self.graph.take() {
             Some(graph) => graph,

@@ -1,5 +1,7 @@
 //! The weights of a model on the device, packed for the products of a decode step.
 
+use std::ops::Range;
+
 use half::slice::{HalfBitsSliceExt, HalfFloatSliceExt};
 use half::{bf16, f16};
 use kv_device::{Allocating, Buffer, Gpu, fill_hashed};
@@ -8,10 +10,11 @@ use kv_gpu::{DevicePtr, Element, Grid, Kernel, Program};
 use kv_model::{Config, LayerAttention, Linear, Matrix, Model, RopeScaling};
 use rayon::prelude::*;
 
+use crate::ranks::Shard;
 use crate::{Error, Result};
 
 /// Models that are shapes only; their weights are hashes of their index and need no storage.
-pub const RANDOM_MODELS: [&str; 3] = ["llama-2-7b", "llama-3.1-8b", "llama-3.1-70b/8"];
+pub const RANDOM_MODELS: [&str; 4] = ["llama-2-7b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-70b/8"];
 
 /// Amplitude of hashed weights: a standard deviation of 0.02.
 const AMPLITUDE: f32 = 0.034_641_016;
@@ -58,18 +61,20 @@ pub(crate) struct LayerWeights {
     pub down: Packed,
 }
 
-/// A model on the device, in 16 bits.
+/// A model on the device, or a rank's part of one, in 16 bits.
 pub struct Weights {
     /// Its name.
     pub name: String,
-    /// Its shape.
+    /// Its shape: that of the part.
     pub config: Config,
+    /// The part.
+    pub shard: Shard,
     /// Type of weights and activations.
     pub element: Element,
     pub(crate) embedding: Buffer<u16>, // (vocab_size, hidden_size)
     pub(crate) layers: Vec<LayerWeights>,
     pub(crate) norm: Buffer<f32>,
-    pub(crate) output: Packed,
+    pub(crate) output: Packed, // the rank's rows
 }
 
 /// The source of a matrix's elements.
@@ -94,16 +99,59 @@ fn rows_at_once(matrix: &Matrix) -> usize {
     (DECODED / matrix.n_in()).max(1)
 }
 
-/// Replaces `rows` by those of matrices, one matrix after the other.
-fn decode(matrices: &[&Matrix], rows: &mut Vec<f32>) {
-    let len = |matrix: &Matrix| matrix.n_out() * matrix.n_in();
-    rows.resize(matrices.iter().map(|matrix| len(matrix)).sum(), 0.0);
+/// Rows and columns of a matrix, and the bias of the rows.
+struct Part<'a> {
+    matrix: &'a Matrix,
+    bias: Option<&'a [f32]>,
+    rows: Range<usize>,
+    columns: Range<usize>,
+}
+
+impl<'a> Part<'a> {
+    fn all(linear: &'a Linear) -> Self {
+        let Linear { weight: matrix, bias } = linear;
+        Self { matrix, bias: bias.as_deref(), rows: 0..matrix.n_out(), columns: 0..matrix.n_in() }
+    }
+
+    /// The rank's rows: its outputs.
+    fn rows(linear: &'a Linear, shard: Shard) -> Self {
+        let all = Self::all(linear);
+        Self { rows: shard.of(all.rows.len()), bias: all.bias.map(|bias| &bias[shard.of(bias.len())]), ..all }
+    }
+
+    /// The rank's columns: its inputs. The product is a part of a sum, to which the bias is added once.
+    fn columns(linear: &'a Linear, shard: Shard) -> Self {
+        let all = Self::all(linear);
+        Self { columns: shard.of(all.columns.len()), ..all }
+    }
+
+    fn len(&self) -> usize {
+        self.rows.len() * self.columns.len()
+    }
+
+    /// Rows from the `first` of the part on, as many as `out` has.
+    fn rows_into(&self, first: usize, whole: &mut Vec<f32>, out: &mut [f32]) {
+        let (first, n_in) = (self.rows.start + first, self.matrix.n_in());
+        if self.columns.len() == n_in {
+            return self.matrix.rows_into(first, out);
+        }
+        whole.resize(out.len() / self.columns.len() * n_in, 0.0);
+        self.matrix.rows_into(first, whole);
+        for (out, row) in out.chunks_exact_mut(self.columns.len()).zip(whole.chunks_exact(n_in)) {
+            out.copy_from_slice(&row[self.columns.clone()]);
+        }
+    }
+}
+
+/// Replaces `rows` by those of parts, one part after the other.
+fn decode(parts: &[Part], rows: &mut Vec<f32>) {
+    rows.resize(parts.iter().map(Part::len).sum(), 0.0);
     let mut rest = rows.as_mut_slice();
-    for matrix in matrices {
-        let (rows, others) = rest.split_at_mut(len(matrix));
-        let some = rows_at_once(matrix);
-        let parts = rows.par_chunks_mut(some * matrix.n_in()).enumerate();
-        parts.for_each(|(i, rows)| matrix.rows_into(i * some, rows));
+    for part in parts {
+        let (rows, others) = rest.split_at_mut(part.len());
+        let some = rows_at_once(part.matrix);
+        let chunks = rows.par_chunks_mut(some * part.columns.len()).enumerate();
+        chunks.for_each_init(Vec::new, |whole, (i, rows)| part.rows_into(i * some, whole, rows));
         rest = others;
     }
 }
@@ -154,14 +202,14 @@ impl<'a> Packer<'a> {
         Ok(Packed { weight, bias: None, rows, n_in, order })
     }
 
-    /// Linear layers stacked into one matrix, of which `rows` has the numbers afterwards.
-    fn linears(&self, linears: &[&Linear], order: Order, rows: &mut Vec<f32>) -> Result<Packed> {
-        decode(&linears.iter().map(|linear| &linear.weight).collect::<Vec<_>>(), rows);
-        let n_out = linears.iter().map(|linear| linear.n_out()).sum();
-        let packed = self.pack(&Source::Rows(rows), order, n_out, linears[0].n_in())?;
-        let biases = linears.iter().any(|linear| linear.bias.is_some()).then(|| {
-            let bias = |linear: &&Linear| linear.bias.clone().unwrap_or_else(|| vec![0.0; linear.n_out()]);
-            linears.iter().flat_map(bias).collect::<Vec<f32>>()
+    /// Parts of linear layers stacked into one matrix, of which `rows` has the numbers afterwards.
+    fn parts(&self, parts: &[Part], order: Order, rows: &mut Vec<f32>) -> Result<Packed> {
+        decode(parts, rows);
+        let n_out = parts.iter().map(|part| part.rows.len()).sum();
+        let packed = self.pack(&Source::Rows(rows), order, n_out, parts[0].columns.len())?;
+        let biases = parts.iter().any(|part| part.bias.is_some()).then(|| {
+            let bias = |part: &Part| part.bias.map_or_else(|| vec![0.0; part.rows.len()], <[f32]>::to_vec);
+            parts.iter().flat_map(bias).collect::<Vec<f32>>()
         });
         let bias = biases.map(|bias| Buffer::of(self.gpu, &bias)).transpose()?;
         Ok(Packed { bias, ..packed })
@@ -206,26 +254,41 @@ impl Weights {
     /// # Errors
     /// [`Error::Argument`] for heads that no device cache supports; [`Error::Device`].
     pub fn of(gpu: &Gpu, model: &Model, element: Element) -> Result<Self> {
+        Self::shard_of(gpu, model, element, Shard::WHOLE)
+    }
+
+    /// Copies a rank's part of a model to its device: the rows of queries, keys, values, gate, up and of the output
+    /// that are its own, the columns of `W_O` and `W_down`, and all of the embedding.
+    ///
+    /// # Errors
+    /// As [`Self::of`], and [`Error::Argument`] for a model that cannot be divided ([`Shard::config`]).
+    pub fn shard_of(gpu: &Gpu, model: &Model, element: Element, shard: Shard) -> Result<Self> {
         let _purpose = Allocating::new("weights");
-        let config = checked(model.config.clone())?;
+        let config = checked(shard.config(&model.config)?)?;
         let packer = Packer::new(gpu, element, config.head_dim)?;
         let mut rows = vec![]; // of a matrix at a time
         let layers = model.layers.iter().map(|layer| {
             let (attention, feed_forward) = (&layer.attention, &layer.feed_forward);
+            let qkv = [&attention.q, &attention.k, &attention.v].map(|linear| Part::rows(linear, shard));
+            let gate_up = [&feed_forward.gate, &feed_forward.up].map(|linear| Part::rows(linear, shard));
+            let columns =
+                |linear, rows: &mut _| packer.parts(&[Part::columns(linear, shard)], Order::Rows, rows);
             Ok(LayerWeights {
                 attention_norm: Buffer::of(gpu, &attention.norm)?,
-                qkv: packer.linears(&[&attention.q, &attention.k, &attention.v], Order::Heads, &mut rows)?,
-                o: packer.linears(&[&attention.o], Order::Rows, &mut rows)?,
+                qkv: packer.parts(&qkv, Order::Heads, &mut rows)?,
+                o: columns(&attention.o, &mut rows)?,
                 feed_forward_norm: Buffer::of(gpu, &feed_forward.norm)?,
-                gate_up: packer.linears(&[&feed_forward.gate, &feed_forward.up], Order::GateUp, &mut rows)?,
-                down: packer.linears(&[&feed_forward.down], Order::Rows, &mut rows)?,
+                gate_up: packer.parts(&gate_up, Order::GateUp, &mut rows)?,
+                down: columns(&feed_forward.down, &mut rows)?,
             })
         });
         let layers = layers.collect::<Result<_>>()?;
-        decode(&[&model.output], &mut rows);
-        let output = packer.pack(&Source::Rows(&rows), Order::Rows, config.vocab_size, config.hidden_size)?;
+        let (matrix, columns) = (&model.output, 0..config.hidden_size);
+        let output = Part { matrix, bias: None, rows: shard.of(config.vocab_size), columns };
+        let output = packer.parts(&[output], Order::Rows, &mut rows)?;
         Ok(Self {
             name: model.name.clone(),
+            shard,
             element,
             embedding: packer.table(&model.embedding)?,
             layers,
@@ -243,13 +306,16 @@ impl Weights {
     /// # Errors
     /// [`Error::Argument`] for another name; [`Error::Device`].
     pub fn random(gpu: &Gpu, name: &str, element: Element) -> Result<Self> {
-        Self::hashed(gpu, name, random_config(name)?, element)
+        Self::random_shard(gpu, name, element, Shard::WHOLE)
     }
 
-    /// A model of this shape whose weights are hashed, without biases.
-    pub(super) fn hashed(gpu: &Gpu, name: &str, config: Config, element: Element) -> Result<Self> {
+    /// As [`Self::random`], of the shape of a rank's part, to time it: all ranks have the same numbers.
+    ///
+    /// # Errors
+    /// As [`Self::random`], and [`Error::Argument`] for a model that cannot be divided ([`Shard::config`]).
+    pub fn random_shard(gpu: &Gpu, name: &str, element: Element, shard: Shard) -> Result<Self> {
         let _purpose = Allocating::new("weights");
-        let config = checked(config)?;
+        let config = checked(shard.config(&random_config(name)?)?)?;
         let packer = Packer::new(gpu, element, config.head_dim)?;
         let (hidden, inner, vocab) = (config.hidden_size, config.intermediate_size, config.vocab_size);
         let pack = |tensor, order, rows, n_in| packer.pack(&Source::Hashed(tensor), order, rows, n_in);
@@ -267,11 +333,12 @@ impl Weights {
         let layers = layers.collect::<Result<_>>()?;
         Ok(Self {
             name: name.to_owned(),
+            shard,
             element,
             embedding: packer.hashed_table(0, vocab * hidden)?,
             layers,
             norm: ones()?,
-            output: pack(1, Order::Rows, vocab, hidden)?,
+            output: pack(1, Order::Rows, shard.of(vocab).len(), hidden)?,
             config,
         })
     }
@@ -318,6 +385,7 @@ fn random_config(name: &str) -> Result<Config> {
     let (sizes, rope_theta, rope_scaling) = match name {
         "llama-2-7b" => ([4096, 11008, 32, 32, 32, 32000], 10_000.0, RopeScaling::None),
         "llama-3.1-8b" => ([4096, 14336, 32, 32, 8, 128_256], 500_000.0, llama3),
+        "llama-3.1-70b" => ([8192, 28672, 80, 64, 8, 128_256], 500_000.0, llama3),
         "llama-3.1-70b/8" => ([8192, 3584, 80, 8, 1, 16032], 500_000.0, llama3),
         _ => {
             return Err(Error::Argument(format!(

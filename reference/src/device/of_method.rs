@@ -4,6 +4,7 @@ use kv_attend::Window;
 use kv_device::{CacheShape, DeviceCache, Gpu};
 use kv_gpu::Element;
 use kv_llama_gpu::Weights;
+use kv_llama_gpu::ranks::Shard;
 use kv_methods::{Method, Profile};
 use kv_model::{Config, rope_frequencies};
 
@@ -45,9 +46,26 @@ pub fn method_cache(
     batch: usize,
     capacity: usize,
 ) -> Result<DeviceCache> {
+    rank_cache(gpu, method, (config, Shard::WHOLE), element, profile, batch, capacity)
+}
+
+/// As [`method_cache`], for a rank's heads of a model of this shape.
+///
+/// # Errors
+/// As [`method_cache`], and [`Error::Argument`] for a model or a cache that cannot be divided.
+pub fn rank_cache(
+    gpu: &Gpu,
+    method: &Method,
+    (config, shard): (&Config, Shard),
+    element: Element,
+    profile: Option<&Profile>,
+    batch: usize,
+    capacity: usize,
+) -> Result<DeviceCache> {
     let method = fitted(method, config)?;
-    let shape = shape(config, element, method.window(), (batch, capacity));
-    Ok(method.device_plan(config, profile)?.build(gpu, &shape)?)
+    let shape = shape(&shard.config(config)?, element, method.window(), (batch, capacity));
+    let plan = method.device_plan(config, profile)?.of_heads(shard.of(config.n_kv_heads))?;
+    Ok(plan.build(gpu, &shape)?)
 }
 
 /// The sizes of a cache of the model.

@@ -16,5 +16,6 @@ mod load;
 mod model;
 mod pages;
 mod pqcache;
+mod ranks;
 mod refill;
 mod small;

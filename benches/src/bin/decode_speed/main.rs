@@ -14,6 +14,7 @@ use copy_rate::copy_rate;
 use kv_benches::cli::{DeviceArgs, JsonArgs, asset, check_number};
 use kv_device::{Gpu, Timed};
 use kv_gpu::Element;
+use kv_llama_gpu::ranks::{Nccl, Rank, Shard, run};
 use kv_llama_gpu::{Decoder, Part, RANDOM_MODELS, Weights};
 use kv_methods::Method;
 use kv_model::Model;
@@ -29,13 +30,14 @@ use times::{PromptTimes, StepTimes, Times};
   decode_speed --random llama-3.1-8b --contexts 8192,131072 --batches 1,6
   decode_speed --random llama-3.1-8b --contexts 131072 --hits 0.5 --methods pqcache:exact=bf16,hybrid:exact=bf16
   decode_speed --random llama-3.1-8b --contexts 32768 --chunk 8192
+  decode_speed --random llama-3.1-70b --contexts 32768 --ranks 2
 
 Methods and their settings: kv methods")]
 struct Speed {
     /// Hugging Face folder or GGUF file [default: the shipped tiny-llama-12m]
     #[arg(long, value_name = "DIR|FILE")]
     model: Option<PathBuf>,
-    /// A model shape with hashed weights: llama-2-7b, llama-3.1-8b or llama-3.1-70b/8
+    /// A model shape with hashed weights: llama-2-7b, llama-3.1-8b, llama-3.1-70b or llama-3.1-70b/8
     #[arg(long, value_name = "NAME", conflicts_with = "model")]
     random: Option<String>,
     /// Methods to time: cachegen, dense in 16 bits, hybrid, int4, million, pqcache, pqklt, sq and zack run on
@@ -65,6 +67,9 @@ struct Speed {
     /// prompts: little-endian f32 (batch, vocabulary), one run after the other
     #[arg(long, value_name = "FILE")]
     logits: Option<PathBuf>,
+    /// Parts of the model, each on a GPU from number 0 on, which exchange by NCCL; with --random
+    #[arg(long, value_name = "N", default_value_t = 1, requires = "random")]
+    ranks: usize,
     #[command(flatten)]
     device: DeviceArgs,
     #[command(flatten)]
@@ -89,25 +94,52 @@ impl Speed {
             let known = RANDOM_MODELS.join(", ");
             return Err(Error::Argument(format!("--random: no random model `{name}`, only {known}")));
         }
-        let gpu = self.device.require_gpu()?;
-        let mut output =
-            Times { model: String::new(), copy_bytes_per_second: copy_rate(&gpu)?, rows: vec![] };
+        let (output, logits) = if self.ranks > 1 {
+            let ranks = run(self.open_ranks()?, |rank| self.times(rank.gpu.clone(), Some(rank), &methods))?;
+            ranks.into_iter().next().ok_or_else(|| Error::argument("--ranks: none"))?
+        } else {
+            self.times(self.device.require_gpu()?, None, &methods)?
+        };
+        println!("{}", output.table());
+        self.json.write(&output)?;
+        let path = self.logits.as_deref();
+        path.map_or(Ok(()), |path| std::fs::write(path, logits).map_err(|e| Error::io(path, e)))
+    }
+
+    fn open_ranks(&self) -> Result<Vec<Rank>> {
+        let gpus = (0..self.ranks).map(|i| Ok(Arc::new(Gpu::open(i)?))).collect::<Result<Vec<_>>>()?;
+        let communicators = Nccl::ranks(&gpus.iter().map(|gpu| &**gpu).collect::<Vec<_>>())?;
+        let rank = |(gpu, communicator)| Rank { gpu, communicator: Arc::new(communicator) };
+        Ok(gpus.into_iter().zip(communicators).map(rank).collect())
+    }
+
+    /// Times of all methods, of a rank if there are several.
+    fn times(&self, gpu: Arc<Gpu>, rank: Option<&Rank>, methods: &[Method]) -> Result<(Times, Vec<u8>)> {
+        let mut output = Times {
+            model: String::new(),
+            ranks: self.ranks,
+            copy_bytes_per_second: copy_rate(&gpu)?,
+            rows: vec![],
+        };
         let mut logits = vec![];
         let mut loaded: Option<Arc<Weights>> = None;
-        for method in &methods {
+        let shard = rank.map_or(Shard::WHOLE, Rank::shard);
+        for method in methods {
             let element = method.device_element()?;
             let weights = match loaded.take().filter(|weights| weights.element == element) {
                 Some(weights) => weights,
-                None => Arc::new(self.weights(&gpu, element, &mut output.model)?),
+                None => Arc::new(self.weights(&gpu, element, shard, &mut output.model)?),
             };
             for (&context, &batch) in self
                 .contexts
                 .iter()
                 .flat_map(|context| self.batches.iter().map(move |batch| (context, batch)))
             {
-                eprintln!("{} {context} x {batch}", method.spec());
+                if shard.rank() == 0 {
+                    eprintln!("{} {context} x {batch}", method.spec());
+                }
                 output.rows.push(self.row(
-                    (&gpu, &weights),
+                    (&gpu, &weights, rank),
                     method,
                     (context, batch),
                     output.copy_bytes_per_second,
@@ -116,16 +148,13 @@ impl Speed {
             }
             loaded = Some(weights);
         }
-        println!("{}", output.table());
-        self.json.write(&output)?;
-        let path = self.logits.as_deref();
-        path.map_or(Ok(()), |path| std::fs::write(path, logits).map_err(|e| Error::io(path, e)))
+        Ok((output, logits))
     }
 
-    fn weights(&self, gpu: &Gpu, element: Element, name: &mut String) -> Result<Weights> {
+    fn weights(&self, gpu: &Gpu, element: Element, shard: Shard, name: &mut String) -> Result<Weights> {
         if let Some(random) = &self.random {
             name.clone_from(random);
-            return Ok(Weights::random(gpu, random, element)?);
+            return Ok(Weights::random_shard(gpu, random, element, shard)?);
         }
         let model = Model::load(&self.model.clone().unwrap_or_else(|| asset("tiny-llama-12m")))?;
         name.clone_from(&model.name);
@@ -134,7 +163,7 @@ impl Speed {
 
     fn row(
         &self,
-        (gpu, weights): (&Arc<Gpu>, &Arc<Weights>),
+        (gpu, weights, rank): (&Arc<Gpu>, &Arc<Weights>, Option<&Rank>),
         method: &Method,
         (context, batch): (usize, usize),
         copy_rate: f64,
@@ -146,7 +175,11 @@ impl Speed {
         if self.synchronous {
             cache.encode_synchronously();
         }
-        let mut decoder = Decoder::new(gpu.clone(), weights.clone(), cache, batch)?;
+        let on = (gpu.clone(), weights.clone());
+        let mut decoder = match rank {
+            Some(rank) => Decoder::of_rank(on.0, on.1, cache, batch, rank.communicator.clone())?,
+            None => Decoder::new(on.0, on.1, cache, batch)?,
+        };
         let mut prompt_logits = vec![];
         let prompt = self.chunk.map(|chunk| {
             let prompts = prompts(batch, context, weights.config.vocab_size);

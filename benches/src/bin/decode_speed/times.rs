@@ -63,6 +63,8 @@ pub struct PromptTimes {
 pub struct Times {
     /// The model's name.
     pub model: String,
+    /// Ranks, each with a part of the model: bytes are those of one.
+    pub ranks: usize,
     /// Copy rate of the device, reads and writes both counted.
     pub copy_bytes_per_second: f64,
     /// One for each method, context and batch.

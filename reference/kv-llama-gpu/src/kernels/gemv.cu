@@ -40,7 +40,7 @@ struct Arguments {
     const float* bias;    // [row], or null
     const u16* input;     // element [column][N_IN]
     const float* squares; // NORM: [column][N_IN / 16, rounded up]
-    float* residual;      // ADD: [column][row]; STORE: the output
+    float* residual;      // ADD: [column][row]; STORE: the output, [column][stride]
     const float* norm;    // ADD: [row], weights of the norm that follows
     u16* out;           // ADD: residual * norm; SWIGLU: [column][row / 2]; ROPE: queries [column][query head][HEAD_DIM]
     float* squares_out; // ADD: [column][row / 16, rounded up]
@@ -52,6 +52,7 @@ struct Arguments {
     const u32* slots;     // [column]: the row of the first head's keys and values
     u32 rows, columns, query_heads, heads, capacity;
     float eps;
+    u32 stride; // STORE: floats from one column's output to the next
 };
 
 struct Shared {
@@ -160,7 +161,7 @@ struct Pair {
         for (int step = 1; step < 8; step *= 2) square += __shfl_xor_sync(0xffu << (threadIdx.x & 24), square, step);
         if (upper % 16 == 0) a.squares_out[(u64)column * tiles_of(a) + tile] = square;
 #elif defined(STORE)
-        float* out = a.residual + (u64)column * a.rows;
+        float* out = a.residual + (u64)column * a.stride;
         if (upper < a.rows) out[upper] = first;
         if (lower < a.rows) out[lower] = second;
 #elif defined(SWIGLU)

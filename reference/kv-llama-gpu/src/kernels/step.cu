@@ -56,6 +56,29 @@ extern "C" __global__ void begin(const BeginArguments a) {
     }
 }
 
+struct ScaleArguments {
+    const float* residual; // [sequence][hidden]
+    const float* norm;     // [hidden]: weights of the norm that follows
+    u16* scaled;           // element [sequence][hidden]: residual * norm
+    float* squares;        // [sequence][hidden / 16, rounded up]
+    u32 hidden;
+};
+
+// Prepares a norm of the residual stream, which ranks have summed: what ADD of gemv.cu does where there is one rank.
+//
+// Launch: grid (blocks of a sequence's components, sequence), whole warps.
+extern "C" __global__ void scale(const ScaleArguments a) {
+    pdl_trigger(); // gemv.cu, which follows, waits for the whole kernel
+    const u32 i = blockIdx.x * blockDim.x + threadIdx.x;
+    const u64 row = (u64)blockIdx.y * a.hidden;
+    const float x = i < a.hidden ? a.residual[row + i] : 0;
+    if (i < a.hidden) a.scaled[row + i] = to_element(x * a.norm[i]);
+    float square = x * x;
+#pragma unroll
+    for (int step = 1; step < 16; step *= 2) square += __shfl_xor_sync(FULL, square, step);
+    if (i % 16 == 0 && i < a.hidden) a.squares[(u64)blockIdx.y * ((a.hidden + 15) / 16) + i / 16] = square;
+}
+
 struct PickArguments {
     const float* logits; // [sequence][vocab]
     Picks picks;

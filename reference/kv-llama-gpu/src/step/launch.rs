@@ -34,6 +34,21 @@ struct BeginArguments {
 
 const _: () = assert!(size_of::<BeginArguments>() == 120);
 
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct ScaleArguments {
+    residual: DevicePtr<f32>,
+    norm: DevicePtr<f32>,
+    scaled: DevicePtr<u16>,
+    squares: DevicePtr<f32>,
+    hidden: u32,
+}
+
+const _: () = assert!(size_of::<ScaleArguments>() == 40);
+
+/// Components of a block of `scale`, a multiple of 32.
+const SCALE_THREADS: u32 = 128;
+
 impl Decoder {
     /// Launches the parts of a step.
     pub(super) fn launch(&self, parts: &[Part]) -> Result<()> {
@@ -85,7 +100,15 @@ impl Decoder {
 
     /// Launches the output projection: logits (batch, vocab_size).
     pub(super) fn launch_logits(&self, logits: DevicePtr<f32>) -> Result<()> {
-        self.launch_normed(&self.products.output, &self.weights.output, |a| a.residual = Some(logits))
+        let (vocab, shard) = (self.weights.config.vocab_size, self.weights.shard);
+        self.launch_normed(&self.products.output, &self.weights.output, |a| {
+            a.residual = Some(logits.offset(shard.of(vocab).start));
+            a.stride = vocab as u32;
+        })?;
+        let Some(communicator) = &self.communicator else { return Ok(()) };
+        // SAFETY: there is a row for every sequence, of which the product writes the rank's part; all ranks run the
+        // same steps.
+        unsafe { communicator.gather(self.gpu.stream(), logits, self.batch, vocab) }
     }
 
     fn launch_begin(&self) -> Result<()> {
@@ -158,7 +181,7 @@ impl Decoder {
         unsafe { gemv.launch(&self.gpu, &arguments) }
     }
 
-    /// Adds a product to the residual stream, and prepares norm `next`.
+    /// Adds a product, of ranks the sum of their products, to the residual stream, and prepares norm `next`.
     fn launch_add(
         &self,
         gemv: &Gemv,
@@ -172,7 +195,24 @@ impl Decoder {
         arguments.norm = Some(next.pointer());
         arguments.out = Some(scaled.pointer());
         arguments.squares_out = Some(squares.pointer());
-        // SAFETY: all buffers have the lengths of `new`.
-        unsafe { gemv.launch(&self.gpu, &arguments) }
+        let hidden = self.weights.config.hidden_size;
+        if self.weights.shard.rank() > 0 {
+            (arguments.bias, arguments.stride) = (None, hidden as u32);
+        }
+        // SAFETY: all buffers have the lengths of `build`.
+        unsafe { gemv.launch(&self.gpu, &arguments) }?;
+        let Some(communicator) = &self.communicator else { return Ok(()) };
+        // SAFETY: these are all sequences' rows; all ranks run the same steps.
+        unsafe { communicator.sum(self.gpu.stream(), residual.pointer(), self.batch * hidden) }?;
+        let arguments = ScaleArguments {
+            residual: residual.pointer(),
+            norm: next.pointer(),
+            scaled: scaled.pointer(),
+            squares: squares.pointer(),
+            hidden: hidden as u32,
+        };
+        let grid = Grid::new([hidden.div_ceil(SCALE_THREADS as usize), self.batch, 1])?;
+        // SAFETY: the structure is the kernel's argument; buffers have the lengths of `build`.
+        Ok(unsafe { self.scale.launch(self.gpu.stream(), grid, SCALE_THREADS, false, &arguments) }?)
     }
 }

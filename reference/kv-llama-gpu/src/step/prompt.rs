@@ -295,15 +295,25 @@ impl Decoder {
         if is_end {
             return Ok(());
         }
+        // As in a step: one rank adds, the others replace.
+        let added = if self.weights.shard.rank() == 0 { Output::Add } else { Output::Replace };
         let attended = state.attended.pointer();
-        state.product(&gpu, &layer.o, o_rows, (attended, count), (residual, Output::Add))?;
+        state.product(&gpu, &layer.o, o_rows, (attended, count), (residual, added))?;
+        self.sum_rows(residual, count)?;
         of_segment.bias = layer.o.bias.as_ref().map(Buffer::pointer);
         self.normalize(state, of_segment, &layer.feed_forward_norm)?;
         let (gate_up, inner) = (state.gate_up.pointer(), state.inner.pointer());
         state.product(&gpu, &layer.gate_up, gate_up_rows, (normed, count), (gate_up, Output::Store))?;
         self.activate(state, count, layer)?;
-        state.product(&gpu, &layer.down, down_rows, (inner, count), (residual, Output::Add))?;
+        state.product(&gpu, &layer.down, down_rows, (inner, count), (residual, added))?;
+        self.sum_rows(residual, count)?;
         of_segment.bias = layer.down.bias.as_ref().map(Buffer::pointer);
         Ok(())
+    }
+    /// Sums the residual streams of `count` tokens over the ranks.
+    fn sum_rows(&self, residual: DevicePtr<f32>, count: usize) -> Result<()> {
+        let Some(communicator) = &self.communicator else { return Ok(()) };
+        // SAFETY: a chunk has a residual stream for each of its tokens; all ranks run the same prompts.
+        unsafe { communicator.sum(self.gpu.stream(), residual, count * self.weights.config.hidden_size) }
     }
 }
