@@ -497,6 +497,52 @@ def any_text(data):
     return lines + by_model(data["models"])
 
 
+def margins(data):
+    lines = [
+        "# Rivals as published",
+        "",
+        "    python benches/peers/margins.py target/release/kv benches/results --wikitext WIKITEXT [--text NAME=FILE]... \\",
+        "        [--run LENGTH:DECODE:TRIALS]... [--texts N] [--only REGEX]",
+        "",
+        f"tiny-llama-12m; profiles are of the first {data['calibration']:,} tokens of WikiText-2. Intervals (95 %) are bootstraps over blocks of "
+        f"{data['block']} decoded tokens; `over the first` is the paired difference of KL from the first method of the table. Rows are those that a "
+        "step reads of a head between sinks and window, the mean of all layers; KiB are of a step, all heads and layers: rows read, and what is read "
+        "to choose them.",
+        "",
+    ]
+    runs, columns = data["runs"], ["method", "bits", "rows", "KiB", "to choose", "KL", "95 %", "over the first", "95 %", "top-1"]
+    for length in sorted({row["length"] for row in data["rows"]}):
+        of = [run for run in runs if run["length"] == length]
+        commits = sorted({row["commit"] for run in of for row in run["methods"].values()})
+        texts = ", ".join(f"{run['text']} ({run['decode']} decoded)" for run in of)
+        lines += [f"## {length:,} tokens", "", f"{texts}; {of[-1]['date']}, commit {', '.join(commits)}.", ""]
+        rows = [row for row in data["rows"] if row["length"] == length]
+        for family in dict.fromkeys(row["family"] for row in rows):
+            lines += [f"### {family}", ""]
+            lines += table([*columns, "pass keys", "lines"], [margin(row) for row in rows if row["family"] == family])
+    return lines
+
+
+def margin(row):
+    span = lambda of, sign: f"{of[0]:{sign}.4f} to {of[1]:{sign}.4f}"
+    kib = lambda key: f"{row[key] / 1024:.0f}" if row[key] else ""
+    difference = ["", ""]
+    if row["difference"] is not None:
+        difference = [f"{row['difference']:+.4f}", span(row["difference_interval"], "+")]
+    return [
+        f"`{row['method']}`",
+        f"{row['bits']:.2f}",
+        f"{row['rows']:.0f}" if row["rows"] else "",
+        kib("read_bytes"),
+        kib("scored_bytes"),
+        f"{row['kl']:.4f}",
+        span(row["kl_interval"], ""),
+        *difference,
+        f"{100 * row['top1']:.1f} %",
+        *("{}/{}".format(*row[key]) if row[key][1] else "" for key in ("needle", "recall")),
+    ]
+
+
 def models(data):
     lines = [
         "# Checkpoints that people have",
@@ -706,6 +752,7 @@ PAGES = {
     "offload": offload,
     "pqcache": pqcache,
     "any-text": any_text,
+    "margins": margins,
     "models": models,
     "models-device": models_device,
     "streaming": streaming,

@@ -70,10 +70,13 @@ fn notes(comparison: &Comparison) -> Vec<String> {
         if row.offloaded_bytes_per_token > 0.0 {
             further.push(format!("{:.0} bytes/token offloaded", row.offloaded_bytes_per_token));
         }
-        let FetchedPerStep { rows, hit_rate, bytes, loaded_bytes } = row.fetched;
+        let FetchedPerStep { rows, hit_rate, bytes, loaded_bytes, scored_bytes } = row.fetched;
         if rows > 0.0 {
             let (percent, kib) = (100.0 * hit_rate, bytes / 1024.0);
             further.push(format!("{rows:.1} rows read per step and head, {kib:.0} KiB"));
+            if scored_bytes > 0.0 {
+                further.push(format!("{:.0} KiB read to score tokens", scored_bytes / 1024.0));
+            }
             if hit_rate > 0.0 {
                 let loaded = loaded_bytes / 1024.0;
                 further.push(format!(

@@ -24,6 +24,12 @@ pub trait KvCache: Send + Sync {
     /// next. Caches that select tokens by attention need them.
     fn watch(&mut self, _layer: usize, _queries: &[f32]) {}
 
+    /// Whether [`Self::watch`] gets every query: all of a prompt, and that of each step before its key and
+    /// value. Otherwise it gets the last [`WATCHED`](crate::WATCHED) of a prompt.
+    fn watches_all(&self) -> bool {
+        false
+    }
+
     /// The rows that tokens of a prompt attend to among themselves, given rotated keys and values (n,
     /// n_kv_heads * head_dim); `None` for the exact rows.
     ///

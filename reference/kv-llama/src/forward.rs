@@ -15,7 +15,7 @@ use crate::{Error, Result};
 /// Rows per pass through the feed-forward block.
 const ROWS: usize = 512;
 
-/// Number of last prompt queries passed to caches: SnapKV's observation window.
+/// Number of last prompt queries passed to caches that do not watch all: SnapKV's observation window.
 pub const WATCHED: usize = 32;
 
 /// One layer's activations for a prompt, before RoPE. The observer may change keys and values before
@@ -270,6 +270,9 @@ impl Decoder {
         for (l, weights) in model.layers.iter().enumerate() {
             layer(config, weights, x, buffers, |_, Heads { q, k, v, attended }| {
                 self.rope.layer(l).rotate(q, pos);
+                if cache.watches_all() {
+                    cache.watch(l, q);
+                }
                 cache.append(l, pos, k, v)?;
                 cache.attend(l, q, attended)
             })?;
@@ -315,7 +318,8 @@ impl Decoder {
                     stats.normalize(out);
                 }
             }
-            cache.watch(l, &q[n.saturating_sub(WATCHED) * q_dim..]);
+            let unwatched = if cache.watches_all() { 0 } else { n.saturating_sub(WATCHED) };
+            cache.watch(l, &q[unwatched * q_dim..]);
             cache.prefill(l, pos, k, v)
         })?;
         self.logits.resize(config.vocab_size, 0.0);

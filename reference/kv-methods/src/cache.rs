@@ -44,6 +44,7 @@ struct Layer<E> {
     rope: Arc<Rope>,     // the layer's own
     exact: ExactRows<E>, // (n, n_kv_heads * head_dim), keys before RoPE
     store: Box<dyn Store>,
+    watched: Vec<f32>, // (n, n_heads * head_dim): the last queries of the tokens that come next
 }
 
 impl<E: Clone> Clone for Layer<E> {
@@ -53,6 +54,7 @@ impl<E: Clone> Clone for Layer<E> {
             rope: self.rope.clone(),
             exact: self.exact.clone(),
             store: self.store.clone_box(),
+            watched: self.watched.clone(),
         }
     }
 }
@@ -99,7 +101,7 @@ impl<E: Element> WindowedCache<E> {
         let geometry = Geometry::of(config);
         let layers = stores.into_iter().zip(&config.attention).enumerate().map(|(l, (store, &attention))| {
             let exact = ExactRows::new([geometry.kv_dim(); 2], window);
-            Layer { attention, rope: rope.shared_layer(l), exact, store }
+            Layer { attention, rope: rope.shared_layer(l), exact, store, watched: vec![] }
         });
         Self { method, geometry, window, layers: layers.collect(), rope: rope.clone() }
     }
@@ -116,8 +118,12 @@ impl<E: Element> WindowedCache<E> {
 impl<E: Element> KvCache for WindowedCache<E> {
     fn watch(&mut self, layer: usize, queries: &[f32]) {
         if let Some(layer) = self.layers.get_mut(layer) {
-            layer.store.watch(queries);
+            layer.watched = queries.to_vec();
         }
+    }
+
+    fn watches_all(&self) -> bool {
+        self.layers.iter().any(|layer| layer.store.watches_all())
     }
 
     fn prompt_rows(
@@ -146,7 +152,9 @@ impl<E: Element> KvCache for WindowedCache<E> {
             return Err(self.error("keys or values hold a NaN or an infinity"));
         }
         let (before, layer) = self.layers.split_at_mut(layer);
-        let Layer { exact, store, .. } = &mut layer[0];
+        let Layer { exact, store, watched, .. } = &mut layer[0];
+        let watched = std::mem::take(watched);
+        store.watch((held + n).saturating_sub(watched.len() / self.geometry.q_dim()), &watched);
         let rows = [k, v].map(|rows| rows.iter().map(|&x| rounded(x)).collect::<Vec<E>>());
         let [keys, values] = rows.each_ref().map(|rows| Rows::contiguous(rows, kv_dim));
         // If the store fails, for example on a full disk, nothing changes.
@@ -163,7 +171,7 @@ impl<E: Element> KvCache for WindowedCache<E> {
         }
         // The queries are of these tokens: a prompt that the window holds is not chosen from when others
         // leave it.
-        store.watch(&[]);
+        store.watch(held + n, &[]);
         Ok(())
     }
 
@@ -226,6 +234,7 @@ impl<E: Element> KvCache for WindowedCache<E> {
             let (stored, stays) = (layer.store.len(), stays(layer));
             layer.store.truncate(stays)?;
             layer.exact.truncate(len, stored);
+            layer.store.watch(len, &[]);
         }
         Ok(())
     }

@@ -5,9 +5,12 @@
 mod budget;
 mod cachegen;
 mod dense;
+mod floats;
 #[cfg(feature = "cuda")]
 mod fold_values;
+mod h2o;
 mod hybrid;
+mod infllm;
 mod kind;
 mod million;
 mod offload;
@@ -15,7 +18,9 @@ mod offload;
 mod on_device;
 mod paged;
 mod pq_code;
+mod pqcache;
 mod pqklt;
+mod quest;
 mod registry;
 mod retrieval;
 mod retroinfer;
@@ -175,6 +180,12 @@ impl Method {
         self.kind.folds()
     }
 
+    /// Whether its cache watches all queries ([`KvCache::watches_all`]).
+    #[must_use]
+    pub fn watches_all(&self) -> bool {
+        self.kind.watches_all()
+    }
+
     /// The model for the method: with its rotations folded into the weights, if it has any, else unchanged.
     ///
     /// # Errors
@@ -285,6 +296,7 @@ impl Method {
             model_rope: rope,
             profile,
             exact: self.exact,
+            recent: self.window.recent,
             reserved: self.window.sinks + self.window.recent,
             exact_layers: &self.exact_layers,
         }

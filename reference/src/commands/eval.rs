@@ -81,6 +81,7 @@ struct Row {
     perplexity: f64,
     kl: f64,
     top1: f64,
+    kl_by_position: Vec<f64>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
     fits: Vec<HeadFit>,
     #[serde(flatten)]
@@ -259,6 +260,7 @@ impl Eval {
             perplexity: row.perplexity,
             kl: row.kl,
             top1: row.top1,
+            kl_by_position: row.kl_by_position,
             fits: row.fits,
             fetched: row.fetched,
             needle: vec![],

@@ -14,7 +14,7 @@ use crate::{Error, Result};
 
 /// The activations of a prompt: all layers' keys (before RoPE) and values. Any cache can be filled from it.
 pub struct Prompt {
-    // The last queries, rotated (WATCHED, n_heads * head_dim); keys and values (n, n_kv_heads * head_dim).
+    // The last queries, rotated (n, n_heads * head_dim): WATCHED, or all where a method watches them; keys and values (n, n_kv_heads * head_dim).
     layers: Vec<[Vec<f32>; 3]>,
     /// Logits (vocab_size,) after the prompt; prefill is exact, so they are the same for every cache.
     pub logits: Vec<f32>,
@@ -26,19 +26,21 @@ impl Prompt {
     /// # Errors
     /// Errors of [`prefill`] and [`logits`].
     pub fn run(model: &Model, rope: &Rope, tokens: &[u32]) -> Result<Self> {
-        Self::run_observed(model, rope, tokens, |_| {})
+        Self::run_observed(model, rope, tokens, WATCHED, |_| {})
     }
 
-    /// As [`Self::run`]; `observe` gets the residual stream (n, hidden_size) before each layer.
+    /// As [`Self::run`], with the last `watched` queries; `observe` gets the residual stream (n, hidden_size)
+    /// before each layer.
     fn run_observed(
         model: &Model,
         rope: &Rope,
         tokens: &[u32],
+        watched: usize,
         mut observe: impl FnMut(&[f32]),
     ) -> Result<Self> {
         let mut layers = vec![];
         let hidden = prefill(model, rope, tokens, &mut |l, activations| {
-            let first = tokens.len().saturating_sub(WATCHED);
+            let first = tokens.len().saturating_sub(watched);
             let q_dim = model.config.q_dim();
             let queries = rope.layer(l).rotated(&activations.q[first * q_dim..], q_dim, first);
             layers.push([queries, activations.k.to_vec(), activations.v.to_vec()]);
@@ -79,9 +81,15 @@ impl SharedPrompt {
         tokens: &[u32],
         methods: impl IntoIterator<Item = &'a Method>,
     ) -> Result<Self> {
-        let folds = methods.into_iter().any(Method::changes_weights);
+        let (mut folds, mut watched) = (false, WATCHED);
+        for method in methods {
+            folds |= method.changes_weights();
+            if method.watches_all() {
+                watched = tokens.len();
+            }
+        }
         let mut residuals = vec![];
-        let run = Prompt::run_observed(model, rope, tokens, |residual| {
+        let run = Prompt::run_observed(model, rope, tokens, watched, |residual| {
             if folds {
                 residuals.push(residual.to_vec());
             }

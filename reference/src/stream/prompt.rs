@@ -298,6 +298,10 @@ impl KvCache for Recorder<'_> {
         self.cache.watch(layer, queries);
     }
 
+    fn watches_all(&self) -> bool {
+        self.cache.watches_all()
+    }
+
     fn prefill(&mut self, layer: usize, pos: usize, k: &[f32], v: &[f32]) -> kv_llama::Result<()> {
         self.cache.prefill(layer, pos, k, v)?;
         if !self.keep {

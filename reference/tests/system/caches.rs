@@ -10,7 +10,7 @@ use kv_reference::eval::Prompt;
 
 /// One setting of each method; small windows, so that short sequences reach the compressed part. Nine tenths
 /// of the ranks: no direction of a random model's keys is small.
-const METHODS: [&str; 37] = [
+const METHODS: [&str; 44] = [
     "dense",
     "dense:dtype=bf16",
     "int8:window=4:group=8",
@@ -21,6 +21,13 @@ const METHODS: [&str; 37] = [
     "oracle:ratio=0.5:window=4",
     "pqcache:ratio=0.5:code=4x4:window=4",
     "sparq:ratio=0.5:r=8:window=4",
+    "quest:ratio=0.5:page=4:skip=0:window=4",
+    "infllm:ratio=0.5:block=8:r=2:window=4",
+    "h2o:ratio=0.9",
+    "h2o:ratio=0.9:window=4:sinks=2:batch=3",
+    "kivi:k=4:v=4:window=4:batch=8:group=8",
+    "fp8:scale=calibrated:window=4",
+    "nvfp4:scale=calibrated:window=4",
     "retroinfer:rows=0.1:estimate=0.3:cluster=4:window=4:batch=10",
     "million:k=8x6:v=8x6:window=4",
     "million:k=8x6:v=8x6:outliers=2:window=4",
@@ -171,6 +178,9 @@ fn what_loses_nothing_equals_dense() {
     let lossless = [
         "oracle:ratio=1:exact=f32:window=4",
         "oracle:ratio=1:exact=f32:window=0:sinks=0",
+        "quest:ratio=1:exact=f32:window=4",
+        "infllm:ratio=1:exact=f32:window=4",
+        "h2o:ratio=1:exact=f32",
         "pqcache:ratio=1:code=4x2:exact=f32:window=4",
         "sparq:ratio=1:exact=f32:window=4",
         "retroinfer:rows=1:exact=f32:window=4",
@@ -259,6 +269,10 @@ fn llama_cpps_types_code_whole_blocks() {
     );
 }
 
+fn drops(method: &str) -> bool {
+    method.contains("tokens=0.9") || method.starts_with("h2o")
+}
+
 /// Methods that drop tokens go back only as far as they hold all that is then attended to.
 #[test]
 fn truncation_goes_back_to_any_length() {
@@ -267,7 +281,7 @@ fn truncation_goes_back_to_any_length() {
         for len in [0, 3, 17, 60, 97, 100] {
             let Prepared { model, mut cache } = s.prefilled(method, 100);
             match cache.truncate(len) {
-                Err(kv_llama::Error::Cache { .. }) if method.contains("tokens=0.9") && len < 100 => continue,
+                Err(kv_llama::Error::Cache { .. }) if drops(method) && len < 100 => continue,
                 truncated => truncated.unwrap(),
             }
             assert_eq!(cache.seq_len(), len, "{method}");
@@ -287,12 +301,14 @@ fn truncation_goes_back_to_any_length() {
 #[test]
 fn what_has_dropped_tokens_goes_back_as_far_as_it_holds_them() {
     let all = [0, 2, 5, 30, 55, 59, 60, 61, 80, 93, 97, 99, 100];
-    let methods: [(&str, &[usize]); 5] = [
+    let methods: [(&str, &[usize]); 7] = [
         ("streaming:window=10:exact=f32", &[5, 30, 55, 59, 60, 61, 80, 93, 97, 99]),
         ("streaming:window=0:exact=f32", &[]),
         ("streaming:window=200:exact=f32", &[]),
         ("snapkv:tokens=0.3:exact=f32:window=4", &[5, 30, 55, 59]),
         ("snapkv:tokens=1:exact=f32:window=4", &[]),
+        ("h2o:ratio=0.3:exact=f32", &[2, 5, 30, 55, 59, 60, 61, 80, 93, 97, 99]),
+        ("h2o:ratio=1:exact=f32", &[]),
     ];
     let s = setup(&methods.map(|(method, _)| method));
     for (method, refused) in methods {
@@ -363,6 +379,21 @@ fn bytes_are_counted_exactly() {
     let pq = kept("pqcache:ratio=0.5:code=4x4:window=4");
     assert_eq!(pq.kept, 4 * (128 * 2 + 4 * 16 * 16) + 8 * values * 2);
     assert_eq!(pq.offloaded, 92 * values * 2);
+    // 12 pages of 8 tokens: two bounds of 16 numbers each.
+    let pages = 4 * 12 * 2 * 16 * 2;
+    assert_eq!(kept("quest:ratio=0.5:page=8:window=4").kept, pages + 100 * values * 2);
+    // Two keys of each of 12 blocks; 4 bytes for the score of each token, elsewhere.
+    let blocks = kept("infllm:ratio=0.5:block=8:r=2:window=4");
+    assert_eq!(blocks.kept, 4 * 12 * 2 * 16 * 2 + 8 * values * 2);
+    assert_eq!(blocks.offloaded, 92 * (values * 2 + 4 * 4));
+    // Half of the tokens, with 4 bytes each for their attention.
+    assert_eq!(kept("h2o:ratio=0.5").kept, 50 * (values * 2 + 4 * 4));
+    assert_eq!(kept("fp8:window=4").kept, 92 * values + 8 * values * 2);
+    assert_eq!(kept("nvfp4:window=4").kept, 92 * (values / 2 + values / 16) + 8 * values * 2);
+    // 64 tokens in groups of 32: 2 bits a number; 4 bytes for each channel of a group of keys, and for the 16
+    // numbers of a token's values.
+    let groups = 64 * values / 4 + 64 * values / 64 * 4 + 64 * values / 32 * 4;
+    assert_eq!(kept("kivi:window=16").kept, groups + 36 * values * 2);
     let half = kept("zack:k=0.5:v=0.5:window=4").kept;
     assert!(half <= 92 * values + 8 * values * 2 && half > 92 * values / 2, "{half}");
     // Half of the keys' components, a quarter of the values'; of 92 tokens all, or half with 4 bits a number,

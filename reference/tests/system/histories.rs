@@ -61,11 +61,14 @@ impl Text {
             for l in 0..self.layers.len() {
                 let [k, v] = [1, 2].map(|side| self.rows(l, side, tokens));
                 if as_prompt {
-                    let last = tokens.len().saturating_sub(WATCHED);
+                    let last = if cache.watches_all() { 0 } else { tokens.len().saturating_sub(WATCHED) };
                     let q = self.rope.layer(l).rotated(&self.rows(l, 0, &tokens[last..]), q_dim, pos + last);
                     cache.watch(l, &q);
                     cache.prefill(l, pos, &k, &v).unwrap();
                 } else {
+                    if cache.watches_all() {
+                        cache.watch(l, &self.rope.layer(l).rotated(&self.rows(l, 0, tokens), q_dim, pos));
+                    }
                     cache.append(l, pos, &k, &v).unwrap();
                 }
             }

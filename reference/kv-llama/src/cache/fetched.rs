@@ -15,6 +15,8 @@ pub struct Fetched {
     pub bytes: u64,
     /// Bytes of the blocks loaded into block caches.
     pub loaded_bytes: u64,
+    /// Bytes read to score the tokens of which rows are requested: codes, components or bounds of keys.
+    pub scored_bytes: u64,
 }
 
 /// [`Fetched`] per decode step.
@@ -32,6 +34,9 @@ pub struct FetchedPerStep {
     /// Bytes of the blocks loaded into the block caches.
     #[serde(rename = "loaded_bytes_per_step")]
     pub loaded_bytes: f64,
+    /// Bytes read to score tokens, over all layers and heads.
+    #[serde(rename = "scored_bytes_per_step")]
+    pub scored_bytes: f64,
 }
 
 impl Fetched {
@@ -45,6 +50,7 @@ impl Fetched {
             hit_rate: self.hits as f64 / self.rows.max(1) as f64,
             bytes: self.bytes as f64 / steps,
             loaded_bytes: self.loaded_bytes as f64 / steps,
+            scored_bytes: self.scored_bytes as f64 / steps,
         }
     }
 }
@@ -56,5 +62,6 @@ impl AddAssign for Fetched {
         self.hits += other.hits;
         self.bytes += other.bytes;
         self.loaded_bytes += other.loaded_bytes;
+        self.scored_bytes += other.scored_bytes;
     }
 }

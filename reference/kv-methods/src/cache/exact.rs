@@ -112,6 +112,20 @@ impl HeadRows {
         for_rows!(self, exact => push(exact, [keys, values]))
     }
 
+    /// Drops all rows but `kept`, ascending.
+    pub fn retain(&mut self, kept: &[usize]) -> Result<()> {
+        fn retain<E: Element>(exact: &mut ExactRows<E>, kept: &[usize]) -> Result<()> {
+            let ([keys, values], [dim, dim_v]) = (exact.sink_rows(), exact.dims());
+            let rows = |rows: &[E], dim: usize| -> Vec<E> {
+                kept.iter().flat_map(|&i| &rows[i * dim..][..dim]).copied().collect()
+            };
+            let (keys, values) = (rows(keys, dim), rows(values, dim_v));
+            exact.truncate(0, 0);
+            exact.append(0, [Rows::contiguous(&keys, dim)?, Rows::contiguous(&values, dim_v)?], |_| Ok(()))
+        }
+        for_rows!(self, exact => retain(exact, kept))
+    }
+
     pub fn truncate(&mut self, len: usize) {
         for_rows!(self, rows => _ = rows.truncate(len, 0));
     }

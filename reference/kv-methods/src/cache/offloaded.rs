@@ -77,6 +77,21 @@ impl OffloadedRows {
         Ok(Self { geometry, format, len: 0, place, counter: FetchCounter::default() })
     }
 
+    /// The dimensions of the rows.
+    pub const fn geometry(&self) -> Geometry {
+        self.geometry
+    }
+
+    /// Bytes of one head's key of a token.
+    pub fn key_bytes(&self) -> usize {
+        self.format.row_bytes(self.geometry.head_dim) / 2
+    }
+
+    /// Counts bytes that were read to score tokens.
+    pub fn count_scored(&self, bytes: usize) {
+        self.counter.add(Fetched { scored_bytes: bytes as u64, ..Fetched::default() });
+    }
+
     /// Tokens.
     pub fn len(&self) -> usize {
         self.len

@@ -11,8 +11,16 @@ use crate::cache::DenseStore;
 
 /// The tokens between the sinks and the window of one layer.
 pub(crate) trait Store: Send + Sync {
-    /// See [`KvCache::watch`](kv_llama::KvCache::watch).
-    fn watch(&mut self, _queries: &[f32]) {}
+    /// Passes the rotated queries, (n, n_heads * head_dim), of the tokens from position `pos` on, before any of
+    /// these is pushed: the last ones of a prompt, or those that [`KvCache::watches_all`] says. They replace
+    /// all that was passed of positions from `pos` on; of a prompt alone, all that was passed before.
+    ///
+    /// [`KvCache::watches_all`]: kv_llama::KvCache::watches_all
+    fn watch(&mut self, _pos: usize, _queries: &[f32]) {}
+    /// See [`KvCache::watches_all`](kv_llama::KvCache::watches_all).
+    fn watches_all(&self) -> bool {
+        false
+    }
     /// See [`KvCache::prompt_rows`](kv_llama::KvCache::prompt_rows).
     fn prompt_rows(&self, _keys: &[f32], _values: &[f32]) -> Result<Option<PromptRows>> {
         Ok(None)
@@ -116,6 +124,10 @@ pub(crate) struct Geometry {
 impl Geometry {
     pub fn of(config: &Config) -> Self {
         Self { n_heads: config.n_heads, n_kv_heads: config.n_kv_heads, head_dim: config.head_dim }
+    }
+
+    pub fn q_dim(self) -> usize {
+        self.n_heads * self.head_dim
     }
 
     pub fn kv_dim(self) -> usize {

@@ -17,6 +17,9 @@ use crate::{Profile, Result};
 /// Seed of all random choices in the methods.
 pub(super) const SEED: u64 = 0x6b76;
 
+/// Default numbers of sinks and of tokens in the window.
+pub(super) const SINKS_AND_WINDOW: [usize; 2] = [4, 64];
+
 /// The name of the steps of bitstreams without loss; see [`Kind::coarseness`].
 pub(super) const LOSSLESS: &str = "lossless";
 
@@ -37,6 +40,16 @@ pub(super) trait Kind: Debug + Send + Sync {
     /// Default number of tokens that leave the window at a time.
     fn batch(&self) -> usize {
         1
+    }
+
+    /// Default numbers of sinks and of the most recent tokens, which stay exact.
+    fn sinks_and_window(&self) -> [usize; 2] {
+        SINKS_AND_WINDOW
+    }
+
+    /// Whether its stores watch all queries, not only the last ones of a prompt.
+    fn watches_all(&self) -> bool {
+        false
     }
 
     /// The element type of a method that keeps every token exact in its store, without sinks or window.
@@ -113,6 +126,7 @@ pub(super) struct BuildContext<'a> {
     pub model_rope: &'a Arc<Rope>,
     pub profile: &'a Profile,
     pub exact: ElementType, // element type of exact rows
+    pub recent: usize,      // tokens in the window
     pub reserved: usize,    // tokens in sinks and window
     pub exact_layers: &'a [usize],
 }

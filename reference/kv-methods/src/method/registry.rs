@@ -11,8 +11,8 @@ use super::on_device::Limit;
 use super::settings::{Layers, Settings};
 use super::spelling::similar;
 use super::{
-    Method, Place, cachegen, dense, hybrid, million, pqklt, retrieval, retroinfer, scalar, snapkv, sparq, sq,
-    streaming, zack,
+    Method, Place, cachegen, dense, floats, h2o, hybrid, infllm, million, pqcache, pqklt, quest, retrieval,
+    retroinfer, scalar, snapkv, sparq, sq, streaming, zack,
 };
 use crate::{Error, Result};
 
@@ -23,11 +23,15 @@ const REGISTRY: &[Registration] = &[
     scalar::ROTATED,
     scalar::LLAMA_CPP,
     scalar::LLOYD_MAX,
+    floats::FLOATS,
     streaming::STREAMING,
     retrieval::ORACLE,
-    retrieval::PQ_CACHE,
+    pqcache::PQ_CACHE,
     sparq::SPARQ,
+    quest::QUEST,
+    infllm::INF_LLM,
     retroinfer::RETRO_INFER,
+    h2o::H2O,
     sq::SQ,
     million::MILLION,
     pqklt::PQ_KLT,
@@ -44,10 +48,10 @@ pub fn methods_help() -> String {
     let methods: String = REGISTRY.iter().map(|registration| format!("  {}", registration.help)).collect();
     format!(
         "A method is NAME[:KEY=VALUE]...; several are separated by commas.\n\n{methods}\n\
-For all but dense: sinks=4 window=64 (tokens kept exact), batch=N (tokens that leave the window at once: 64 for int,
-cachegen and zack's codes, a block for sq, else 1), exact=f16|bf16|f32 (how), exact-layers=0+5 (layers left
-uncompressed). ratio= includes sinks and window, rows= does not. refine=N trains codebooks for N iterations more on
-the prompt.
+For all but dense: sinks=4 window=64 (tokens kept exact; h2o and kivi have others), batch=N (tokens that leave the
+window at once: 64 for int, cachegen and zack's codes, a block for sq, a group for kivi, else 1), exact=f16|bf16|f32
+(how), exact-layers=0+5 (layers left uncompressed). ratio= includes sinks and window, rows= does not. refine=N
+trains codebooks for N iterations more on the prompt.
 A PQ code is SUBSPACESxBITS, or BITS/COMPONENTS for any head: 8/2 is 64x8 for 128 components, and the
 default scales so."
     )
@@ -125,9 +129,10 @@ impl Method {
             // Rows pass from the window to the store, so both must have the same element type.
             Some(element) => (Window { sinks: 0, recent: 0, batch: 1 }, element),
             None => {
+                let [sinks, recent] = kind.sinks_and_window();
                 let window = Window {
-                    sinks: s.tokens("sinks", 4)?,
-                    recent: s.tokens("window", 64)?,
+                    sinks: s.tokens("sinks", sinks)?,
+                    recent: s.tokens("window", recent)?,
                     batch: s.some_tokens("batch", kind.batch())?,
                 };
                 if kind.drops() && window.sinks + window.recent == 0 {
@@ -171,6 +176,9 @@ mod tests {
     #[test]
     fn an_error_of_a_setting_says_what_is_accepted() {
         for (spec, says) in [
+            ("fp8:scale=head", "scale=head: must be one of one, calibrated"),
+            ("quest:page=0", "page=0: must be a whole number from 1 to 4096"),
+            ("h2o:ratio=0.1:tokens=8", "give `tokens` or `ratio`, not both"),
             ("int4:group=-1", "group=-1: must be a whole number from 1 to 4096"),
             ("int4:group=99999999999999999999", "must be a whole number from 1 to 4096"),
             ("int4:batch=0", "batch=0: must be a whole number from 1 to 16777216"),

@@ -1,34 +1,21 @@
-//! Top-k attention: all tokens are scored cheaply, and the best ones are attended to exactly. `oracle` scores
-//! by the exact inner product, `pqcache` by product-quantized keys, with offloaded exact rows (on a GPU, in
-//! host memory).
+//! Top-k attention: units of consecutive tokens, such as single tokens or pages, are scored cheaply, and the
+//! best ones are attended to exactly. A method is a [`Scorer`]; `oracle` scores by the exact inner product.
 
 use std::sync::Arc;
 
-#[cfg(feature = "cuda")]
-use kv_device::plan::{Plan, Retrieval, Training};
 use kv_llama::ops::dot;
 use kv_llama::{Fetched, Footprint};
-use kv_model::{Config, Model, Rope};
-use pq_core::{
-    CodebookBuf, CodesBuf, GroupRule, Lut, PqShape, TokenBudget, TrainOptions, Trained, combine_group_into,
-    lut_into, scan_into, top_k_into, train_batch,
-};
+use kv_model::Rope;
+use pq_core::{GroupRule, TokenBudget, combine_group_into, top_k_into};
 use svd_core::SoftmaxStats;
 
 use super::budget::take_budget;
-use super::kind::{BuildContext, Kind, Registration, SEED};
-#[cfg(feature = "cuda")]
-use super::offload::Home;
-use super::offload::{OffloadSettings, offload_help};
+use super::kind::{BuildContext, Kind, Registration};
+use super::offload::OffloadSettings;
 #[cfg(feature = "cuda")]
 use super::on_device::{DeviceKind, Limit};
-use super::pq_code::PqCode;
-use super::settings::words;
-#[cfg(feature = "cuda")]
-use crate::Error;
+use crate::Result;
 use crate::cache::{Geometry, OffloadedRows, Store};
-use crate::calibrate::{Calibration, rotated_keys};
-use crate::{Profile, Result};
 
 pub(super) const ORACLE: Registration = Registration {
     names: &["oracle"],
@@ -36,311 +23,121 @@ pub(super) const ORACLE: Registration = Registration {
   oracle            exact top-k, this fraction of the tokens              ratio=0.2 or tokens=N
 ",
     examples: &["oracle:ratio=1:exact=f32:window=4"],
-    parse: |s| {
-        Ok(Arc::new(TopK { budget: take_budget(s)?, quantizer: None, offload: OffloadSettings::NONE }))
-    },
-};
-
-pub(super) const PQ_CACHE: Registration = Registration {
-    names: &["pqcache"],
-    help: concat!(
-        "\
-  pqcache           top-k by PQ codes;                                    ratio=0.2 or tokens=N
-                                                                          code=16x8 iterations=4
-                                                                          codebooks=prompt|profile
-",
-        offload_help!()
-    ),
-    examples: &[
-        "pqcache:ratio=1:code=4x2:exact=f32:window=4",
-        "pqcache:ratio=1:code=4x2:codebooks=profile:exact=f32:window=4",
-        "pqcache:ratio=1:code=4x2:offloaded=int8:window=4",
-    ],
-    parse: |s| {
-        let (budget, code) = (take_budget(s)?, PqCode::take(s, "code", 8, 8)?);
-        let iterations = s.positive("iterations", 4)?;
-        let codebooks = s.common("codebooks", Codebooks::Prompt)?;
-        let quantizer = Some(Quantizer { code, iterations, codebooks });
-        Ok(Arc::new(TopK { budget, quantizer, offload: OffloadSettings::take(s)? }))
-    },
+    parse: |s| Ok(Arc::new(TopK { budget: take_budget(s)? })),
 };
 
 #[derive(Debug)]
 struct TopK {
     budget: TokenBudget,
-    quantizer: Option<Quantizer>,
-    offload: OffloadSettings,
-}
-
-/// The quantizer of keys, and the training of its codebooks.
-#[derive(Clone, Debug)]
-struct Quantizer {
-    code: PqCode,
-    iterations: usize,
-    codebooks: Codebooks,
-}
-
-/// The training data of codebooks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Codebooks {
-    /// The first keys appended, which are the prompt's (PQCache 3.3).
-    Prompt,
-    /// The profile's text.
-    Profile,
-}
-
-words!(Codebooks, "prompt" => Codebooks::Prompt, "profile" => Codebooks::Profile);
-
-impl Quantizer {
-    fn key(&self, l: usize, head: usize) -> String {
-        format!("pqcache/{}/{l}/{head}/centroids", self.code)
-    }
-
-    /// The codebooks of layer `l`, one per KV head.
-    fn trained(&self, profile: &Profile, geometry: Geometry, l: usize) -> Result<Vec<CodebookBuf>> {
-        let shape = self.code.shape(geometry.head_dim)?;
-        (0..geometry.n_kv_heads).map(|head| profile.codebook(&self.key(l, head), shape)).collect()
-    }
-
-    /// The scorer of layer `l` before the first keys.
-    fn scorer(&self, context: &BuildContext<'_>, l: usize) -> Result<Scorer> {
-        let shape = self.code.shape(context.geometry.head_dim)?;
-        let codebooks = match self.codebooks {
-            Codebooks::Prompt => vec![],
-            Codebooks::Profile => self.trained(context.profile, context.geometry, l)?,
-        };
-        let trained_on = match self.codebooks {
-            Codebooks::Prompt => 0,
-            Codebooks::Profile => usize::MAX,
-        };
-        let head = |codebook| PqHead { codebook: Arc::new(codebook), codes: CodesBuf::new(shape) };
-        let heads = codebooks.into_iter().map(head).collect();
-        Ok(Scorer::Pq { shape, iterations: self.iterations, trained_on, heads })
-    }
 }
 
 impl Kind for TopK {
-    fn check(&self, config: &Config) -> Result<()> {
-        if let Some(quantizer) = &self.quantizer {
-            quantizer.code.check("pqcache", "code", config)?;
-        }
-        self.offload.check()
-    }
-
-    fn device_setting(&self) -> Option<&'static str> {
-        self.offload.device_setting()
-    }
-
-    fn needs_profile(&self) -> bool {
-        self.quantizer.as_ref().is_some_and(|quantizer| quantizer.codebooks == Codebooks::Profile)
-    }
-
-    /// Trains key codebooks for every head of every layer, if the profile's are used.
-    fn calibrate(
-        &self,
-        model: &Model,
-        rope: &Rope,
-        samples: &Calibration,
-        profile: &mut Profile,
-    ) -> Result<()> {
-        let Some(quantizer) = self.quantizer.as_ref().filter(|_| self.needs_profile()) else { return Ok(()) };
-        let geometry = Geometry::of(&model.config);
-        let shape = quantizer.code.shape(geometry.head_dim)?;
-        for (l, layer) in samples.layers.iter().enumerate() {
-            let keys = |head| rotated_keys(rope.layer(l), &geometry.head_rows(head, &layer.keys));
-            let sets: Vec<Vec<f32>> = (0..geometry.n_kv_heads).map(keys).collect();
-            let sets: Vec<&[f32]> = sets.iter().map(Vec::as_slice).collect();
-            let trained = train_batch(shape, &sets, &train_options(quantizer.iterations))?;
-            for (head, trained) in trained.into_iter().enumerate() {
-                profile.put_floats(quantizer.key(l, head), trained.centroids);
-            }
-        }
-        Ok(())
-    }
-
     #[cfg(feature = "cuda")]
     fn on_device(&self) -> std::result::Result<&dyn DeviceKind, Limit> {
-        if self.quantizer.is_some() { Ok(self) } else { Err(Limit::without_kernels("pqcache")) }
+        Err(Limit::without_kernels("pqcache"))
     }
 
     fn stores(&self, context: &BuildContext<'_>) -> Result<Vec<Box<dyn Store>>> {
-        context.layers(|l| {
-            let scorer = match &self.quantizer {
-                None => Scorer::Oracle,
-                Some(quantizer) => quantizer.scorer(context, l)?,
-            };
-            let (geometry, budget, reserved) = (context.geometry, self.budget, context.reserved);
-            let (exact, rope) = (self.offload.rows(context)?, context.rope(l));
-            Ok(RetrievalStore { geometry, exact, rope, scorer, budget, reserved })
-        })
+        context.layers(|l| RetrievalStore::new(context, l, self.budget, &OffloadSettings::NONE, Oracle))
     }
 }
 
-/// `pqcache`; the exact scores of `oracle` have no kernels.
-#[cfg(feature = "cuda")]
-impl DeviceKind for TopK {
-    fn limits(&self, window: pq_core::Window) -> Vec<Limit> {
-        let mut limits = Limit::of_rings(window);
-        limits.push(self.offload.limit_of_files());
-        limits
+/// Scores of units of consecutive tokens, by which a head's query group chooses the units that it attends to.
+pub(super) trait Scorer: Clone + Send + Sync + 'static {
+    /// Tokens of a unit. The last unit may have fewer.
+    fn unit(&self) -> usize {
+        1
     }
 
-    fn plan(&self, config: &Config, profile: Option<&Profile>) -> Result<Plan> {
-        let Some(quantizer) = &self.quantizer else {
-            return Err(Error::argument("a device selects by codes alone"));
-        };
-        let geometry = Geometry::of(config);
-        let trains = quantizer.codebooks == Codebooks::Prompt;
-        let retrieval = Retrieval {
-            quantizer: quantizer.code.shape(geometry.head_dim)?,
-            budget: self.budget,
-            training: trains.then_some(Training { iterations: quantizer.iterations, max_keys: MOST_TRAINED }),
-            home: self.offload.home(Home::Host),
-            resident: self.offload.held(),
-        };
-        let trained =
-            |profile| (0..config.n_layers).map(|l| quantizer.trained(profile, geometry, l)).collect();
-        let codebooks = profile.filter(|_| !trains).map(trained).transpose()?;
-        Ok(Plan::Retrieval(retrieval, codebooks))
+    /// See [`Store::watch`].
+    fn watch(&mut self, _pos: usize, _queries: &[f32]) {}
+
+    /// See [`Store::watches_all`].
+    fn watches_all(&self) -> bool {
+        false
     }
+
+    /// Takes the last tokens of `exact`: rotated keys (n, n_kv_heads * head_dim), the first at position `pos`.
+    fn push(&mut self, pos: usize, rotated: &[f32], exact: &OffloadedRows) -> Result<()>;
+
+    /// Forgets the tokens that `exact` has no more.
+    fn truncate(&mut self, exact: &OffloadedRows) -> Result<()>;
+
+    /// Scores of all units for the scaled queries (group, head_dim) of a KV head: (group, units), or (units,)
+    /// for the group as a whole.
+    fn scores(&self, exact: &OffloadedRows, head: usize, q: &[f32]) -> Result<Vec<f32>>;
+
+    /// Bytes that [`Self::scores`] reads of one head.
+    fn scored_bytes(&self, exact: &OffloadedRows) -> usize;
+
+    /// The bytes of the rows, and of what is kept to score them.
+    fn footprint(&self, exact: &OffloadedRows) -> Footprint;
 }
 
-/// Keys per centroid at which codebooks are final.
-const ENOUGH: usize = 4;
-
-/// Maximum keys per head to train a prompt's codebooks on: 16 per centroid have the KL of all.
-const MOST_TRAINED: usize = 4096;
-
-/// The stride at which a prompt's keys are sampled for training.
-const fn training_step(keys: usize) -> usize {
-    if keys == 0 { 1 } else { keys.div_ceil(MOST_TRAINED) }
-}
-
-fn train_options(iterations: usize) -> TrainOptions<'static> {
-    TrainOptions { iterations, seed: SEED, ..Default::default() }
-}
-
-/// How to score tokens.
+/// Exact rows; each step attends to the units with the highest scores.
 #[derive(Clone)]
-enum Scorer {
-    /// By the exact inner product: the upper bound for every top-k method.
-    Oracle,
-    /// By product-quantized keys.
-    Pq {
-        shape: PqShape,
-        iterations: usize,
-        trained_on: usize,  // keys of a head
-        heads: Vec<PqHead>, // one per KV head; empty until codebooks are trained on the first keys
-    },
-}
-
-/// One head's codebook and the codes of its keys.
-#[derive(Clone)]
-struct PqHead {
-    codebook: Arc<CodebookBuf>,
-    codes: CodesBuf,
-}
-
-/// Exact rows; each step attends to the highest-scored ones only.
-#[derive(Clone)]
-struct RetrievalStore {
-    geometry: Geometry,
+pub(super) struct RetrievalStore<S> {
     exact: OffloadedRows, // rotated keys, values
     rope: Arc<Rope>,
-    scorer: Scorer,
+    scorer: S,
     budget: TokenBudget,
     reserved: usize, // tokens in sinks and window
 }
 
-impl RetrievalStore {
-    /// Scores of all tokens for every query of the group: (group, tokens).
-    fn scores(&self, head: usize, q: &[f32]) -> Result<Vec<f32>> {
-        let head_dim = self.geometry.head_dim;
-        let n = self.exact.len();
-        let mut scores = vec![0.0; q.len() / head_dim * n];
-        match &self.scorer {
-            Scorer::Oracle => {
-                let mut key = vec![0.0; head_dim];
-                for t in 0..n {
-                    self.exact.key(head, t, &mut key)?;
-                    for (g, q) in q.chunks_exact(head_dim).enumerate() {
-                        scores[g * n + t] = dot(q, &key);
-                    }
-                }
-            }
-            Scorer::Pq { shape, heads, .. } => {
-                let head = &heads[head];
-                let mut luts = vec![0.0; q.len() / head_dim * shape.lut_len()];
-                lut_into(&head.codebook.view(), q, &mut luts)?;
-                for (lut, scores) in luts.chunks_exact(shape.lut_len()).zip(scores.chunks_exact_mut(n)) {
-                    scan_into(&Lut::new(*shape, lut)?, &head.codes.view(), scores)?;
-                }
-            }
-        }
-        Ok(scores)
+impl<S: Scorer> RetrievalStore<S> {
+    /// An empty store of layer `l`.
+    pub fn new(
+        context: &BuildContext<'_>,
+        l: usize,
+        budget: TokenBudget,
+        offload: &OffloadSettings,
+        scorer: S,
+    ) -> Result<Self> {
+        let (exact, rope) = (offload.rows(context)?, context.rope(l));
+        Ok(Self { exact, rope, scorer, budget, reserved: context.reserved })
     }
 
-    /// The tokens, from `first` on, that the whole group fetches.
+    #[cfg(test)]
+    pub const fn scorer(&self) -> &S {
+        &self.scorer
+    }
+
+    /// The tokens, from `first` on, that the whole group fetches: no more than the budget, or one unit.
     fn select(&self, head: usize, first: usize, q: &[f32]) -> Result<Vec<u32>> {
-        let n = self.exact.len() - first;
-        let scores = self.scores(head, q)?;
-        let visible = scores.chunks_exact(first + n).flat_map(|scores| &scores[first..]);
-        let scores: Vec<f32> = visible.copied().collect();
-        let mut total = vec![0.0; n];
-        let mut stats = vec![SoftmaxStats::EMPTY; q.len() / self.geometry.head_dim];
-        combine_group_into(&scores, GroupRule::SumOfSoftmax, &mut stats, &mut total)?;
-        let k = self.budget.k(n, self.reserved);
-        let mut indices = vec![0; k];
-        top_k_into(&total, k, &mut indices)?;
-        Ok(indices.into_iter().map(|i| first as u32 + i).collect())
-    }
-}
-
-impl Scorer {
-    /// Encodes keys (n, kv_dim), the last rows of `exact`. Codebooks are trained on the first keys, and again
-    /// on all keys whenever their number has doubled, until there are [`ENOUGH`] per centroid.
-    fn push(&mut self, geometry: Geometry, rotated: &[f32], exact: &OffloadedRows) -> Result<()> {
-        let Self::Pq { shape, iterations, trained_on, heads } = self else { return Ok(()) };
-        let (n, enough) = (exact.len(), ENOUGH * shape.ksub());
-        let trains = *trained_on == 0 || (*trained_on < enough && n >= 2 * *trained_on);
-        let head_rows = |head| match trains && *trained_on > 0 {
-            true => all_keys(exact, head, geometry.head_dim),
-            false => Ok(geometry.head_rows(head, rotated)),
+        let (len, unit) = (self.exact.len(), self.scorer.unit());
+        let (units, hidden) = (len.div_ceil(unit), first / unit);
+        let scores = self.scorer.scores(&self.exact, head, q)?;
+        self.exact.count_scored(self.scorer.scored_bytes(&self.exact));
+        let visible: Vec<f32> =
+            scores.chunks_exact(units).flat_map(|scores| &scores[hidden..]).copied().collect();
+        let mut total = vec![0.0; units - hidden];
+        let mut stats = vec![SoftmaxStats::EMPTY; scores.len() / units];
+        combine_group_into(&visible, GroupRule::SumOfSoftmax, &mut stats, &mut total)?;
+        let tokens = self.budget.k(len - first, self.reserved);
+        let k = if tokens == len - first { total.len() } else { (tokens / unit).clamp(1, total.len()) };
+        let mut chosen = vec![0; k];
+        top_k_into(&total, k, &mut chosen)?;
+        let tokens = |i: u32| {
+            let start = (hidden + i as usize) * unit;
+            start.max(first) as u32..(start + unit).min(len) as u32
         };
-        let rows = (0..geometry.n_kv_heads).map(head_rows).collect::<Result<Vec<_>>>()?;
-        if trains {
-            let step = training_step(n);
-            let sample = |rows: &Vec<f32>| -> Vec<f32> {
-                rows.chunks_exact(geometry.head_dim).step_by(step).flatten().copied().collect()
-            };
-            let samples: Vec<Vec<f32>> = rows.iter().map(sample).collect();
-            let samples: Vec<&[f32]> = samples.iter().map(Vec::as_slice).collect();
-            let trained = train_batch(*shape, &samples, &train_options(*iterations))?;
-            let head = |trained: Trained| -> Result<PqHead> {
-                let codebook = Arc::new(CodebookBuf::new(*shape, &trained.centroids)?);
-                Ok(PqHead { codebook, codes: CodesBuf::new(*shape) })
-            };
-            (*heads, *trained_on) = (trained.into_iter().map(head).collect::<Result<_>>()?, n);
-        }
-        for (head, rows) in heads.iter_mut().zip(&rows) {
-            head.codes.append(&head.codebook.view(), rows)?;
-        }
-        Ok(())
+        Ok(chosen.into_iter().flat_map(tokens).collect())
     }
 }
 
-/// Keys (tokens, head_dim) of a head.
-fn all_keys(exact: &OffloadedRows, head: usize, head_dim: usize) -> Result<Vec<f32>> {
-    let mut keys = vec![0.0; exact.len() * head_dim];
-    keys.chunks_exact_mut(head_dim).enumerate().try_for_each(|(t, key)| exact.key(head, t, key))?;
-    Ok(keys)
-}
+impl<S: Scorer> Store for RetrievalStore<S> {
+    fn watch(&mut self, pos: usize, queries: &[f32]) {
+        self.scorer.watch(pos, queries);
+    }
 
-impl Store for RetrievalStore {
+    fn watches_all(&self) -> bool {
+        self.scorer.watches_all()
+    }
+
     fn push(&mut self, pos: usize, k: &[f32], v: &[f32]) -> Result<()> {
-        let (n, rotated) = (self.exact.len(), self.rope.rotated(k, self.geometry.kv_dim(), pos));
+        let (n, rotated) = (self.exact.len(), self.rope.rotated(k, self.exact.geometry().kv_dim(), pos));
         self.exact.push(&rotated, v)?;
-        self.scorer.push(self.geometry, &rotated, &self.exact).inspect_err(|_| self.exact.truncate(n))
+        self.scorer.push(pos, &rotated, &self.exact).inspect_err(|_| self.exact.truncate(n))
     }
 
     fn len(&self) -> usize {
@@ -348,14 +145,8 @@ impl Store for RetrievalStore {
     }
 
     fn truncate(&mut self, len: usize) -> Result<()> {
-        if let Scorer::Pq { heads, trained_on, .. } = &mut self.scorer {
-            heads.iter_mut().for_each(|head| head.codes.truncate(len));
-            if len == 0 && *trained_on < usize::MAX {
-                (*heads, *trained_on) = (vec![], 0);
-            }
-        }
         self.exact.truncate(len);
-        Ok(())
+        self.scorer.truncate(&self.exact)
     }
 
     fn attend(
@@ -377,17 +168,161 @@ impl Store for RetrievalStore {
     }
 
     fn footprint(&self) -> Footprint {
-        let exact = self.exact.footprint();
-        match &self.scorer {
-            Scorer::Oracle => Footprint { kept: exact.offloaded, ..Footprint::default() },
-            Scorer::Pq { shape, heads, .. } => Footprint {
-                kept: heads.iter().map(|head| head.codes.view().size() + 4 * shape.codebook_len()).sum(),
-                ..exact
-            },
-        }
+        self.scorer.footprint(&self.exact)
     }
 
     fn clone_box(&self) -> Box<dyn Store> {
         Box::new(self.clone())
+    }
+}
+
+/// The exact inner product: the upper bound for every top-k method.
+#[derive(Clone)]
+struct Oracle;
+
+impl Scorer for Oracle {
+    fn push(&mut self, _: usize, _: &[f32], _: &OffloadedRows) -> Result<()> {
+        Ok(())
+    }
+
+    fn truncate(&mut self, _: &OffloadedRows) -> Result<()> {
+        Ok(())
+    }
+
+    fn scores(&self, exact: &OffloadedRows, head: usize, q: &[f32]) -> Result<Vec<f32>> {
+        let (n, Geometry { head_dim, .. }) = (exact.len(), exact.geometry());
+        let (mut scores, mut key) = (vec![0.0; q.len() / head_dim * n], vec![0.0; head_dim]);
+        for t in 0..n {
+            exact.key(head, t, &mut key)?;
+            for (g, q) in q.chunks_exact(head_dim).enumerate() {
+                scores[g * n + t] = dot(q, &key);
+            }
+        }
+        Ok(scores)
+    }
+
+    fn scored_bytes(&self, exact: &OffloadedRows) -> usize {
+        exact.len() * exact.key_bytes()
+    }
+
+    fn footprint(&self, exact: &OffloadedRows) -> Footprint {
+        Footprint { kept: exact.footprint().offloaded, ..Footprint::default() }
+    }
+}
+
+/// What the tests of scorers share.
+#[cfg(test)]
+pub(super) mod tests {
+    use std::path::Path;
+
+    use super::*;
+    use crate::cache::RowFormat;
+    use kv_attend::ElementType;
+    use kv_llama::Rng;
+    use kv_model::{Config, Model};
+
+    /// A store of a small model's first layer without sinks or window, and random rows.
+    pub struct Setup<S> {
+        pub config: Config,
+        pub store: RetrievalStore<S>,
+        rng: Rng,
+    }
+
+    impl<S: Scorer> Setup<S> {
+        pub fn new(budget: TokenBudget, scorer: impl FnOnce(Geometry) -> S) -> Self {
+            let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/parity/fixtures/gqa");
+            let config = Model::load(&path).unwrap().config;
+            let geometry = Geometry::of(&config);
+            let exact = OffloadedRows::new(geometry, RowFormat::Exact(ElementType::F32), None, 0).unwrap();
+            let rope = Arc::new(Rope::new(&config, 256));
+            let store = RetrievalStore { exact, rope, scorer: scorer(geometry), budget, reserved: 0 };
+            Self { config, store, rng: Rng(7) }
+        }
+
+        pub fn random(&mut self, n: usize) -> Vec<f32> {
+            (0..n).map(|_| 4.0 * self.rng.uniform() as f32 - 2.0).collect()
+        }
+
+        /// Pushes random tokens with their queries; returns the queries (n, n_heads * head_dim).
+        pub fn push(&mut self, n: usize) -> Vec<f32> {
+            let (pos, kv_dim) = (self.store.len(), self.config.kv_dim());
+            let [q, k, v] = [self.config.q_dim(), kv_dim, kv_dim].map(|dim| self.random(n * dim));
+            self.store.watch(pos, &q);
+            self.store.push(pos, &k, &v).unwrap();
+            q
+        }
+
+        pub fn key(&self, head: usize, t: usize) -> Vec<f64> {
+            let mut key = vec![0.0; self.config.head_dim];
+            self.store.exact.key(head, t, &mut key).unwrap();
+            key.into_iter().map(f64::from).collect()
+        }
+
+        /// Asserts that attention from token `first` on is the softmax over the tokens that `choose` returns,
+        /// given a head and its queries.
+        pub fn check(&mut self, first: usize, choose: impl Fn(&Self, usize, &[Vec<f64>]) -> Vec<usize>) {
+            let (dim, group) = (self.config.head_dim, self.config.gqa_group());
+            for head in 0..self.config.n_kv_heads {
+                let q = self.random(group * dim);
+                let (mut out, mut stats) = (vec![0.0; q.len()], vec![SoftmaxStats::EMPTY; group]);
+                self.store.attend(head, first, &q, &mut out, &mut stats).unwrap();
+                let q: Vec<Vec<f64>> = q.chunks(dim).map(|q| q.iter().map(|&x| x.into()).collect()).collect();
+                let tokens = choose(self, head, &q);
+                let values = self.store.exact.values(head, 0..self.store.len()).unwrap();
+                for (g, q) in q.iter().enumerate() {
+                    stats[g].normalize(&mut out[g * dim..][..dim]);
+                    let weights: Vec<f64> =
+                        tokens.iter().map(|&t| product(q, &self.key(head, t)).exp()).collect();
+                    let sum: f64 = weights.iter().sum();
+                    for c in 0..dim {
+                        let value = |(&t, w): (&usize, &f64)| w / sum * f64::from(values[t * dim + c]);
+                        let expected: f64 = tokens.iter().zip(&weights).map(value).sum();
+                        let got = f64::from(out[g * dim + c]);
+                        assert!((got - expected).abs() < 1e-4, "{got}, not {expected}: {tokens:?}");
+                    }
+                }
+            }
+        }
+    }
+
+    pub fn product(a: &[f64], b: &[f64]) -> f64 {
+        a.iter().zip(b).map(|(a, b)| a * b).sum()
+    }
+
+    /// Indices of the `k` largest, ascending.
+    pub fn largest(values: &[f64], k: usize) -> Vec<usize> {
+        let mut order: Vec<usize> = (0..values.len()).collect();
+        order.sort_by(|&a, &b| values[b].total_cmp(&values[a]));
+        order.truncate(k);
+        order.sort_unstable();
+        order
+    }
+
+    /// The sum over queries of the softmax of their scores (units,).
+    pub fn combined(scores: &[Vec<f64>]) -> Vec<f64> {
+        let mut total = vec![0.0; scores[0].len()];
+        for scores in scores {
+            let sum: f64 = scores.iter().map(|x| x.exp()).sum();
+            total.iter_mut().zip(scores).for_each(|(total, x)| *total += x.exp() / sum);
+        }
+        total
+    }
+
+    #[test]
+    fn the_oracle_attends_to_the_best_tokens() {
+        for (n, removed, first) in [(1, 0, 0), (40, 0, 0), (40, 7, 9)] {
+            let mut setup = Setup::new(TokenBudget::Ratio(0.2), |_| Oracle);
+            setup.push(n);
+            setup.store.truncate(n - removed).unwrap();
+            let k = TokenBudget::Ratio(0.2).k(n - removed - first, 0);
+            setup.check(first, |setup, head, q| {
+                let tokens: Vec<usize> = (first..setup.store.len()).collect();
+                let scores: Vec<Vec<f64>> = q
+                    .iter()
+                    .map(|q| tokens.iter().map(|&t| product(q, &setup.key(head, t))).collect())
+                    .collect();
+                largest(&combined(&scores), k).into_iter().map(|i| tokens[i]).collect()
+            });
+        }
     }
 }

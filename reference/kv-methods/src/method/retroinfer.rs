@@ -257,7 +257,8 @@ impl Store for RetroInferStore {
         }
         retrieved.sort_unstable();
         let (rows, bytes) = (retrieved.len() as u64, (retrieved.len() * self.exact.row_bytes()) as u64);
-        self.fetched.add(Fetched { attentions: 1, rows, bytes, ..Fetched::default() });
+        let scored_bytes = (count * self.exact.row_bytes() / 2) as u64; // centroids of keys
+        self.fetched.add(Fetched { attentions: 1, rows, bytes, scored_bytes, ..Fetched::default() });
         self.exact.head(head).attend(0, Some(&retrieved), q, out, stats)?;
 
         let estimated: Vec<usize> = left.take(part(self.settings.estimate, count)).collect();

@@ -3,6 +3,7 @@
 //! rotation (`lloydmax`).
 
 mod codecs;
+mod floats;
 mod ggml;
 mod store;
 
@@ -13,11 +14,12 @@ use kv_attend::owner::{Pair, Side};
 use kv_device::Plan;
 
 pub(super) use codecs::{PerChannel, PerToken};
+pub(super) use floats::{Fp8, NvFp4};
 pub(super) use store::{BlockCodec, CodedStore};
 
 use kv_model::Config;
 
-use super::kind::{BuildContext, Kind, Registration, SEED};
+use super::kind::{BuildContext, Kind, Registration, SEED, SINKS_AND_WINDOW};
 #[cfg(feature = "cuda")]
 use super::on_device::{DeviceKind, Limit};
 use super::settings::{Settings, Switch};
@@ -32,14 +34,18 @@ use ggml::Ggml;
 pub(super) const BLOCK: usize = 64;
 
 pub(super) const UNIFORM: Registration = Registration {
-    names: &["int8", "int4", "int2"],
+    names: &["int8", "int4", "int2", "kivi"],
     help: "\
   int8, int4, int2  uniform: keys per channel, values per token (as KIVI) k=BITS v=BITS group=64
+  kivi              the same with KIVI's groups and residual: sinks=0     k=2 v=2 group=32
+                      window=128; 32 tokens leave it at once, of KIVI's
+                      keys the whole residual, of its values one
 ",
     examples: &[
         "int8:group=8:exact=f32:window=4",
         "int4:k=8:v=8:exact=f32:window=4:batch=10",
         "int2:exact-layers=0+1:exact=f32:window=4",
+        "kivi:k=8:v=8:group=8:exact=f32:window=4",
     ],
     parse: |s| {
         let bits = match s.name {
@@ -47,9 +53,10 @@ pub(super) const UNIFORM: Registration = Registration {
             "int4" => 4,
             _ => 2,
         };
+        let (exact, group) = if s.name == "kivi" { ([0, 128], 32) } else { (SINKS_AND_WINDOW, 64) };
         Ok(Arc::new(Scalar {
             bits: both(s, bits)?,
-            codes: Codes::Uniform { group: s.positive("group", 64)? },
+            codes: Codes::Uniform { group: s.positive("group", group)?, exact },
         }))
     },
 };
@@ -107,7 +114,7 @@ struct Scalar {
 
 #[derive(Debug)]
 enum Codes {
-    Uniform { group: usize },
+    Uniform { group: usize, exact: [usize; 2] }, // sinks and window
     Rotated { group: usize },
     LlamaCpp { kinds: Pair<Ggml>, rotate: bool },
     LloydMax,
@@ -123,7 +130,11 @@ fn llama_cpp_rotation(head_dim: usize) -> Option<Pair<usize>> {
 impl Kind for Scalar {
     /// Keys are coded per channel, in whole groups of tokens.
     fn batch(&self) -> usize {
-        if let Codes::Uniform { group } = self.codes { group } else { 1 }
+        if let Codes::Uniform { group, .. } = self.codes { group } else { 1 }
+    }
+
+    fn sinks_and_window(&self) -> [usize; 2] {
+        if let Codes::Uniform { exact, .. } = self.codes { exact } else { SINKS_AND_WINDOW }
     }
 
     fn check(&self, config: &Config) -> Result<()> {
@@ -150,7 +161,7 @@ impl Kind for Scalar {
     fn stores(&self, context: &BuildContext<'_>) -> Result<Vec<Box<dyn Store>>> {
         let head_dim = context.geometry.head_dim;
         let (codecs, block): (Pair<Arc<dyn BlockCodec>>, usize) = match self.codes {
-            Codes::Uniform { group } => {
+            Codes::Uniform { group, .. } => {
                 let (keys, values) =
                     (PerChannel { bits: self.bits.keys }, PerToken { bits: self.bits.values, group });
                 (Pair::new(Arc::new(keys), Arc::new(values)), group)
@@ -182,7 +193,7 @@ impl Kind for Scalar {
 #[cfg(feature = "cuda")]
 impl DeviceKind for Scalar {
     fn limits(&self, window: pq_core::Window) -> Vec<Limit> {
-        let has_group = |group| matches!(self.codes, Codes::Uniform { group: own } if own == group);
+        let has_group = |group| matches!(self.codes, Codes::Uniform { group: own, .. } if own == group);
         vec![
             Limit::new(
                 self.bits != Pair::new(4, 4),

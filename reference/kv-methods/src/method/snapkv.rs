@@ -85,7 +85,7 @@ impl<S: RotatedStore> EvictingStore<S> {
 }
 
 impl<S: RotatedStore + Clone + 'static> Store for EvictingStore<S> {
-    fn watch(&mut self, queries: &[f32]) {
+    fn watch(&mut self, _pos: usize, queries: &[f32]) {
         self.queries = queries.to_vec();
     }
 
@@ -175,7 +175,7 @@ mod tests {
         let v: Vec<f32> = (0..8).flat_map(|token| vec![token as f32; kv_dim]).collect();
         let q_dim = geometry.n_heads * geometry.head_dim;
         let queries = rope.rotated(&vec![2.0; 2 * q_dim], q_dim, 2);
-        store.watch(&queries);
+        store.watch(6, &queries);
         store.push(0, &k, &v).unwrap();
         assert_eq!((store.len(), &store.kept[..]), (8, &[2, 5][..]));
         // Tokens after the prompt are all kept.

@@ -179,7 +179,9 @@ impl Store for SparQStore {
         let mut selected = vec![0; k];
         top_k_into(&total, k, &mut selected)?;
         let (rows, bytes) = (k as u64, (k * self.exact.row_bytes()) as u64);
-        self.fetched.add(Fetched { attentions: 1, rows, bytes, ..Fetched::default() });
+        // Components of keys, stored by component as the authors' code does.
+        let scored_bytes = (n * self.components * self.exact.row_bytes() / (2 * dim)) as u64;
+        self.fetched.add(Fetched { attentions: 1, rows, bytes, scored_bytes, ..Fetched::default() });
         let (mut part, mut part_stats) = (vec![0.0; out.len()], vec![SoftmaxStats::EMPTY; stats.len()]);
         let tokens: Vec<u32> = selected.iter().map(|t| first as u32 + t).collect();
         self.exact.head(head).attend(0, Some(&tokens), q, &mut part, &mut part_stats)?;

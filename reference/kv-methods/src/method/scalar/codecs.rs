@@ -73,7 +73,7 @@ pub(super) fn pack(codes: &[u8], bits: u32, bytes: &mut Vec<u8>) {
 }
 
 /// Maps every code that [`pack`] wrote to its element.
-fn unpack(bytes: &[u8], bits: u32, out: &mut [f32], element: impl Fn(u8) -> f32) {
+pub(super) fn unpack(bytes: &[u8], bits: u32, out: &mut [f32], element: impl Fn(u8) -> f32) {
     if 8 % bits == 0 {
         let (len, mask) = (packed_len(out.len(), bits), (1_u32 << bits) - 1);
         for (part, out) in (0..).zip(out.chunks_mut(len.max(1))) {
