@@ -44,11 +44,11 @@ def selection(share):
 FAMILIES = {f"{share:.0%} of the rows": selection(share) for share in SHARES} | {
     "hybrid": ["hybrid", "hybrid:rows=0.05"],
     "8 bits": ["int8", "fp8", "fp8:scale=calibrated"],
-    "4 bits": ["sq:k=4:v=4", "million:k=8/2:v=8/2", "pqklt:k=8/2:v=8/2", "kivi:k=4:v=4", "nvfp4", "nvfp4:scale=calibrated"],
-    "3 bits": ["sq:k=3:v=3", "million:k=6/2:v=6/2", "pqklt:k=6/2:v=6/2", "kivi:k=3:v=3"],
-    "2 bits": ["sq:k=2:v=2", "million:k=4/2:v=4/2", "pqklt:k=4/2:v=4/2", "kivi:k=2:v=2"],
+    "4 bits": ["sq:k=4:v=4", "million:k=8/2:v=8/2", "pqklt:k=8/2:v=8/2", "kivi:k=4:v=4", "kvquant:k=4:v=4", "nvfp4", "nvfp4:scale=calibrated"],
+    "3 bits": ["sq:k=3:v=3", "million:k=6/2:v=6/2", "pqklt:k=6/2:v=6/2", "kivi:k=3:v=3", "kvquant:k=3:v=3"],
+    "2 bits": ["sq:k=2:v=2", "million:k=4/2:v=4/2", "pqklt:k=4/2:v=4/2", "kivi:k=2:v=2", "kvquant:k=2:v=2"],
 }
-FITTED = ("hybrid", "sq", "million", "pqklt", "fp8:scale=calibrated", "nvfp4:scale=calibrated")
+FITTED = ("hybrid", "sq:", "million", "pqklt", "kvquant", "fp8:scale=calibrated", "nvfp4:scale=calibrated")
 # Bits of an element in the store, and the tokens of a prompt of 512 and 32 decoded that stay exact.
 FORMATS = {"fp8": (8, 68), "nvfp4": (4.5, 68), "kivi:k=4:v=4": (5, 128), "kivi:k=2:v=2": (3, 128)}
 
@@ -91,12 +91,13 @@ def interval(samples):
 
 
 def resampled(texts, seed=0):
-    """Means of resampled blocks of the texts' tokens: `texts` has lists of values, of the same lengths for every method."""
+    """Means of resampled blocks of the texts' tokens: `texts` has a list of values for each."""
     blocks = [text[i : i + BLOCK] for text in texts for i in range(0, len(text), BLOCK)]
+    blocks = [(sum(block), len(block)) for block in blocks]
     choose = random.Random(seed)
     for _ in range(SAMPLES):
-        values = [x for block in choose.choices(blocks, k=len(blocks)) for x in block]
-        yield sum(values) / len(values)
+        sums, sizes = zip(*choose.choices(blocks, k=len(blocks)))
+        yield sum(sums) / sum(sizes)
 
 
 def summarized(runs):

@@ -5,6 +5,7 @@
 mod budget;
 mod cachegen;
 mod dense;
+mod evicting;
 mod floats;
 #[cfg(feature = "cuda")]
 mod fold_values;
@@ -12,6 +13,7 @@ mod h2o;
 mod hybrid;
 mod infllm;
 mod kind;
+mod kvquant;
 mod million;
 mod offload;
 #[cfg(feature = "cuda")]

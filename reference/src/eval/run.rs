@@ -14,7 +14,8 @@ use crate::{Error, Result};
 
 /// The activations of a prompt: all layers' keys (before RoPE) and values. Any cache can be filled from it.
 pub struct Prompt {
-    // The last queries, rotated (n, n_heads * head_dim): WATCHED, or all where a method watches them; keys and values (n, n_kv_heads * head_dim).
+    // The last queries, rotated (n, n_heads * head_dim): WATCHED, or all where a method watches them; keys and
+    // values (n, n_kv_heads * head_dim).
     layers: Vec<[Vec<f32>; 3]>,
     /// Logits (vocab_size,) after the prompt; prefill is exact, so they are the same for every cache.
     pub logits: Vec<f32>,

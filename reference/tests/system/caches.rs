@@ -10,7 +10,7 @@ use kv_reference::eval::Prompt;
 
 /// One setting of each method; small windows, so that short sequences reach the compressed part. Nine tenths
 /// of the ranks: no direction of a random model's keys is small.
-const METHODS: [&str; 44] = [
+const METHODS: [&str; 45] = [
     "dense",
     "dense:dtype=bf16",
     "int8:window=4:group=8",
@@ -26,6 +26,7 @@ const METHODS: [&str; 44] = [
     "h2o:ratio=0.9",
     "h2o:ratio=0.9:window=4:sinks=2:batch=3",
     "kivi:k=4:v=4:window=4:batch=8:group=8",
+    "kvquant:k=5:v=5:outliers=5:window=4",
     "fp8:scale=calibrated:window=4",
     "nvfp4:scale=calibrated:window=4",
     "retroinfer:rows=0.1:estimate=0.3:cluster=4:window=4:batch=10",
@@ -305,7 +306,7 @@ fn what_has_dropped_tokens_goes_back_as_far_as_it_holds_them() {
         ("streaming:window=10:exact=f32", &[5, 30, 55, 59, 60, 61, 80, 93, 97, 99]),
         ("streaming:window=0:exact=f32", &[]),
         ("streaming:window=200:exact=f32", &[]),
-        ("snapkv:tokens=0.3:exact=f32:window=4", &[5, 30, 55, 59]),
+        ("snapkv:tokens=0.3:exact=f32:window=4", &[2, 5, 30, 55, 59]),
         ("snapkv:tokens=1:exact=f32:window=4", &[]),
         ("h2o:ratio=0.3:exact=f32", &[2, 5, 30, 55, 59, 60, 61, 80, 93, 97, 99]),
         ("h2o:ratio=1:exact=f32", &[]),
@@ -403,7 +404,7 @@ fn bytes_are_counted_exactly() {
     let heads = values / 32;
     let coded = heads * (46 * 4 + 8 * 4) + heads * 46 * (2 + 4);
     assert_eq!(kept(&format!("{uniform}:tokens=0.5:bits=4:batch=92")).kept, coded + 8 * values * 2);
-    assert_eq!(kept("snapkv:tokens=0.5:window=4").kept, 46 * values * 2 + 8 * values * 2);
+    assert_eq!(kept("snapkv:tokens=0.5:window=4").kept, 48 * values * 2 + 4 * values * 2);
     let coded = kept("cachegen:window=4:batch=10");
     assert_eq!(coded.working, 90 * values * 2);
     assert!(coded.kept < 90 * values + 10 * values * 2);

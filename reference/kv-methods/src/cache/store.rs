@@ -11,9 +11,9 @@ use crate::cache::DenseStore;
 
 /// The tokens between the sinks and the window of one layer.
 pub(crate) trait Store: Send + Sync {
-    /// Passes the rotated queries, (n, n_heads * head_dim), of the tokens from position `pos` on, before any of
-    /// these is pushed: the last ones of a prompt, or those that [`KvCache::watches_all`] says. They replace
-    /// all that was passed of positions from `pos` on; of a prompt alone, all that was passed before.
+    /// Passes the rotated queries, (n, n_heads * head_dim), of the tokens from position `pos` on, before any
+    /// of these is pushed: the last ones of a prompt, or those that [`KvCache::watches_all`] says. They
+    /// replace all that was passed of positions from `pos` on; of a prompt alone, all that was passed before.
     ///
     /// [`KvCache::watches_all`]: kv_llama::KvCache::watches_all
     fn watch(&mut self, _pos: usize, _queries: &[f32]) {}
@@ -39,13 +39,13 @@ pub(crate) trait Store: Send + Sync {
     }
     /// Number of tokens.
     fn len(&self) -> usize;
-    /// Whether [`Self::truncate`] to `len` tokens leaves what a cache of that length holds: its window begins at
-    /// index `window`, at most `len`, of this store, and its tokens are attended to.
+    /// Whether [`Self::truncate`] to `len` tokens leaves what a cache of that length holds: its window begins
+    /// at index `window`, at most `len`, of this store, and its tokens are attended to.
     fn can_truncate(&self, _len: usize, _window: usize) -> bool {
         true
     }
-    /// Drops all tokens from index `len` on; `len` is at most [`Self::len`]. What was trained on tokens of which
-    /// none is left is forgotten.
+    /// Drops all tokens from index `len` on; `len` is at most [`Self::len`]. What was trained on tokens of
+    /// which none is left is forgotten.
     fn truncate(&mut self, len: usize) -> Result<()>;
     /// Adds the attention of one KV head's query heads over the tokens from index `first` on, at most
     /// [`Self::len`], to `out` (group, head_dim) and `stats` (group,), as [`svd_core::attend_exact_into`]

@@ -1,5 +1,6 @@
-//! Cache types of serving engines: `fp8`, vLLM's and FlashInfer's `fp8_e4m3`, and `nvfp4`, TensorRT-LLM's. Keys are
-//! coded after RoPE, as those engines store them. They keep no token exact; sinks and window are this project's.
+//! Cache types of serving engines: `fp8`, vLLM's and FlashInfer's `fp8_e4m3`, and `nvfp4`, TensorRT-LLM's.
+//! Keys are coded after RoPE, as those engines store them. They keep no token exact; sinks and window are
+//! this project's.
 
 use std::sync::Arc;
 
@@ -113,7 +114,8 @@ impl Kind for Floats {
 }
 
 impl Floats {
-    /// The scales of layer `l` with which the largest elements of the calibration are the largest of the format.
+    /// The scales of layer `l` with which the largest elements of the calibration are the largest of the
+    /// format.
     fn scales(&self, profile: &Profile, l: usize) -> Result<Pair<f32>> {
         match *profile.floats(&entry(l))? {
             [keys, values] if keys > 0.0 && values > 0.0 && (keys + values).is_finite() => {

@@ -1,12 +1,12 @@
 //! H2O (Zhang et al., "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models",
 //! NeurIPS 2023, arXiv 2306.14048): each head keeps the most recent tokens, and of the others those with the
-//! largest sum of attention weights from all queries so far; half of its budget each. Eviction is final, so that
-//! the cache does not roll back.
+//! largest sum of attention weights from all queries so far; half of its budget each. Eviction is final, so
+//! that the cache does not roll back.
 //!
-//! As in the authors' code, a prompt attends to all of itself, and then tokens leave. There are two differences:
-//! a group of query heads shares its tokens (the paper's models have no groups), and the budget is a fraction of
-//! the tokens so far, not of the prompt. Sinks and window, which the method does not need and by default has not,
-//! count as recent; their weights are not part of the softmax.
+//! As in the authors' code, a prompt attends to all of itself, and then tokens leave. There are two
+//! differences: a group of query heads shares its tokens (the paper's models have no groups), and the budget
+//! is a fraction of the tokens so far, not of the prompt. Sinks and window, which the method does not need
+//! and by default has not, count as recent; their weights are not part of the softmax.
 
 use std::sync::Arc;
 
@@ -20,7 +20,7 @@ use svd_core::SoftmaxStats;
 use super::budget::take_budget;
 use super::kind::{BuildContext, Kind, Registration};
 use crate::Result;
-use crate::cache::{FetchCounter, Geometry, HeadRows, Store};
+use crate::cache::{FetchCounter, Geometry, KeptRows, Store};
 
 pub(super) const H2O: Registration = Registration {
     names: &["h2o"],
@@ -56,7 +56,7 @@ impl Kind for H2o {
                 rope: context.rope(l),
                 budget: self.budget,
                 reserved: context.reserved,
-                heads: vec![Head::new(HeadRows::new(exact, geometry.head_dim)); geometry.n_kv_heads],
+                heads: vec![Head::new(KeptRows::new(exact, geometry.head_dim)); geometry.n_kv_heads],
                 queries: vec![],
                 queries_pos: 0,
                 start: 0,
@@ -86,14 +86,13 @@ struct H2oStore {
 /// The tokens that one head keeps.
 #[derive(Clone)]
 struct Head {
-    tokens: Vec<u32>, // indices, ascending
-    mass: Vec<f32>,   // per token: the sum of its attention weights
-    rows: HeadRows,   // rotated keys, values
+    kept: KeptRows,
+    mass: Vec<f32>, // per token: the sum of its attention weights
 }
 
 impl Head {
-    const fn new(rows: HeadRows) -> Self {
-        Self { tokens: vec![], mass: vec![], rows }
+    const fn new(kept: KeptRows) -> Self {
+        Self { kept, mass: vec![] }
     }
 
     /// Adds the attention weights of queries (group, head_dim) over kept tokens `visible`, with keys (tokens,
@@ -110,7 +109,7 @@ impl Head {
 
     /// Keeps the last `recent` tokens and the `heavy` others with the largest mass.
     fn evict(&mut self, recent: usize, heavy: usize) -> Result<()> {
-        let older = self.tokens.len().saturating_sub(recent);
+        let older = self.mass.len().saturating_sub(recent);
         if older <= heavy {
             return Ok(());
         }
@@ -118,10 +117,9 @@ impl Head {
         order.sort_by(|&a, &b| self.mass[b].total_cmp(&self.mass[a]));
         order.truncate(heavy);
         order.sort_unstable();
-        order.extend(older..self.tokens.len());
-        self.tokens = order.iter().map(|&i| self.tokens[i]).collect();
+        order.extend(older..self.mass.len());
         self.mass = order.iter().map(|&i| self.mass[i]).collect();
-        self.rows.retain(&order)
+        self.kept.retain(&order)
     }
 }
 
@@ -133,10 +131,9 @@ impl H2oStore {
         let (queries, first, start) = (std::mem::take(&mut self.queries), self.queries_pos, self.start);
         let attention = self.attention;
         self.heads.par_iter_mut().enumerate().for_each(|(h, head)| {
-            let mut keys = vec![0.0; head.tokens.len() * head_dim];
-            head.rows.read(0, &mut keys, &mut []);
+            let keys = head.kept.keys(head_dim);
             for (pos, q) in (first..).zip(queries.chunks_exact(q_dim)) {
-                let before = |pos: usize| head.tokens.partition_point(|&t| start + (t as usize) < pos);
+                let before = |pos: usize| head.kept.before(pos.saturating_sub(start));
                 let visible = before(attention.first_visible(pos))..before(pos + 1);
                 head.count(&q[h * group..][..group], &keys, head_dim, visible);
             }
@@ -160,9 +157,8 @@ impl Store for H2oStore {
             self.start = pos;
         }
         for (h, head) in self.heads.iter_mut().enumerate() {
-            head.rows.push(geometry.head(h, &rotated)?, geometry.head(h, v)?)?;
-            head.tokens.extend(self.len as u32..(self.len + n) as u32);
-            head.mass.resize(head.tokens.len(), 0.0);
+            head.kept.push(self.len, geometry.head(h, &rotated)?, geometry.head(h, v)?)?;
+            head.mass.resize(head.kept.tokens().len(), 0.0);
         }
         self.len += n;
         self.count();
@@ -184,10 +180,8 @@ impl Store for H2oStore {
     fn truncate(&mut self, len: usize) -> Result<()> {
         self.len = len;
         for head in &mut self.heads {
-            let kept = head.tokens.partition_point(|&t| (t as usize) < len);
-            head.tokens.truncate(kept);
-            head.mass.truncate(kept);
-            head.rows.truncate(kept);
+            let left = head.kept.truncate(len);
+            head.mass.truncate(left);
         }
         Ok(())
     }
@@ -200,12 +194,8 @@ impl Store for H2oStore {
         out: &mut [f32],
         stats: &mut [SoftmaxStats],
     ) -> Result<()> {
-        let Head { tokens, rows, .. } = &self.heads[head];
-        let first = tokens.partition_point(|&t| (t as usize) < first);
-        let read = tokens.len() - first;
-        let bytes = (rows.bytes() / tokens.len().max(1) * read) as u64;
-        self.fetched.add(Fetched { attentions: 1, rows: read as u64, bytes, ..Fetched::default() });
-        rows.attend(first, None, q, out, stats)
+        self.fetched.add(self.heads[head].kept.attend(first, q, out, stats)?);
+        Ok(())
     }
 
     fn fetched(&self) -> Fetched {
@@ -213,7 +203,7 @@ impl Store for H2oStore {
     }
 
     fn footprint(&self) -> Footprint {
-        let of_head = |head: &Head| head.rows.bytes() + size_of_val(&head.mass[..]);
+        let of_head = |head: &Head| head.kept.bytes() + size_of_val(&head.mass[..]);
         Footprint { kept: self.heads.iter().map(of_head).sum(), ..Footprint::default() }
     }
 
@@ -245,7 +235,7 @@ mod tests {
             rope: rope.clone(),
             budget,
             reserved: 0,
-            heads: vec![Head::new(HeadRows::new(ElementType::F32, dim)); geometry.n_kv_heads],
+            heads: vec![Head::new(KeptRows::new(ElementType::F32, dim)); geometry.n_kv_heads],
             queries: vec![],
             queries_pos: 0,
             start: 0,
@@ -294,7 +284,7 @@ mod tests {
                 kept.sort_unstable();
                 kept.extend(recent);
             }
-            assert!(store.heads[head].tokens.iter().map(|&t| t as usize).eq(kept.iter().copied()));
+            assert!(store.heads[head].kept.tokens().iter().map(|&t| t as usize).eq(kept.iter().copied()));
             let query = of(&q, 3, config.q_dim(), head * group);
             let scaled: Vec<f32> = query.iter().map(|&x| (x / (dim as f64).sqrt()) as f32).collect();
             let (mut out, mut stats) = (vec![0.0; dim], [SoftmaxStats::EMPTY]);

@@ -1,13 +1,13 @@
 //! InfLLM (Xiao et al., "InfLLM: Training-Free Long-Context Extrapolation for LLMs with an Efficient Context
-//! Memory", NeurIPS 2024, arXiv 2402.04617): tokens are in blocks, whose representatives are the tokens with the
-//! largest mean inner product with the queries of the tokens after them (equation 2); the blocks whose
+//! Memory", NeurIPS 2024, arXiv 2402.04617): tokens are in blocks, whose representatives are the tokens with
+//! the largest mean inner product with the queries of the tokens after them (equation 2); the blocks whose
 //! representatives have the largest inner product with the query are attended to exactly, next to initial and
 //! local tokens, here sinks and window. All rows are offloaded.
 //!
 //! There are four differences from the authors' code: each KV head chooses its own blocks, not all heads of a
-//! layer together; tokens keep their positions, which matters only beyond the trained context; the queries that
-//! score a token are those until it leaves the window, so that `window=` is the paper's local window; and the last
-//! block, which is not full, is chosen as the others are.
+//! layer together; tokens keep their positions, which matters only beyond the trained context; the queries
+//! that score a token are those until it leaves the window, so that `window=` is the paper's local window;
+//! and the last block, which is not full, is chosen as the others are.
 
 use std::sync::Arc;
 

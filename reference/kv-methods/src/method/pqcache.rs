@@ -1,5 +1,5 @@
-//! PQCache (arXiv 2407.12820): top-k attention by product-quantized keys, with offloaded exact rows (on a GPU, in
-//! host memory).
+//! PQCache (arXiv 2407.12820): top-k attention by product-quantized keys, with offloaded exact rows (on a
+//! GPU, in host memory).
 
 use std::sync::Arc;
 
@@ -221,8 +221,8 @@ fn all_keys(exact: &OffloadedRows, head: usize, head_dim: usize) -> Result<Vec<f
 }
 
 impl Scorer for PqCodes {
-    /// Codebooks are trained on the first keys, and again on all keys whenever their number has doubled, until
-    /// there are [`ENOUGH`] per centroid.
+    /// Codebooks are trained on the first keys, and again on all keys whenever their number has doubled,
+    /// until there are [`ENOUGH`] per centroid.
     fn push(&mut self, _pos: usize, rotated: &[f32], exact: &OffloadedRows) -> Result<()> {
         let Self { shape, iterations, trained_on, heads } = self;
         let (geometry, n, enough) = (exact.geometry(), exact.len(), ENOUGH * shape.ksub());

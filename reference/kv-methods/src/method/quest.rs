@@ -1,11 +1,11 @@
-//! Quest (Tang et al., "Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference", ICML 2024, arXiv
-//! 2406.10774): the smallest and the largest component of the keys of each page give an upper bound of its
-//! scores; the pages with the highest bounds are attended to exactly. All rows are kept: the method saves memory
-//! traffic, not memory.
+//! Quest (Tang et al., "Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference", ICML 2024,
+//! arXiv 2406.10774): the smallest and the largest component of the keys of each page give an upper bound of
+//! its scores; the pages with the highest bounds are attended to exactly. All rows are kept: the method saves
+//! memory traffic, not memory.
 //!
-//! As in the authors' code, pages have 16 tokens, and the first two layers attend to all of them. There are three
-//! differences: pages begin after the sinks, sinks and window are always attended to, and a group of query heads
-//! shares its pages (the paper's models have no groups).
+//! As in the authors' code, pages have 16 tokens, and the first two layers attend to all of them. There are
+//! three differences: pages begin after the sinks, sinks and window are always attended to, and a group of
+//! query heads shares its pages (the paper's models have no groups).
 
 use std::sync::Arc;
 

@@ -11,8 +11,8 @@ use super::on_device::Limit;
 use super::settings::{Layers, Settings};
 use super::spelling::similar;
 use super::{
-    Method, Place, cachegen, dense, floats, h2o, hybrid, infllm, million, pqcache, pqklt, quest, retrieval,
-    retroinfer, scalar, snapkv, sparq, sq, streaming, zack,
+    Method, Place, cachegen, dense, floats, h2o, hybrid, infllm, kvquant, million, pqcache, pqklt, quest,
+    retrieval, retroinfer, scalar, snapkv, sparq, sq, streaming, zack,
 };
 use crate::{Error, Result};
 
@@ -24,6 +24,7 @@ const REGISTRY: &[Registration] = &[
     scalar::LLAMA_CPP,
     scalar::LLOYD_MAX,
     floats::FLOATS,
+    kvquant::KV_QUANT,
     streaming::STREAMING,
     retrieval::ORACLE,
     pqcache::PQ_CACHE,
@@ -48,7 +49,7 @@ pub fn methods_help() -> String {
     let methods: String = REGISTRY.iter().map(|registration| format!("  {}", registration.help)).collect();
     format!(
         "A method is NAME[:KEY=VALUE]...; several are separated by commas.\n\n{methods}\n\
-For all but dense: sinks=4 window=64 (tokens kept exact; h2o and kivi have others), batch=N (tokens that leave the
+For all but dense: sinks=4 window=64 (tokens kept exact; h2o, snapkv and kivi have others), batch=N (tokens that leave the
 window at once: 64 for int, cachegen and zack's codes, a block for sq, a group for kivi, else 1), exact=f16|bf16|f32
 (how), exact-layers=0+5 (layers left uncompressed). ratio= includes sinks and window, rows= does not. refine=N
 trains codebooks for N iterations more on the prompt.

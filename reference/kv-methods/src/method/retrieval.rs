@@ -57,7 +57,8 @@ pub(super) trait Scorer: Clone + Send + Sync + 'static {
         false
     }
 
-    /// Takes the last tokens of `exact`: rotated keys (n, n_kv_heads * head_dim), the first at position `pos`.
+    /// Takes the last tokens of `exact`: rotated keys (n, n_kv_heads * head_dim), the first at position
+    /// `pos`.
     fn push(&mut self, pos: usize, rotated: &[f32], exact: &OffloadedRows) -> Result<()>;
 
     /// Forgets the tokens that `exact` has no more.

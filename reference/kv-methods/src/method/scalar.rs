@@ -13,7 +13,7 @@ use kv_attend::owner::{Pair, Side};
 #[cfg(feature = "cuda")]
 use kv_device::Plan;
 
-pub(super) use codecs::{PerChannel, PerToken};
+pub(super) use codecs::{PerChannel, PerToken, pack, packed_len, unpack};
 pub(super) use floats::{Fp8, NvFp4};
 pub(super) use store::{BlockCodec, CodedStore};
 

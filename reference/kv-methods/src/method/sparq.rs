@@ -3,7 +3,8 @@
 //! approximates the rest by the mean value, weighted by the estimated remaining softmax mass.
 //!
 //! As in the authors' code, a group of query heads shares its components and its tokens. Sinks and window are
-//! always attended to exactly. All rows are kept: the method saves memory traffic, not memory.
+//! always attended to exactly. All rows are kept: the method saves memory traffic, not memory. PQCache
+//! compares it at one component per head, for an equal number of bytes that are read to score.
 
 use std::sync::Arc;
 
@@ -23,7 +24,8 @@ pub(super) const SPARQ: Registration = Registration {
     names: &["sparq"],
     help: "\
   sparq             top-k by the queries' r largest components, the mean  ratio=0.2 r=32 (a quarter of the head)
-                      value for the rest (SparQ); saves reads, not bytes
+                      value for the rest (SparQ); saves reads, not bytes;
+                      PQCache compares r=1
 ",
     examples: &["sparq:ratio=1:exact=f32:window=4"],
     parse: |s| {

@@ -19,12 +19,12 @@ use svd_core::{
 };
 
 use super::Place;
+use super::evicting::EvictingStore;
 use super::kind::{BuildContext, Kind, Registration};
 #[cfg(feature = "cuda")]
 use super::on_device::{DeviceKind, Limit};
 use super::scalar::{BLOCK, BlockCodec, CodedStore, PerChannel, PerToken};
 use super::settings::{OptionalBits, words};
-use super::snapkv::EvictingStore;
 use crate::cache::{Geometry, Store};
 use crate::calibrate::{Calibration, LayerSamples, output_gram, single};
 use crate::{Error, Profile, Result};

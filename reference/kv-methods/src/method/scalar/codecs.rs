@@ -50,14 +50,14 @@ fn largest_code(bits: u32) -> f32 {
     ((1_u32 << bits) - 1) as f32
 }
 
-fn packed_len(n: usize, bits: u32) -> usize {
+pub(crate) fn packed_len(n: usize, bits: u32) -> usize {
     (n * bits as usize).div_ceil(8)
 }
 
 /// Appends codes of `bits` bits. If the width divides a byte, byte `i` of `len` bytes holds codes `i`,
 /// `i + len`, `i + 2 len`, ... (as in ggml), so that unpacking vectorizes; other widths are packed bit by
 /// bit.
-pub(super) fn pack(codes: &[u8], bits: u32, bytes: &mut Vec<u8>) {
+pub(crate) fn pack(codes: &[u8], bits: u32, bytes: &mut Vec<u8>) {
     let start = bytes.len();
     let len = packed_len(codes.len(), bits);
     bytes.resize(start + len, 0);
@@ -73,7 +73,7 @@ pub(super) fn pack(codes: &[u8], bits: u32, bytes: &mut Vec<u8>) {
 }
 
 /// Maps every code that [`pack`] wrote to its element.
-pub(super) fn unpack(bytes: &[u8], bits: u32, out: &mut [f32], element: impl Fn(u8) -> f32) {
+pub(crate) fn unpack(bytes: &[u8], bits: u32, out: &mut [f32], element: impl Fn(u8) -> f32) {
     if 8 % bits == 0 {
         let (len, mask) = (packed_len(out.len(), bits), (1_u32 << bits) - 1);
         for (part, out) in (0..).zip(out.chunks_mut(len.max(1))) {

@@ -1,5 +1,5 @@
-//! Floating-point codes of 8 and 4 bits: E4M3 (`fp8_e4m3` of vLLM and FlashInfer), and E2M1 in blocks of 16 with a
-//! scale in E4M3 (NVFP4).
+//! Floating-point codes of 8 and 4 bits: E4M3 (`fp8_e4m3` of vLLM and FlashInfer), and E2M1 in blocks of 16
+//! with a scale in E4M3 (NVFP4).
 
 use std::array;
 use std::sync::LazyLock;
@@ -7,8 +7,8 @@ use std::sync::LazyLock;
 use super::codecs::{pack, unpack};
 use super::store::BlockCodec;
 
-/// The non-negative finite numbers of a format of `N` codes, in the order of the codes. The sign is the bit above
-/// them.
+/// The non-negative finite numbers of a format of `N` codes, in the order of the codes. The sign is the bit
+/// above them.
 struct MiniFloat<const N: usize> {
     numbers: [f32; N],
 }
