@@ -65,7 +65,9 @@ def check(bench, text):
     rows = bench.eval(text, [*chosen, *FORMATS], length, decode, 0, profile=False)
     for method in chosen:
         if not method.startswith(("snapkv", "h2o")) and "quest:ratio=0.2" != method:
-            assert 0 < rows[method]["fetched_rows_per_step"] <= share * tokens - 68 + 1, (method, rows[method])
+            unit = 128 if method.startswith("infllm") else 16  # the least that InfLLM and Quest read
+            read = rows[method]["fetched_rows_per_step"]
+            assert 0 < read <= max(share * tokens - 68 + 1, unit), (method, read)
     for method, (bits, exact) in FORMATS.items():
         expected = (bits * (tokens - exact) + 16 * exact) / tokens
         assert abs(rows[method]["bits_per_value"] - expected) < 1e-6, (method, expected, rows[method]["bits_per_value"])
