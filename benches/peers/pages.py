@@ -743,7 +743,41 @@ def storage_doors(data):
     ]
 
 
+def gpus(data):
+    """Steps of ranks over those of one GPU and of the torch loop."""
+    ranks = data["ranks"]
+    lines = [
+        "# Decode steps on several GPUs",
+        "",
+        ", ".join([f"{ranks} x {data['versions']['gpu']}; {time_of(data)}", f"torch {data['versions']['torch']}."]),
+        "",
+        f"    python benches/peers/gpus.py target/release/decode_speed benches/results --ranks {ranks}",
+        "",
+        "Milliseconds per step of the whole batch. `products` are those with weights and the exchanges between ranks.",
+        "",
+    ]
+    rows, missing = [], []
+    for case in data["cases"]:
+        one = {row["method"]: row["step_ms"] for row in case["rows"] if row["ranks"] == 1 and "step_ms" in row}
+        where = f"{case['shape']}, {case['context']:,} x {case['batch']}"
+        missing += [f"{where}, torch: {case['torch']['missing']}"] if "missing" in case["torch"] else []
+        for row in case["rows"]:
+            if "missing" in row:
+                missing.append(f"{where}, {row['method']}, {row['ranks']} ranks: {row['missing']}")
+                continue
+            step, torch = row["step_ms"], case["torch"].get("step_ms") if row["ranks"] > 1 else None
+            before = one.get(row["method"]) if row["ranks"] > 1 else None
+            cells = [case["shape"], f"{case['context']:,}", case["batch"], f"`{row['method'].split(':')[0]}`", row["ranks"]]
+            cells += [f"{step:.2f}", f"{step / row['floor_ms']:.2f}", f"{row['products_ms']:.2f}", f"{row['attention_ms']:.2f}"]
+            cells += [f"{before / step:.2f}" if before else "", f"{torch:.2f}" if torch else "", f"{torch / step:.2f}" if torch else ""]
+            rows.append(cells)
+    columns = ["shape", "context", "batch", "cache", "ranks", "step", "over floor", "products", "attention", "one rank / this"]
+    lines += table([*columns, "torch", "torch / this"], rows)
+    return lines + [f"* {what}" for what in missing]
+
+
 PAGES = {
+    "gpus": gpus,
     "gpu": gpu,
     "gpu-scalar": gpu,
     "gpu-mean-errors": gpu,

@@ -14,7 +14,7 @@ use super::scalar::{BLOCK, BlockCodec, CodedStore, Fp8, NvFp4};
 use super::settings::words;
 use crate::cache::Store;
 use crate::calibrate::{Calibration, rotated_keys};
-use crate::{Error, Profile, Result};
+use crate::{Profile, Result};
 
 pub(super) const FLOATS: Registration = Registration {
     names: &["fp8", "nvfp4"],
@@ -117,11 +117,7 @@ impl Floats {
     /// The scales of layer `l` with which the largest elements of the calibration are the largest of the
     /// format.
     fn scales(&self, profile: &Profile, l: usize) -> Result<Pair<f32>> {
-        match *profile.floats(&entry(l))? {
-            [keys, values] if keys > 0.0 && values > 0.0 && (keys + values).is_finite() => {
-                Ok(Pair::new(keys / self.format.most(), values / self.format.most()))
-            }
-            _ => Err(Error::Profile(format!("{}: must be two positive magnitudes", entry(l)))),
-        }
+        let largest = profile.sizes(&entry(l), 2)?;
+        Ok(Pair::new(largest[0] / self.format.most(), largest[1] / self.format.most()))
     }
 }

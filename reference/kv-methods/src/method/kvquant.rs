@@ -62,19 +62,12 @@ impl KvQuant {
 
     /// The ranges of the channels, and the levels of keys and values, of layer `l`.
     fn tables(&self, profile: &Profile, geometry: Geometry, l: usize) -> Result<Tables> {
-        let ranges = profile.floats(&self.key(l, "ranges"))?.as_chunks().0.iter().copied().map(Scale::of);
-        let (ranges, kv_dim) = (ranges.collect::<Vec<_>>(), geometry.kv_dim());
+        let kv_dim = geometry.kv_dim();
+        let ranges = profile.factors(&self.key(l, "ranges"), 2 * kv_dim)?;
+        let ranges = ranges.as_chunks().0.iter().copied().map(Scale::of).collect();
         let levels = Pair::try_of(|side| -> Result<Levels> {
-            let levels = profile.floats(&self.levels_key(l, side))?;
-            let fits = levels.len() == 1 << self.bits[side] && levels.iter().all(|x| x.is_finite());
-            match fits && levels.is_sorted() {
-                true => Ok(Levels(levels.to_vec())),
-                false => Err(Error::Profile(format!("{}: not levels", self.levels_key(l, side)))),
-            }
+            Ok(Levels(profile.levels(&self.levels_key(l, side), 1 << self.bits[side])?.to_vec()))
         })?;
-        if ranges.len() != kv_dim || ranges.iter().any(|range| !(range.centre + range.half).is_finite()) {
-            return Err(Error::Profile(format!("{}: not {kv_dim} ranges", self.key(l, "ranges"))));
-        }
         let (bits, outliers) = (self.bits, self.of_token(kv_dim));
         Ok(Tables { ranges, levels, bits, exact_keys: self.outliers > 0, outliers })
     }

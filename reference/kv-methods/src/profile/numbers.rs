@@ -45,10 +45,24 @@ impl Profile {
         Ok(self.checked(name, 1, "is not a finite number from 0", of_one)?[0].into())
     }
 
+    /// The `len` levels of a quantizer: none is below the one before it.
+    pub(crate) fn levels(&self, name: &str, len: usize) -> Result<&[f32]> {
+        let values = self.factors(name, len)?;
+        match values.windows(2).position(|pair| pair[1] < pair[0]) {
+            None => Ok(values),
+            Some(i) => Err(wrong(name, format_args!("element {} is below the one before it", i + 1))),
+        }
+    }
+
+    /// The sizes of `len` things that are not zero.
+    pub(crate) fn sizes(&self, name: &str, len: usize) -> Result<&[f32]> {
+        let is_size = |x| (f32::MIN_POSITIVE..=LARGEST).contains(&x);
+        self.checked(name, len, "is not a number above 0, of at most 1e18", is_size)
+    }
+
     /// The size of something that is not zero.
     pub(crate) fn size(&self, name: &str) -> Result<f64> {
-        let is_size = |x| (f32::MIN_POSITIVE..=LARGEST).contains(&x);
-        Ok(self.checked(name, 1, "is not a number above 0, of at most 1e18", is_size)?[0].into())
+        Ok(self.sizes(name, 1)?[0].into())
     }
 
     /// The unit of norms: a [norm's scale](is_norm_scale).
@@ -153,6 +167,9 @@ mod tests {
         }
         refused(of(NAME, &[2.0, 1.0, 1.5]).spectrum(NAME, 3), "element 2");
         refused(of(NAME, &[2.0, 1.0]).spectrum(NAME, 3), "has 2 elements, not 3");
+        assert!(of(NAME, &[-1.0, 1.0, 1.0]).levels(NAME, 3).is_ok());
+        refused(of(NAME, &[1.0, 2.0, 1.5]).levels(NAME, 3), "element 2");
+        refused(of(NAME, &[1.0, 0.0]).sizes(NAME, 2), "element 1");
         refused(of(NAME, &[1e30; 4]).codebook(NAME, PqShape::new(2, 1, 1).unwrap()), "element 0");
         assert!(matches!(number(1.0).factors("other", 1), Err(Error::MissingEntry(_))));
     }
