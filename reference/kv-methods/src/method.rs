@@ -268,20 +268,20 @@ impl Method {
         }
     }
 
-    /// Rejects a profile that lacks entries of any of `methods`, which fit the model, or has wrong ones.
+    /// Rejects a profile that lacks entries of any of `methods`, which fit the model. Whether entries are right
+    /// is seen when a method is prepared: those of another model, which only its weights tell, may be wrong.
     ///
     /// # Errors
-    /// [`Error::Profile`], naming a wrong entry, or all methods that lack entries and the command that makes a
-    /// profile for the whole list.
+    /// [`Error::Profile`], naming all of these methods and the command that makes a profile for the whole
+    /// list.
     pub fn check_profile(methods: &[Self], config: &Config, profile: &Profile) -> Result<()> {
         let rope = Arc::new(Rope::new(config, 1)); // entries do not depend on its length
-        let mut lacking = vec![];
-        for method in methods.iter().filter(|method| method.needs_profile()) {
-            match method.kind.stores(&method.context(config, &rope, profile)) {
-                Err(Error::MissingEntry(_)) => lacking.push(method),
-                stores => drop(stores?),
-            }
-        }
+        let lacks = |method: &&Self| {
+            let stores = method.kind.stores(&method.context(config, &rope, profile));
+            matches!(stores, Err(Error::MissingEntry(_)))
+        };
+        let lacking: Vec<&Self> =
+            methods.iter().filter(|method| method.needs_profile()).filter(lacks).collect();
         if lacking.is_empty() { Ok(()) } else { Err(missing(&lacking, methods)) }
     }
 
