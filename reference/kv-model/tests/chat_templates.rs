@@ -124,11 +124,8 @@ fn texts_and_lists_that_grow_without_end_are_errors() {
         (joined, "fuel"),
         (list.clone() + "{% for y in x %}{% endfor %}", "fuel"),
         (list.clone() + "{{ x | list | length }}", "fuel"),
-        (list.clone() + "{{ x | sum }}", "fuel"),
-        (list.clone() + "{{ x[-1] }}", "fuel"),
         (list + "{{ x | tojson }}", "more than 16777216 bytes of JSON"),
         (nested + "{{ x | tojson(indent=2) }}", "more than 16777216 bytes of JSON"),
-        ("{{ (range(99999) | list * 9999) | list }}".to_owned(), ""),
     ] {
         let dir = folder(&[("chat_template.jinja", &source)]);
         let error = render(dir.path(), &[Message::new("user", "Hi")], true).unwrap_err().to_string();
