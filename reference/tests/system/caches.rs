@@ -22,7 +22,7 @@ const METHODS: [&str; 45] = [
     "pqcache:ratio=0.5:code=4x4:window=4",
     "sparq:ratio=0.5:r=8:window=4",
     "quest:ratio=0.5:page=4:skip=0:window=4",
-    "infllm:ratio=0.5:block=8:r=2:window=4",
+    "infllm:ratio=0.9:block=4:r=2:window=4",
     "h2o:ratio=0.9",
     "h2o:ratio=0.9:window=4:sinks=2:batch=3",
     "kivi:k=4:v=4:window=4:batch=8:group=8",
