@@ -718,6 +718,41 @@ def storage(data):
     return lines
 
 
+def joint(data):
+    lines = ["# One transform for many heads", ""]
+    for name, model in data["models"].items():
+        lines += [
+            f"{model['cpu']}; {model['date']}, commit {model['commit']}. A profile of {data['calibration']} tokens of WikiText-2; prompts",
+            f"of {model['length']} tokens, {model['decode']} decoded over what comes back.",
+            "",
+        ]
+        for run in model["runs"]:
+            ratios = list(run["curves"][0]["at"])
+            rows = [
+                [curve["over"], curve["share"], *(f"{kl:.4f}" if kl else "" for kl in curve["at"].values())]
+                for curve in run["curves"]
+            ]
+            lines += [f"## {name}, {run['text']}: KL at equal sizes", ""]
+            lines += table(["over", "bits shared by", *(f"{ratio}x" for ratio in ratios)], rows)
+            rows = [
+                [
+                    curve["over"],
+                    curve["share"],
+                    f"{rate['bits']:.3f}",
+                    f"{16 / rate['bits']:.1f}",
+                    f"{rate['kl']:.5f}",
+                    f"{rate['kl_error']:.5f}",
+                    f"{100 * rate['top1']:.1f} %",
+                    f"{rate['profile_bytes'] / 2**20:.1f}",
+                ]
+                for curve in run["curves"]
+                for rate in curve["rates"]
+            ]
+            columns = ["over", "bits shared by", "bits", "times smaller", "KL", "its error", "top-1", "profile, MiB"]
+            lines += table(columns, rows)
+    return lines
+
+
 def storage_doors(data):
     rows = [
         [
@@ -791,6 +826,7 @@ PAGES = {
     "models-device": models_device,
     "streaming": streaming,
     "sq": sq,
+    "joint": joint,
     "storage": storage,
     "storage_doors": storage_doors,
 }

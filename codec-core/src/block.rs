@@ -29,7 +29,7 @@ pub(crate) const fn tiles(channels: usize) -> usize {
 /// Length of the side information before the tiles: anchors, or scales of tokens.
 pub(crate) fn side_len(plane: &Plane<'_>, tokens: usize) -> usize {
     match (plane.predictor, plane.scaling) {
-        (Predictor::Anchor { group }, _) => tokens.div_ceil(group.into()) * (4 + plane.channels()),
+        (Predictor::Anchor { group }, _) => tokens.div_ceil(group.into()) * (4 + plane.coefficients()),
         (_, Scaling::TokenAbsmax { .. }) => 2 * tokens,
         _ => 0,
     }
@@ -39,7 +39,7 @@ pub(crate) fn side_len(plane: &Plane<'_>, tokens: usize) -> usize {
 fn check_side(plane: &Plane<'_>, side: &[u8]) -> Result<(), Error> {
     let valid = match (plane.predictor, plane.scaling) {
         (Predictor::Anchor { .. }, _) => side
-            .chunks_exact(4 + plane.channels())
+            .chunks_exact(4 + plane.coefficients())
             .all(|anchor| (0.0..=MAX_ANCHOR_SCALE).contains(&split_anchor(anchor).0)),
         // Bits from 0x7f80 on are an infinity, a NaN or a negative value.
         (_, Scaling::TokenAbsmax { .. }) => {
@@ -94,17 +94,18 @@ pub(crate) fn decode_into(
     rope: Option<&RopeTable<'_>>,
     out: &mut [f32],
 ) -> Result<(), Error> {
-    let channels = plane.channels();
+    let (channels, coefficients) = (plane.channels(), plane.coefficients());
     let tokens = out.len() / channels;
     let (side, mut rest) = block.bytes.split_at_checked(side_len(plane, tokens)).ok_or(Error::Truncated)?;
     check_side(plane, side)?;
     let rows = plane.coded_tokens(tokens);
     let lengths = block.lengths.as_chunks::<2>().0;
     check_len("tiles", lengths.len(), tiles(channels))?;
-    if rows == 0 && lengths.as_flattened().iter().any(|&byte| byte != 0) {
+    let (lengths, unused) = lengths.split_at(if rows > 0 { tiles(coefficients) } else { 0 });
+    if unused.as_flattened().iter().any(|&byte| byte != 0) {
         return Err(Error::Corrupt);
     }
-    for (first, length) in (0..channels).step_by(LANES).zip(lengths).filter(|_| rows > 0) {
+    for (first, length) in (0..coefficients).step_by(LANES).zip(lengths) {
         let (bytes, after) =
             rest.split_at_checked(2 * usize::from(u16::from_le_bytes(*length))).ok_or(Error::Truncated)?;
         rest = after;
@@ -114,7 +115,7 @@ pub(crate) fn decode_into(
         return Err(Error::TrailingBytes);
     }
     if let Predictor::Anchor { group } = plane.predictor {
-        add_anchors(side, channels, group.into(), out);
+        add_anchors(side, (channels, coefficients), group.into(), out);
     }
     if let Some(transform) = plane.transform {
         backend.run(transform.apply_inverse(out));
@@ -136,8 +137,7 @@ fn decode_tile(
     side: &[u8],
     out: &mut [f32],
 ) -> Result<(), Error> {
-    let channels = plane.channels();
-    let lanes = LANES.min(channels - first);
+    let lanes = LANES.min(plane.coefficients() - first);
     let tile = Tile::parse(bytes, rows, lanes)?;
     let mut dequantizer = Dequantizer {
         scale: tile.scale(),
@@ -268,8 +268,8 @@ fn split_anchor(bytes: &[u8]) -> (f32, &[u8]) {
 }
 
 /// Writes the anchors into their rows and adds them to the other rows of their groups.
-fn add_anchors(side: &[u8], channels: usize, group: usize, out: &mut [f32]) {
-    for (anchor, rows) in side.chunks_exact(4 + channels).zip(out.chunks_mut(group * channels)) {
+fn add_anchors(side: &[u8], (channels, coefficients): (usize, usize), group: usize, out: &mut [f32]) {
+    for (anchor, rows) in side.chunks_exact(4 + coefficients).zip(out.chunks_mut(group * channels)) {
         let (scale, levels) = split_anchor(anchor);
         let (anchor, rest) = rows.split_at_mut(channels);
         for (x, &level) in anchor.iter_mut().zip(levels) {

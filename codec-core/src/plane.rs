@@ -15,8 +15,8 @@ use crate::{Coder, Error, Models, Transform};
 pub enum Predictor<'a> {
     /// The mean of the channel.
     Mean,
-    /// The previous token as decoded, times a factor per channel: (channels,), within -1..=1. The first token
-    /// of a block has no prediction.
+    /// The previous token as decoded, times a factor per coefficient: (coefficients,), within -1..=1. The first
+    /// token of a block has no prediction.
     Previous(&'a [f32]),
     /// CacheGen's predictor: the first token of each group is stored with 8 bits per element, the others as
     /// their difference from it (5.2 of the paper, groups of 10).
@@ -29,8 +29,8 @@ pub enum Predictor<'a> {
 /// The quantization steps.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Scaling<'a> {
-    /// A positive step for each channel: (channels,). After a transform that whitens the cost of errors,
-    /// equal steps give the smallest total error at a given rate.
+    /// A positive step for each coefficient: (coefficients,). After a transform that whitens the cost of
+    /// errors, equal steps give the smallest total error at a given rate.
     Steps(&'a [f32]),
     /// LMCache's scaling, for comparison: the step of a token is its largest magnitude, stored as bf16,
     /// divided by `levels`.
@@ -43,8 +43,9 @@ pub enum Scaling<'a> {
 /// The parameters that encode and decode one plane, the keys or the values of one layer: a row of `channels`
 /// elements per token.
 ///
-/// Rows minus `mean` are transformed to coefficients; their residuals under `predictor` are quantized to bins
-/// with the steps of `scaling`; `coder` codes bins as symbols under `models`.
+/// Rows minus `mean` are transformed to coefficients, which are as many or, with [`Transform::leading`], fewer;
+/// their residuals under `predictor` are quantized to bins with the steps of `scaling`; `coder` codes bins as
+/// symbols under `models`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Plane<'a> {
     pub(crate) transform: Option<Transform<'a>>,
@@ -71,7 +72,7 @@ pub struct PlaneParts<'a> {
     /// Offsets of the decoded values of bins +-1 and +-2 from the middle of the bin, away from zero, in
     /// steps: within -1/2..=1/2.
     pub centroids: [f32; 2],
-    /// Probabilities of bins.
+    /// Probabilities of bins of each coefficient.
     pub models: Models<'a>,
     /// The entropy coder.
     pub coder: Coder,
@@ -84,21 +85,25 @@ impl<'a> Plane<'a> {
     /// [`Error::Zero`], [`Error::Length`], [`Error::NotFinite`], [`Error::BadStep`], [`Error::BadPlane`].
     pub fn new(parts: PlaneParts<'a>) -> Result<Self, Error> {
         let PlaneParts { transform, mean, predictor, scaling, centroids, models, coder } = parts;
-        let channels = models.channels();
-        if channels == 0 {
+        let coefficients = models.channels();
+        if coefficients == 0 {
             return Err(Error::Zero { what: "channels" });
         }
+        let channels = match transform {
+            None => coefficients,
+            Some(transform) => {
+                check_len("transform", transform.coefficients(), coefficients)?;
+                transform.channels()
+            }
+        };
         check_len("mean", mean.len(), channels)?;
         if mean.iter().any(|x| !x.is_finite()) {
             return Err(Error::NotFinite { what: "mean" });
         }
-        if let Some(transform) = transform {
-            check_len("transform", transform.channels(), channels)?;
-        }
         let plain = transform.is_none() && predictor == Predictor::Mean;
         match scaling {
             Scaling::Steps(steps) => {
-                check_len("steps", steps.len(), channels)?;
+                check_len("steps", steps.len(), coefficients)?;
                 let bad = |&step: &f32| !(step.is_normal() && step > 0.0 && (1.0 / step).is_normal());
                 if let Some(channel) = steps.iter().position(bad) {
                     return Err(Error::BadStep { channel });
@@ -118,7 +123,7 @@ impl<'a> Plane<'a> {
         }
         match predictor {
             Predictor::Previous(factors) => {
-                check_len("factors", factors.len(), channels)?;
+                check_len("factors", factors.len(), coefficients)?;
                 if factors.iter().any(|x| !(-1.0..=1.0).contains(x)) {
                     return Err(Error::BadPlane {
                         what: "the factors of the previous token must be within -1..=1",
@@ -146,6 +151,12 @@ impl<'a> Plane<'a> {
     #[must_use]
     pub const fn channels(&self) -> usize {
         self.mean.len()
+    }
+
+    /// Coefficients per token: elements of the tiles.
+    #[must_use]
+    pub const fn coefficients(&self) -> usize {
+        self.models.channels
     }
 
     /// The number of tokens that tiles encode, out of `tokens`: all but anchors.
@@ -180,6 +191,11 @@ impl PlaneParts<'_> {
         let head_dim = self.transform.map_or(0, |transform| transform.head_dim as u32);
         hasher.update(&[predictor, group_low, group_high, scaling, u8::from(self.coder == Coder::Range)]);
         hasher.update(&head_dim.to_le_bytes());
+        if let Some(Transform { head_dim, rank, .. }) = self.transform
+            && rank < head_dim
+        {
+            hasher.update(&(rank as u32).to_le_bytes());
+        }
         let transform = self.transform.iter().flat_map(Transform::entries);
         let values = self.mean.iter().chain(factors).chain(steps).chain(&self.centroids).chain(transform);
         values.for_each(|x| hasher.update(&x.to_le_bytes()));

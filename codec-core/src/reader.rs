@@ -13,18 +13,23 @@ impl<'a> Reader<'a> {
     /// Opens a form that starts with `magic` and `version` and ends with its CRC-32; the reader gets the
     /// fields between.
     pub fn open(bytes: &'a [u8], magic: [u8; 4], version: u8) -> Result<Self, Error> {
+        Ok(Self::open_any(bytes, magic, &[version])?.1)
+    }
+
+    /// The same for a form that has several versions, with the one found.
+    pub fn open_any(bytes: &'a [u8], magic: [u8; 4], versions: &[u8]) -> Result<(u8, Self), Error> {
         let (body, checksum) = bytes.split_last_chunk::<4>().ok_or(Error::Truncated)?;
         let (&[a, b, c, d, found], fields) = body.split_first_chunk::<5>().ok_or(Error::Truncated)?;
         if [a, b, c, d] != magic {
             return Err(Error::BadMagic);
         }
-        if found != version {
+        if !versions.contains(&found) {
             return Err(Error::BadVersion { version: found });
         }
         if crc32fast::hash(body) != u32::from_le_bytes(*checksum) {
             return Err(Error::BadChecksum);
         }
-        Ok(Self { bytes: fields })
+        Ok((found, Self { bytes: fields }))
     }
 
     pub fn take(&mut self, n: usize) -> Result<&'a [u8], Error> {

@@ -5,19 +5,23 @@ use crate::error::check_len;
 use crate::quant::clamp_finite;
 use crate::simd::Kernel;
 
-/// The largest `head_dim` of a [`Transform`], whose heads may be several of the model's: one is kept on the
-/// stack.
+/// The largest `head_dim` of a [`Transform`]: one is kept on the stack. A head of a transform may be several of
+/// the model's, of one layer or of a group of layers that are one layer of a [`Frame`](crate::Frame).
 pub const MAX_HEAD_DIM: usize = 4096;
 
 /// A linear map per head to coefficients, and its inverse; borrowed.
 ///
 /// Rows minus their mean become coefficients, which are quantized. With `svd-core`'s query-metric rotation,
 /// `forward` is its basis and `inverse` the transpose of its dual.
+///
+/// A transform may have the leading coefficients alone. The others decode as zeros, and take no bits: at low
+/// rates most coefficients of many heads together are zeros.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Transform<'a> {
     pub(crate) head_dim: usize,
-    pub(crate) forward: &'a [f32], // (heads, head_dim, head_dim): row i holds the coefficients of component i
-    pub(crate) inverse: &'a [f32], // (heads, head_dim, head_dim): row i holds the components of coefficient i
+    pub(crate) rank: usize,
+    pub(crate) forward: &'a [f32], // (heads, head_dim, rank): row i holds the coefficients of component i
+    pub(crate) inverse: &'a [f32], // (heads, rank, head_dim): row i holds the components of coefficient i
 }
 
 impl<'a> Transform<'a> {
@@ -30,6 +34,21 @@ impl<'a> Transform<'a> {
     /// # Errors
     /// [`Error::Zero`], [`Error::TooLarge`] beyond [`MAX_HEAD_DIM`], [`Error::Length`], [`Error::NotFinite`].
     pub fn new(head_dim: usize, forward: &'a [f32], inverse: &'a [f32]) -> Result<Self, Error> {
+        Self::leading(head_dim, head_dim, forward, inverse)
+    }
+
+    /// Maps of heads of `head_dim` components to their leading `rank` coefficients.
+    ///
+    /// # Shapes
+    /// As for [`Self::new`], with `forward` (heads, head_dim, rank) and `inverse` (heads, rank, head_dim).
+    /// # Errors
+    /// As there; [`Error::BadPlane`] for a rank that is not within 1..=head_dim.
+    pub fn leading(
+        head_dim: usize,
+        rank: usize,
+        forward: &'a [f32],
+        inverse: &'a [f32],
+    ) -> Result<Self, Error> {
         if head_dim == 0 || forward.is_empty() {
             let what = if head_dim == 0 { "head_dim of the transform" } else { "heads of the transform" };
             return Err(Error::Zero { what });
@@ -37,13 +56,16 @@ impl<'a> Transform<'a> {
         if head_dim > MAX_HEAD_DIM {
             return Err(Error::TooLarge);
         }
-        let heads = forward.len() / (head_dim * head_dim);
-        check_len("forward", forward.len(), heads.max(1) * head_dim * head_dim)?;
+        if !(1..=head_dim).contains(&rank) {
+            return Err(Error::BadPlane { what: "the rank of a transform must be within 1..=head_dim" });
+        }
+        let heads = forward.len() / (head_dim * rank);
+        check_len("forward", forward.len(), heads.max(1) * head_dim * rank)?;
         check_len("inverse", inverse.len(), forward.len())?;
         if forward.iter().chain(inverse).any(|x| !x.is_finite()) {
             return Err(Error::NotFinite { what: "transform" });
         }
-        Ok(Self { head_dim, forward, inverse })
+        Ok(Self { head_dim, rank, forward, inverse })
     }
 
     /// Components of a head.
@@ -52,19 +74,30 @@ impl<'a> Transform<'a> {
         self.head_dim
     }
 
-    /// The maps to coefficients, (heads, head_dim, head_dim).
+    /// Coefficients of a head.
+    #[must_use]
+    pub const fn rank(&self) -> usize {
+        self.rank
+    }
+
+    /// The maps to coefficients, (heads, head_dim, rank).
     #[must_use]
     pub const fn forward(&self) -> &'a [f32] {
         self.forward
     }
 
-    /// The maps from coefficients, (heads, head_dim, head_dim).
+    /// The maps from coefficients, (heads, rank, head_dim).
     #[must_use]
     pub const fn inverse(&self) -> &'a [f32] {
         self.inverse
     }
 
     pub(crate) const fn channels(&self) -> usize {
+        self.forward.len() / self.rank
+    }
+
+    /// Coefficients of all heads.
+    pub(crate) const fn coefficients(&self) -> usize {
         self.forward.len() / self.head_dim
     }
 
@@ -73,15 +106,15 @@ impl<'a> Transform<'a> {
         self.forward.iter().chain(self.inverse)
     }
 
-    /// Turns rows minus their mean into coefficients, in place.
+    /// Turns rows minus their mean into coefficients, in place: they are the first elements of each row.
     #[cfg(feature = "alloc")]
     pub(crate) const fn apply_forward<'b>(self, rows: &'b mut [f32]) -> Apply<'a, 'b> {
-        Apply { head_dim: self.head_dim, maps: self.forward, rows }
+        Apply { from: self.head_dim, to: self.rank, maps: self.forward, rows }
     }
 
-    /// Turns coefficients into rows minus their mean, in place.
+    /// Turns coefficients, the first elements of each row, into rows minus their mean, in place.
     pub(crate) const fn apply_inverse<'b>(self, rows: &'b mut [f32]) -> Apply<'a, 'b> {
-        Apply { head_dim: self.head_dim, maps: self.inverse, rows }
+        Apply { from: self.rank, to: self.head_dim, maps: self.inverse, rows }
     }
 }
 
@@ -91,7 +124,8 @@ const SUMS: usize = 4 * MAX_HEAD_DIM;
 /// Maps every head of every row. Sums are in the order of the inputs and products are rounded separately, so
 /// that all backends give the same bits. Inputs of zero are skipped; at low rates most coefficients are zero.
 pub(crate) struct Apply<'a, 'b> {
-    head_dim: usize,
+    from: usize, // elements of a head before, which begin at a multiple of this in a row
+    to: usize,   // and after
     maps: &'a [f32],
     rows: &'b mut [f32],
 }
@@ -101,16 +135,20 @@ impl Kernel for Apply<'_, '_> {
 
     #[inline(always)]
     fn scalar(self) {
-        let (dim, channels) = (self.head_dim, self.maps.len() / self.head_dim);
+        let Self { from, to, maps, rows } = self;
+        let heads = maps.len() / (from * to);
+        let channels = heads * from.max(to);
         let mut sums = [0.0_f32; SUMS];
-        for rows in self.rows.chunks_mut(SUMS / dim * channels) {
-            let sums = &mut sums[..rows.len() / channels * dim];
-            for (head, map) in self.maps.chunks_exact(dim * dim).enumerate() {
-                let columns = head * dim..(head + 1) * dim;
+        for rows in rows.chunks_mut(SUMS / to * channels) {
+            let sums = &mut sums[..rows.len() / channels * to];
+            for head in 0..heads {
+                // No head is overwritten before its turn: heads that shrink go forwards, others backwards.
+                let head = if to < from { head } else { heads - 1 - head };
+                let map = &maps[head * from * to..][..from * to];
                 sums.fill(0.0);
-                for (i, map) in map.chunks_exact(dim).enumerate() {
-                    for (row, sum) in rows.chunks_exact(channels).zip(sums.chunks_exact_mut(dim)) {
-                        let x = row[columns.start + i];
+                for (i, map) in map.chunks_exact(to).enumerate() {
+                    for (row, sum) in rows.chunks_exact(channels).zip(sums.chunks_exact_mut(to)) {
+                        let x = row[head * from + i];
                         if x != 0.0 {
                             for (sum, m) in sum.iter_mut().zip(map) {
                                 *sum += x * m;
@@ -118,8 +156,8 @@ impl Kernel for Apply<'_, '_> {
                         }
                     }
                 }
-                for (row, sum) in rows.chunks_exact_mut(channels).zip(sums.chunks_exact(dim)) {
-                    row[columns.clone()].copy_from_slice(sum);
+                for (row, sum) in rows.chunks_exact_mut(channels).zip(sums.chunks_exact(to)) {
+                    row[head * to..][..to].copy_from_slice(sum);
                 }
             }
         }

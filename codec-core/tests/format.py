@@ -92,10 +92,10 @@ def table(words):
     return int(words[0]), starts + [4096]
 
 
-def opened(data, magic, version):
+def opened(data, magic, *versions):
     """The fields of a form that ends with its CRC-32."""
     check(data[:4] == magic, f"not a {magic.decode()}")
-    check(len(data) > 8 and data[4] == version, f"{magic.decode()} of an unknown version")
+    check(len(data) > 8 and data[4] in versions, f"{magic.decode()} of an unknown version")
     check(
         zlib.crc32(data[:-4]) == struct.unpack("<I", data[-4:])[0],
         f"{magic.decode()} does not match its checksum",
@@ -109,32 +109,41 @@ class Plane:
 
     def __init__(self, data, transform=None):
         """`transform`: another plane, whose transform this one has."""
-        r = opened(data, b"KVCP", 2)
+        r = opened(data, b"KVCP", 2, 3)
         self.predictor, self.levels, models, self.range, zero = r.unpack("5B")
         check(zero == 0)
         self.group, channels, dim = r.unpack("HII")
-        self.channels, self.dim = channels, dim
+        self.channels, self.dim, self.coefficients = channels, dim, channels
+        if data[4] == 3:
+            (self.coefficients,) = r.unpack("I")
+            check(self.coefficients < channels, "coefficients of a square transform")
+        n = self.coefficients
         self.mean = r.floats(channels)
-        self.factors = r.floats(channels) if self.predictor == 1 else np.zeros(channels, F)
-        self.steps = r.floats(channels) if self.levels == 0 else np.array([], F)
+        self.factors = r.floats(n) if self.predictor == 1 else np.zeros(n, F)
+        self.steps = r.floats(n) if self.levels == 0 else np.array([], F)
         self.centroids = r.floats(2)
-        self.maps = [r.floats(channels * dim).reshape(-1, dim, dim) for _ in range(2)] if dim else []
+        heads = channels // dim if dim else 0
+        check(heads == 0 or channels == heads * dim and n % heads == 0, "heads of different ranks")
+        shapes = [(heads, dim, -1), (heads, -1, dim)] if dim else []
+        self.maps = [r.floats(n * dim).reshape(shape) for shape in shapes]
         if models == 0:
-            raw = r.take(channels)
+            raw = r.take(n)
             self.models = [[family(byte)] for byte in raw]
         else:
-            raw = r.take(2 * 65 * channels * models)
-            words = np.frombuffer(raw, "<u2").reshape(channels, models, 65)
-            self.models = [[table(words[c, k]) for k in range(models)] for c in range(channels)]
+            raw = r.take(2 * 65 * n * models)
+            words = np.frombuffer(raw, "<u2").reshape(n, models, 65)
+            self.models = [[table(words[c, k]) for k in range(models)] for c in range(n)]
         check(r.at == len(r.data), "there are bytes after the end of the plane")
         if transform:
             check(dim == 0 and transform.dim, "a transform that is not shared")
+            check(self.coefficients == transform.coefficients, "a transform of another rank")
             self.dim, self.maps = transform.dim, transform.maps
         numbers = [self.mean, self.factors if self.predictor == 1 else [], self.steps, self.centroids]
         numbers += [m.ravel() for m in self.maps]
+        rank = struct.pack("<I", self.maps[1].shape[1]) if self.coefficients < channels else b""
         head = struct.pack("<BHBBI", self.predictor, self.group, self.levels, self.range, self.dim)
         numbers = b"".join(np.asarray(x, "<f4").tobytes() for x in numbers)
-        self.id = zlib.crc32(head + numbers + bytes([models]) + raw)
+        self.id = zlib.crc32(head + rank + numbers + bytes([models]) + raw)
 
 
 class LosslessPlane:
@@ -301,7 +310,7 @@ def decode_tile(data, plane, first, lanes, rows):
 
 def decode_block(data, lengths, plane, tokens):
     r = Reader(data)
-    channels = plane.channels
+    channels = plane.coefficients
     anchors, scales = {}, None
     if plane.predictor == 2:
         for t in range(0, tokens, plane.group):
@@ -314,8 +323,9 @@ def decode_block(data, lengths, plane, tokens):
         scales = np.maximum(raw.view("<f4") / F(plane.levels), F(2.0**-126))
     coded = [t for t in range(tokens) if t not in anchors]
     check(coded or not any(lengths))
+    check(not any(lengths[-(-channels // 32) :]))
     y = np.zeros((tokens, channels), F)
-    for tile, length in enumerate(lengths):
+    for tile, length in enumerate(lengths[: -(-channels // 32)]):
         first = 32 * tile
         lanes = min(32, channels - first)
         if not coded:
@@ -342,11 +352,11 @@ def decode_block(data, lengths, plane, tokens):
             anchor = anchors[t // plane.group * plane.group]
             y[t] = anchor if t in anchors else y[t] + anchor
     if plane.dim:
-        x = np.zeros_like(y)
+        x = np.zeros((tokens, plane.channels), F)
         for h, inverse in enumerate(plane.maps[1]):
-            part = slice(h * plane.dim, (h + 1) * plane.dim)
-            for i in range(plane.dim):
-                x[:, part] = x[:, part] + y[:, part][:, i : i + 1] * inverse[i]
+            part, rank = slice(h * plane.dim, (h + 1) * plane.dim), len(inverse)
+            for i in range(rank):
+                x[:, part] = x[:, part] + y[:, h * rank + i, None] * inverse[i]
         y = x
     y = np.clip(y + plane.mean, -LARGEST, LARGEST)
     check(not np.isnan(y).any(), "decoded values must be finite")

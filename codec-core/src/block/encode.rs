@@ -10,7 +10,7 @@ use crate::plane::{Plane, Predictor, Scaling};
 use crate::quant;
 use crate::simd::Kernel;
 use crate::tile::encode::{TileEncoder, TileValues};
-use crate::{Backend, Error};
+use crate::{Backend, Error, Transform};
 
 /// Encodes rows. Appends the block to `out` and the lengths of its tiles, in words of two bytes, to
 /// `lengths`.
@@ -27,28 +27,38 @@ pub(crate) fn encode(
     out: &mut Vec<u8>,
     lengths: &mut Vec<u16>,
 ) -> Result<(), Error> {
-    let channels = plane.channels();
+    let coefficients = plane.coefficients();
     let values = BlockValues::new(plane, backend, rows, out)?;
-    if values.rows.is_empty() {
-        lengths.extend((0..tiles(channels)).map(|_| 0));
-        return Ok(());
-    }
-    for first in (0..channels).step_by(LANES) {
-        let lanes = LANES.min(channels - first);
+    let end = lengths.len() + tiles(plane.channels());
+    for first in (0..coefficients).step_by(LANES).filter(|_| !values.rows.is_empty()) {
+        let lanes = LANES.min(coefficients - first);
         let tile = values.tile(backend, first, lanes)?;
         let encoder = TileEncoder { models: &plane.models, coder: plane.coder, backend, first, lanes };
         let start = out.len();
         encoder.encode(&tile, out);
         lengths.push(u16::try_from((out.len() - start) / 2).map_err(|_| Error::TooLarge)?);
     }
+    lengths.resize(end, 0);
     Ok(())
+}
+
+/// Turns rows minus their mean, (tokens, channels), into coefficients, (tokens, coefficients).
+pub(crate) fn coefficients(transform: Transform<'_>, backend: Backend, rows: &mut Vec<f32>) {
+    backend.run(transform.apply_forward(rows));
+    let (from, to) = (transform.channels(), transform.coefficients());
+    if to < from {
+        let tokens = rows.len() / from;
+        (0..tokens).for_each(|t| rows.copy_within(t * from..t * from + to, t * to));
+        rows.truncate(tokens * to);
+    }
 }
 
 impl Plane<'_> {
     /// The bins of a block of these rows, as they enter the entropy coder; useful to study rates.
     ///
     /// # Shapes
-    /// `rows` (tokens, channels), up to [`MAX_BLOCK_TOKENS`]; the result (tokens without anchors, channels).
+    /// `rows` (tokens, channels), up to [`MAX_BLOCK_TOKENS`]; the result (tokens without anchors,
+    /// coefficients).
     /// # Errors
     /// [`Error::Length`], [`Error::TooLarge`], [`Error::NotFinite`], [`Error::OutOfRange`].
     pub fn bins(&self, rows: &[f32]) -> Result<Vec<i32>, Error> {
@@ -61,7 +71,7 @@ impl Plane<'_> {
     /// As there; [`Error::BackendUnavailable`].
     pub fn bins_with(&self, backend: Backend, rows: &[f32]) -> Result<Vec<i32>, Error> {
         backend.check()?;
-        let channels = self.channels();
+        let channels = self.coefficients();
         let values = BlockValues::new(self, backend, rows.to_vec(), &mut vec![])?;
         let mut all = vec![0; values.rows.len()];
         for first in (0..channels).step_by(LANES) {
@@ -104,8 +114,9 @@ impl<'a> BlockValues<'a> {
             row.iter_mut().zip(plane.mean).for_each(|(x, mean)| *x -= mean);
         }
         if let Some(transform) = plane.transform {
-            backend.run(transform.apply_forward(&mut rows));
+            coefficients(transform, backend, &mut rows);
         }
+        let channels = plane.coefficients();
         let mut token_steps = vec![];
         match (plane.predictor, plane.scaling) {
             (Predictor::Anchor { group }, _) => rows = take_anchors(&rows, channels, group.into(), out)?,
@@ -119,7 +130,7 @@ impl<'a> BlockValues<'a> {
 
     /// The quantized values of one tile.
     fn tile(&self, backend: Backend, first: usize, lanes: usize) -> Result<TileValues, Error> {
-        let tokens = self.rows.len() / self.plane.channels();
+        let tokens = self.rows.len() / self.plane.coefficients();
         let mut tile = TileValues {
             bins: vec![[0; LANES]; tokens],
             steps: vec![[0.0; LANES]; tokens],
@@ -158,7 +169,7 @@ impl Kernel for Quantize<'_, '_> {
         let factors = factors(plane, first, lanes);
         let (mut finite, mut last) = ([true; LANES], [0.0; LANES]);
         let (mut squares, mut lowest, mut highest) = ([0.0_f32; LANES], [0.0_f32; LANES], [0.0_f32; LANES]);
-        let rows = rows.chunks_exact(plane.channels());
+        let rows = rows.chunks_exact(plane.coefficients());
         for (t, ((row, steps), bins)) in rows.zip(&mut self.tile.steps).zip(&mut self.tile.bins).enumerate() {
             if let Some(step) = token_steps.get(t) {
                 inverse = [1.0 / step; LANES];

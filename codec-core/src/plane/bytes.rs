@@ -11,6 +11,10 @@ use crate::{Coder, Error, PlaneBuf, TransformBuf};
 const MAGIC: [u8; 4] = *b"KVCP";
 const VERSION: u8 = 2;
 
+/// The version of planes whose transforms have the leading coefficients alone, which readers of version 2 do not
+/// know.
+const LEADING_VERSION: u8 = 3;
+
 impl PlaneBuf {
     /// Serializes the plane. FORMAT.md, "Plane", specifies the bytes.
     #[must_use]
@@ -33,6 +37,8 @@ impl PlaneBufParts {
     /// The serialized plane, or that of the plane without its transform.
     pub fn to_bytes(&self, with_transform: bool) -> Vec<u8> {
         let mut out = MAGIC.to_vec();
+        let (channels, coefficients) = (self.mean.len(), self.coefficients());
+        let version = if coefficients < channels { LEADING_VERSION } else { VERSION };
         let (predictor, group) = match self.predictor {
             PredictorBuf::Mean => (0, 0),
             PredictorBuf::Previous(_) => (1, 0),
@@ -47,12 +53,13 @@ impl PlaneBufParts {
             ModelsBuf::Tables(_) => 1,
             ModelsBuf::ContextTables(_) => CONTEXTS as u8,
         };
-        out.extend_from_slice(&[VERSION, predictor, levels, models, u8::from(self.coder == Coder::Range), 0]);
+        out.extend_from_slice(&[version, predictor, levels, models, u8::from(self.coder == Coder::Range), 0]);
         out.extend_from_slice(&group.to_le_bytes());
         let transform = self.transform.as_ref().filter(|_| with_transform).map(|transform| transform.view());
         let head_dim = transform.map_or(0, |transform| transform.head_dim());
-        for size in [self.mean.len(), head_dim] {
-            out.extend_from_slice(&(size as u32).to_le_bytes());
+        let sizes = [channels, head_dim, coefficients];
+        for size in &sizes[..if version == LEADING_VERSION { 3 } else { 2 }] {
+            out.extend_from_slice(&(*size as u32).to_le_bytes());
         }
         let mut floats = |values: &[f32]| values.iter().for_each(|x| out.extend_from_slice(&x.to_le_bytes()));
         floats(&self.mean);
@@ -77,19 +84,23 @@ impl PlaneBufParts {
     }
 
     pub fn from_bytes(bytes: &[u8]) -> Result<Self, Error> {
-        let mut reader = Reader::open(bytes, MAGIC, VERSION)?;
+        let (version, mut reader) = Reader::open_any(bytes, MAGIC, &[VERSION, LEADING_VERSION])?;
         let [predictor, levels, models, coder, reserved] = reader.array()?;
         let group = u16::from_le_bytes(reader.array()?);
         let (channels, head_dim) = (reader.size()?, reader.size()?);
+        let coefficients = if version == LEADING_VERSION { reader.size()? } else { channels };
+        if version == LEADING_VERSION && coefficients >= channels {
+            return Err(Error::BadField { what: "coefficients" });
+        }
         let mean = reader.floats(channels)?;
         let predictor = match (predictor, group) {
             (0, 0) => PredictorBuf::Mean,
-            (1, 0) => PredictorBuf::Previous(reader.floats(channels)?),
+            (1, 0) => PredictorBuf::Previous(reader.floats(coefficients)?),
             (2, _) => PredictorBuf::Anchor { group },
             _ => return Err(Error::BadField { what: "predictor" }),
         };
         let scaling = match levels {
-            0 => ScalingBuf::Steps(reader.floats(channels)?),
+            0 => ScalingBuf::Steps(reader.floats(coefficients)?),
             levels => ScalingBuf::TokenAbsmax { levels },
         };
         let mut float = || Ok(f32::from_le_bytes(reader.array()?));
@@ -97,14 +108,21 @@ impl PlaneBufParts {
         let transform = match head_dim {
             0 => None,
             _ => {
-                let entries = channels.checked_mul(head_dim).ok_or(Error::TooLarge)?;
+                // Heads must be whole, and of equal ranks.
+                let heads = channels / head_dim;
+                let rank = coefficients.checked_div(heads).unwrap_or(0);
+                if heads * head_dim != channels || heads * rank != coefficients {
+                    return Err(Error::BadField { what: "coefficients" });
+                }
+                let entries = coefficients.checked_mul(head_dim).ok_or(Error::TooLarge)?;
                 let (forward, inverse) = (reader.floats(entries)?, reader.floats(entries)?);
-                Some(Arc::new(TransformBuf::new(head_dim, forward, inverse)?))
+                Some(Arc::new(TransformBuf::leading(head_dim, rank, forward, inverse)?))
             }
         };
-        let table_len = |contexts: usize| channels.checked_mul(contexts * TABLE_LEN).ok_or(Error::TooLarge);
+        let table_len =
+            |contexts: usize| coefficients.checked_mul(contexts * TABLE_LEN).ok_or(Error::TooLarge);
         let models = match usize::from(models) {
-            0 => ModelsBuf::Families(reader.take(channels)?.to_vec()),
+            0 => ModelsBuf::Families(reader.take(coefficients)?.to_vec()),
             1 => ModelsBuf::Tables(reader.words(table_len(1)?)?),
             CONTEXTS => ModelsBuf::ContextTables(reader.words(table_len(CONTEXTS)?)?),
             _ => return Err(Error::BadField { what: "kind of models" }),

@@ -41,7 +41,7 @@ pub enum Steps<'a> {
     /// A multiple of the standard deviation, per channel, after the mean or the anchor is subtracted
     /// (CacheGen). A channel that does not vary in the sample gets the median deviation of the others.
     Deviations(f32),
-    /// The given step for each channel: (channels,).
+    /// The given step for each channel, or coefficient of a transform: (channels,).
     Given(&'a [f32]),
     /// A step per token: the token's largest magnitude, divided by this number (LMCache): 1..=127.
     TokenAbsmax(u8),
@@ -138,11 +138,15 @@ impl PlaneBuf {
         for row in rows.chunks_exact_mut(channels) {
             row.iter_mut().zip(&mean).for_each(|(x, mean)| *x -= mean);
         }
-        if let Some(transform) = &transform {
-            let transform = transform.view();
-            check_len("transform", transform.channels(), channels)?;
-            Backend::detect().run(transform.apply_forward(&mut rows));
-        }
+        let channels = match &transform {
+            None => channels,
+            Some(transform) => {
+                let transform = transform.view();
+                check_len("transform", transform.channels(), channels)?;
+                block::encode::coefficients(transform, Backend::detect(), &mut rows);
+                transform.coefficients()
+            }
+        };
         if let Some(i) = rows.iter().position(|x| !x.is_finite()) {
             return Err(Error::OutOfRange { channel: i % channels });
         }

@@ -10,6 +10,7 @@ use crate::{Coder, Error, Models, Plane, Predictor, Scaling, Transform};
 #[derive(Clone, Debug, PartialEq)]
 pub struct TransformBuf {
     head_dim: usize,
+    rank: usize,
     forward: Vec<f32>,
     inverse: Vec<f32>,
 }
@@ -45,14 +46,28 @@ impl TransformBuf {
     /// # Ok::<(), Error>(())
     /// ```
     pub fn new(head_dim: usize, forward: Vec<f32>, inverse: Vec<f32>) -> Result<Self, Error> {
-        Transform::new(head_dim, &forward, &inverse)?;
-        Ok(Self { head_dim, forward, inverse })
+        Self::leading(head_dim, head_dim, forward, inverse)
+    }
+
+    /// Checks and takes the maps of a transform to its leading coefficients.
+    ///
+    /// # Errors
+    /// As [`Transform::leading`].
+    pub fn leading(
+        head_dim: usize,
+        rank: usize,
+        forward: Vec<f32>,
+        inverse: Vec<f32>,
+    ) -> Result<Self, Error> {
+        Transform::leading(head_dim, rank, &forward, &inverse)?;
+        Ok(Self { head_dim, rank, forward, inverse })
     }
 
     /// The borrowed form. [`Self::new`] has checked it, so this costs nothing.
     #[must_use]
     pub fn view(&self) -> Transform<'_> {
-        Transform { head_dim: self.head_dim, forward: &self.forward, inverse: &self.inverse }
+        let Self { head_dim, rank, forward, inverse } = self;
+        Transform { head_dim: *head_dim, rank: *rank, forward, inverse }
     }
 }
 
@@ -88,6 +103,13 @@ pub(crate) struct PlaneBufParts {
     pub coder: Coder,
 }
 
+impl PlaneBufParts {
+    /// Elements of a token in the tiles.
+    pub fn coefficients(&self) -> usize {
+        self.transform.as_ref().map_or(self.mean.len(), |transform| transform.view().coefficients())
+    }
+}
+
 /// An owned [`Plane`]. It is fitted once to the keys or values of a layer and serves all sequences of the
 /// model. Planes of several levels share one transform.
 #[derive(Clone, Debug, PartialEq)]
@@ -100,11 +122,11 @@ impl PlaneBuf {
     /// Checks the parts and computes their checksum. All constructors end here, so that [`Self::view`] need
     /// not do either.
     pub(crate) fn new(parts: PlaneBufParts) -> Result<Self, Error> {
-        let channels = parts.mean.len();
+        let coefficients = parts.coefficients();
         match &parts.models {
             ModelsBuf::Families(_) => {}
-            ModelsBuf::Tables(tables) => drop(Models::tables(channels, tables)?),
-            ModelsBuf::ContextTables(tables) => drop(Models::context_tables(channels, tables)?),
+            ModelsBuf::Tables(tables) => drop(Models::tables(coefficients, tables)?),
+            ModelsBuf::ContextTables(tables) => drop(Models::context_tables(coefficients, tables)?),
         }
         let mut plane = Self { parts, id: 0 };
         plane.id = Plane::new(plane.view().parts())?.id();
@@ -116,7 +138,7 @@ impl PlaneBuf {
     #[must_use]
     pub fn view(&self) -> Plane<'_> {
         let PlaneBufParts { transform, mean, predictor, scaling, centroids, models, coder } = &self.parts;
-        let channels = mean.len();
+        let channels = self.parts.coefficients();
         Plane {
             transform: transform.as_ref().map(|transform| transform.view()),
             mean,

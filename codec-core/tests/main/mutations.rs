@@ -24,12 +24,14 @@ impl Random {
     }
 }
 
-/// Numbers of the kinds of planes: without a transform, and with one of a head or of all heads together.
+/// Numbers of the kinds of planes: without a transform; with one of a head, of all heads together, or of their
+/// leading coefficients, which fill a part of the first tile.
 const PLAIN: usize = 24;
-const ALL: usize = PLAIN + 12;
+const ALL: usize = PLAIN + 18;
 
 fn fitted(kinds: usize) -> PlaneBuf {
-    let transform = (kinds >= PLAIN).then(|| Arc::new(transform([8, CHANNELS][kinds % 2])));
+    let (head_dim, rank) = [(8, 8), (CHANNELS, CHANNELS), (CHANNELS, 19)][kinds % 3];
+    let transform = (kinds >= PLAIN).then(|| Arc::new(transform(head_dim, rank)));
     let kinds = kinds % PLAIN;
     let predictors = [
         PredictorKind::Mean,
@@ -51,13 +53,13 @@ fn fitted(kinds: usize) -> PlaneBuf {
 }
 
 /// Dense maps, of which a few coefficients near the largest number make infinities and NaN.
-fn transform(head_dim: usize) -> TransformBuf {
-    let map = |phase: f32| -> Vec<f32> {
+fn transform(head_dim: usize, rank: usize) -> TransformBuf {
+    let map = |phase: f32, columns: usize| -> Vec<f32> {
         let entry =
-            |i: usize| if i.is_multiple_of(head_dim + 1) { 1.0 } else { (i as f32 * phase).sin() / 8.0 };
-        (0..CHANNELS / head_dim).flat_map(|_| (0..head_dim * head_dim).map(entry)).collect()
+            |i: usize| if i.is_multiple_of(columns + 1) { 1.0 } else { (i as f32 * phase).sin() / 8.0 };
+        (0..CHANNELS / head_dim).flat_map(|_| (0..head_dim * rank).map(entry)).collect()
     };
-    TransformBuf::new(head_dim, map(0.37), map(0.73)).unwrap()
+    TransformBuf::leading(head_dim, rank, map(0.37, rank), map(0.73, head_dim)).unwrap()
 }
 
 fn rows() -> Vec<f32> {

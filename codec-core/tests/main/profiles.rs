@@ -172,7 +172,10 @@ fn mend(bytes: &mut [u8]) {
 #[test]
 fn forged_profiles_are_refused_or_work() {
     let tensors = tensors();
-    let (rows, bytes) = (rows(&tensors), with_lossless(&tensors).to_bytes());
+    forge(&with_lossless(&tensors).to_bytes(), &rows(&tensors));
+}
+
+fn forge(bytes: &[u8], rows: &[LayerRows<'_, f16>]) {
     let mut state = 11_u32;
     let mut random = |n: usize| {
         state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
@@ -180,7 +183,7 @@ fn forged_profiles_are_refused_or_work() {
     };
     let (mut taken, mut refused) = (0, 0);
     for _ in 0..3000 {
-        let mut forged = bytes.clone();
+        let mut forged = bytes.to_vec();
         for _ in 0..=random(2) {
             // Headers and first fields of planes are more likely to give valid fields.
             let at = if random(2) == 0 { random(bytes.len() - 4) } else { random(120) };
@@ -197,7 +200,7 @@ fn forged_profiles_are_refused_or_work() {
             let info = profile.frame_info(level, TOKENS);
             let mut frame = vec![0; info.max_frame_len()];
             // A map of 1e38 takes values out of range.
-            let Ok(len) = profile.encode_into(&info, &rows, &PLACE, &mut frame) else { continue };
+            let Ok(len) = profile.encode_into(&info, rows, &PLACE, &mut frame) else { continue };
             let frame = Frame::parse(&frame[..len], info.elements()).unwrap();
             let (mut keys, mut values) = (vec![0.0_f32; 840], vec![0.0_f32; 840]);
             match profile.decode_layer_to(&frame, 0, None, &PLACE, &mut keys, &mut values) {
@@ -259,6 +262,36 @@ fn frames_of_other_models_levels_and_planes_are_refused() {
 }
 
 /// A level without loss, before the lossy ones.
+/// A transform of both heads to their first coefficients.
+fn leading_transform() -> Arc<TransformBuf> {
+    let map =
+        |columns: usize| (0..12 * 5).map(|i| if i / columns == i % columns { 1.0 } else { 0.0 }).collect();
+    Arc::new(TransformBuf::leading(12, 5, map(5), map(12)).unwrap())
+}
+
+/// Transforms to leading coefficients are stored once for all levels, too, and refused where they contradict
+/// their plane.
+#[test]
+fn forged_leading_transforms_are_refused_or_work() {
+    let tensors = tensors();
+    let fit = |level: usize, _, _, sample: &[f32]| {
+        let steps = Steps::Deviations([0.1, 0.5][level]);
+        PlaneBuf::fit(
+            sample,
+            CHANNELS,
+            Some(leading_transform()),
+            &FitOptions { steps, ..FitOptions::default() },
+        )
+    };
+    let leading = Profile::fit(MODEL, 2, TOKENS, &rows(&tensors), &PLACE, fit).unwrap();
+    let bytes = leading.to_bytes();
+    assert_eq!(Profile::from_bytes(&bytes).as_ref(), Ok(&leading));
+    // Header, mean, steps, centroids, families and checksum of a plane, and once the maps.
+    let plane = 5 + 24 + 4 * 12 + 4 * 5 + 8 + 5 + 4;
+    assert_eq!(bytes.len(), 28 + 12 * plane + 6 * 8 * 60 + 4);
+    forge(&bytes, &rows(&tensors));
+}
+
 fn with_lossless(tensors: &[Vec<f16>]) -> Profile {
     let lossless = Profile::fit_lossless(MODEL, ElementType::F16, TOKENS, &rows(tensors), &PLACE).unwrap();
     Profile::join([lossless, profile(tensors)]).unwrap()

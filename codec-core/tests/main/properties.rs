@@ -112,6 +112,67 @@ proptest! {
         }
     }
 
+    /// The plain form in `f64`: rows projected to their leading coefficients, within half a step of each.
+    #[test]
+    fn leading_coefficients_decode_to_the_projection(
+        (heads, dim, tokens, block) in (1_usize..4, 1_usize..80, 2_usize..90, 1_usize..60),
+        (part, predictor, models, coder) in (0.0_f64..1.0, predictor(), models(), coder()),
+        (step, seed) in (0.05_f32..2.0, any::<u64>()),
+    ) {
+        let (channels, rank) = (heads * dim, 1 + (part * dim as f64) as usize);
+        let rows = rows(channels, tokens, seed);
+        let whole = transform(heads, dim);
+        let into = whole.view().forward().chunks_exact(dim).flat_map(|row| &row[..rank]);
+        let back = whole.view().inverse().chunks_exact(dim * dim).flat_map(|map| &map[..rank * dim]);
+        let (into, back): (Vec<f32>, Vec<f32>) = (into.copied().collect(), back.copied().collect());
+        let map = TransformBuf::leading(dim, rank, into.clone(), back.clone()).unwrap();
+        // The largest values are below 15,000 steps, so that no tile needs larger ones.
+        let scale = 0.1 + 0.2 * channels as f32;
+        let step = step * scale;
+        let steps = vec![step; heads * rank];
+        let options = FitOptions { predictor, steps: Steps::Given(&steps), models, coder };
+        let plane = PlaneBuf::fit(&rows, channels, Some(map.into()), &options).unwrap();
+        prop_assert_eq!(&PlaneBuf::from_bytes(&plane.to_bytes()).unwrap(), &plane);
+        prop_assert_eq!(plane.to_bytes()[4], if rank < dim { 3 } else { 2 });
+        let plane = plane.view();
+        prop_assert_eq!((plane.channels(), plane.coefficients()), (channels, heads * rank));
+        let info = info(heads, dim, tokens, block);
+        let mut frames = backends().map(|backend| {
+            let mut frame = vec![];
+            encode_frame_with(backend, &info, &[plane, plane], &[&rows, &rows], &mut frame).unwrap();
+            frame
+        });
+        let bytes = frames.next().unwrap();
+        prop_assert!(frames.all(|other| other == bytes), "backends write other bytes");
+        let frame = Frame::parse(&bytes, info.elements()).unwrap();
+        let mean = plane.parts().mean;
+        let mut first: Option<Vec<f32>> = None;
+        for backend in backends() {
+            let mut out = vec![f32::NAN; rows.len()];
+            frame.decode_plane_into_with(backend, &plane, 0, Side::Keys, None, &mut out).unwrap();
+            prop_assert_eq!(first.get_or_insert_with(|| out.clone()), &out, "backends read other numbers");
+        }
+        let out = first.unwrap();
+        // Anchors have 8 bits of the largest coefficient.
+        let anchor = if matches!(predictor, PredictorKind::Anchor { .. }) { 3.0 * scale } else { 0.0 };
+        for (t, (row, out)) in rows.chunks_exact(channels).zip(out.chunks_exact(channels)).enumerate() {
+            for (head, out) in out.chunks_exact(dim).enumerate() {
+                let columns = head * dim..(head + 1) * dim;
+                let x: Vec<f64> =
+                    row[columns.clone()].iter().zip(&mean[columns.clone()]).map(|(x, m)| f64::from(*x) - f64::from(*m)).collect();
+                let y = |k: usize| x.iter().zip(columns.clone()).map(|(x, c)| x * f64::from(into[c * rank + k])).sum::<f64>();
+                let y: Vec<f64> = (0..rank).map(y).collect();
+                for (i, (out, mean)) in out.iter().zip(&mean[columns.clone()]).enumerate() {
+                    let entries = || (0..rank).map(|k| f64::from(back[(head * rank + k) * dim + i]));
+                    let value: f64 = f64::from(*mean) + entries().zip(&y).map(|(b, y)| b * y).sum::<f64>();
+                    let errors: f64 = entries().map(|b| b.abs() * f64::from(1.01 * step + anchor)).sum();
+                    let bound = errors + 0.01 * f64::from(scale);
+                    prop_assert!((value - f64::from(*out)).abs() < bound, "token {t}, component {i} of head {head}");
+                }
+            }
+        }
+    }
+
     #[test]
     fn lossless_frames_return_every_bit(
         (channels, tokens, block) in (1_usize..70, 1_usize..200, 1_usize..200),
@@ -295,6 +356,18 @@ fn bad_input_is_an_error() {
     assert!(PlaneBuf::fit(&rows, 6, Some(transform(1, 5)), &options).is_err());
     assert!(TransformBuf::new(2, vec![1.0; 4], vec![1.0; 3]).is_err());
     assert!(TransformBuf::new(1000, vec![1.0; 4], vec![1.0; 4]).is_err());
+    for rank in [0, 5, 3] {
+        assert!(TransformBuf::leading(4, rank, vec![1.0; 8], vec![1.0; 8]).is_err(), "rank {rank}");
+    }
+    assert!(TransformBuf::leading(4, 2, vec![1.0; 8], vec![1.0; 12]).is_err());
+    let leading = || Some(Arc::new(TransformBuf::leading(6, 2, vec![1.0; 12], vec![1.0; 12]).unwrap()));
+    let given = FitOptions { steps: Steps::Given(&[1.0; 6]), ..options };
+    assert!(PlaneBuf::fit(&rows, 6, leading(), &given).is_err(), "a step for each channel");
+    let given = FitOptions { steps: Steps::Given(&[1.0; 2]), ..options };
+    let plane = PlaneBuf::fit(&rows, 6, leading(), &given).unwrap();
+    let parts = plane.view().parts();
+    assert!(Plane::new(PlaneParts { mean: &parts.mean[..2], ..parts }).is_err());
+    assert!(Plane::new(PlaneParts { transform: None, ..parts }).is_err());
 
     let (fitted, other) =
         (fit(&options).unwrap(), fit(&FitOptions { steps: Steps::Deviations(0.6), ..options }).unwrap());

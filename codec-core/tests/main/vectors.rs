@@ -45,6 +45,17 @@ fn rows(seed: u32, reach: f32) -> Vec<f32> {
         .collect()
 }
 
+/// The first coefficients of each head of [`transform`].
+fn leading_transform() -> Arc<TransformBuf> {
+    const RANK: usize = 8;
+    let whole = transform();
+    let into = whole.view().forward().chunks_exact(HEAD_DIM).flat_map(|row| &row[..RANK]);
+    let back =
+        whole.view().inverse().chunks_exact(HEAD_DIM * HEAD_DIM).flat_map(|map| &map[..RANK * HEAD_DIM]);
+    let maps = (into.copied().collect(), back.copied().collect());
+    Arc::new(TransformBuf::leading(HEAD_DIM, RANK, maps.0, maps.1).unwrap())
+}
+
 /// Sums and differences of neighbours, and their inverse.
 fn transform() -> Arc<TransformBuf> {
     let (mut into, mut back) = (vec![], vec![]);
@@ -77,6 +88,18 @@ fn lossy() -> Vec<(&'static str, PlaneBuf)> {
             fit(
                 Some(transform()),
                 options(PredictorKind::Mean, given, ModelKind::Tables, Coder::InterleavedRans),
+            ),
+        ),
+        (
+            "leading",
+            fit(
+                Some(leading_transform()),
+                options(
+                    PredictorKind::Previous,
+                    Steps::Given(&steps[..16]),
+                    ModelKind::Tables,
+                    Coder::InterleavedRans,
+                ),
             ),
         ),
         (
@@ -309,7 +332,7 @@ fn the_second_reader_agrees() {
         assert!(std::fs::read(&out).unwrap() == std::fs::read(folder().join(expected)).unwrap(), "{frame}");
         String::from_utf8(output.stdout).unwrap()
     };
-    for name in ["transform", "tables", "context", "paper", "token-scale"] {
+    for name in ["transform", "tables", "leading", "context", "paper", "token-scale"] {
         read(&[&format!("{name}.kvcp")], &format!("{name}.kvcc"), &format!("{name}.f32"));
     }
     for name in ["lossless", "lossless-joint"] {

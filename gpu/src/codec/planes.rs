@@ -220,12 +220,13 @@ impl Planes {
                 (Predictor::Anchor { .. }, _) => "anchors",
                 (_, Coder::Range) => "the range coder",
                 _ if map_dim(plane) != map_dim(&planes[0]) => "different heads of their transforms",
+                _ if plane.coefficients() != channels => "leading coefficients alone",
                 _ => continue,
             };
             let operation = format!("planes with {what} on the GPU");
             return Err(Error::Unsupported {
                 operation,
-                supported: "interleaved rANS without anchors, and transforms of the same heads or none",
+                supported: "interleaved rANS without anchors, and square transforms of the same heads or none",
             });
         }
         let parts = || planes.iter().map(Plane::parts);

@@ -2,6 +2,10 @@
 
 mod text;
 
+use std::any::Any;
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, PoisonError};
+
 use kv_llama::{Activations, prefill};
 use kv_model::{Model, Rope};
 use rayon::prelude::*;
@@ -23,7 +27,30 @@ const COPIES: usize = 4;
 
 /// Samples of every layer over one text.
 pub struct Calibration {
+    pub(crate) tokens: Vec<u32>,
     pub(crate) layers: Vec<LayerSamples>,
+    pub(crate) shared: Shared,
+}
+
+/// What several methods, or settings of a method, compute from the same samples, by name.
+#[derive(Default)]
+pub(crate) struct Shared(Mutex<BTreeMap<String, Arc<dyn Any + Send + Sync>>>);
+
+impl Shared {
+    /// The value of that name, made by the first who asks.
+    pub fn get<T: Send + Sync + 'static>(
+        &self,
+        name: &str,
+        make: impl FnOnce() -> Result<T>,
+    ) -> Result<Arc<T>> {
+        let found = self.0.lock().unwrap_or_else(PoisonError::into_inner).get(name).cloned();
+        if let Some(Ok(value)) = found.map(Arc::downcast) {
+            return Ok(value);
+        }
+        let value = Arc::new(make()?);
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).insert(name.into(), value.clone());
+        Ok(value)
+    }
 }
 
 /// Rows are (n, n_kv_heads * head_dim).
@@ -66,7 +93,7 @@ impl Calibration {
             });
             Ok(())
         })?;
-        Ok(Self { layers })
+        Ok(Self { tokens: tokens.to_vec(), layers, shared: Shared::default() })
     }
 }
 

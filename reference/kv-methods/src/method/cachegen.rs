@@ -1,6 +1,7 @@
 //! CacheGen: a bitstream of keys (before RoPE) and values, through the codec's planes, one for each side of
 //! each layer.
 
+mod sensitivity;
 mod store;
 mod transform;
 
@@ -22,13 +23,14 @@ use crate::cache::Store;
 use crate::calibrate::{Calibration, LayerSamples, mean_row};
 use crate::{Error, Profile, Result};
 use store::CacheGenStore;
-use transform::PlaneTransform;
+use transform::{Rotations, Shares};
 
 pub(super) const CACHE_GEN: Registration = Registration {
     names: &["cachegen"],
     help: "\
   cachegen          bitstream and back: mode=transform (query-metric KLT) bits=3 offset=1.2 (values above keys)
                       over=head|layer|model|N layers (one KLT for them)   over=head
+                      sensitivity=0.5 (bits by the KL that errors of each layer and side cost, to this power)
                       mode=lossless, every bit of rows of 16 bits         rows=bf16|f16
                       mode=channels, bins in standard deviations          k=0.5 v=0.5
                       mode=common, bins in mean deviations                k=0.5 v=0.5
@@ -41,6 +43,7 @@ pub(super) const CACHE_GEN: Registration = Registration {
     examples: &[
         "cachegen:bits=8:exact=f32:window=4:batch=10",
         "cachegen:over=model:bits=8:exact=f32:window=4:batch=10",
+        "cachegen:over=model:sensitivity=1:bits=8:exact=f32:window=4:batch=10",
         "cachegen:mode=lossless:rows=f16:exact=f32:window=4:batch=10",
         "cachegen:mode=channels:k=0.01:v=0.01:predictor=previous:models=context:coder=range:exact=f32:window=4:batch=10",
         "cachegen:mode=common:k=0.01:v=0.01:exact=f32:window=4:batch=10",
@@ -66,8 +69,8 @@ struct CacheGen {
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Mode {
     /// Coefficients of the query-metric KLT (for values, in the metric of `W_O`), with steps such that both
-    /// sides take `bits` per element on average, values `offset` more than keys, within a factor of two.
-    Transform { bits: f32, offset: f32, over: Over },
+    /// sides take `bits` per element on average.
+    Transform { bits: f32, shares: Shares, over: Over },
     /// The bits of 16-bit elements.
     Lossless { rows: HalfType },
     /// Channels, with bins in standard deviations.
@@ -186,9 +189,13 @@ words!(CoderName, "lanes" => Coder::InterleavedRans, "range" => Coder::Range);
 fn parse(s: &mut Settings<'_>) -> Result<CacheGen> {
     let (mode, predictor, models) = match s.own("mode", ModeName::Transform)? {
         ModeName::Transform => {
-            let (bits, offset) = (s.bin("bits", 3.0)?, s.common("offset", Bits(1.2))?.0);
+            let bits = s.bin("bits", 3.0)?;
+            let shares = match s.is_first(["sensitivity", "offset"])? {
+                true => Shares::Sensitivity(s.common_part("sensitivity", 1.0)?),
+                false => Shares::Offset(s.common("offset", Bits(1.2))?.0),
+            };
             let over = s.common("over", Over::Head)?;
-            (Mode::Transform { bits, offset, over }, Prediction::Best, ModelKind::Tables)
+            (Mode::Transform { bits, shares, over }, Prediction::Best, ModelKind::Tables)
         }
         ModeName::Lossless => {
             let rows = s.own("rows", HalfType::Bf16)?;
@@ -326,13 +333,21 @@ impl Kind for CacheGen {
     }
 
     /// Fits a plane to the keys and one to the values of every layer, or group of layers.
-    fn calibrate(&self, model: &Model, _: &Rope, samples: &Calibration, profile: &mut Profile) -> Result<()> {
+    fn calibrate(
+        &self,
+        model: &Model,
+        rope: &Rope,
+        samples: &Calibration,
+        profile: &mut Profile,
+    ) -> Result<()> {
         let config = &model.config;
         let info = self.model_info(config);
         let transforms = match self.mode {
-            Mode::Transform { bits, offset, over } => {
+            Mode::Transform { bits, shares, over } => {
                 let heads = if over == Over::Head { 1 } else { info.heads };
-                PlaneTransform::all(model, samples, heads, bits, offset)?
+                let name = format!("cachegen/{over:?}/{shares:?}/rotations");
+                let make = || Rotations::of(model, rope, samples, heads, shares);
+                samples.shared.get(&name, make)?.planes(bits)?
             }
             _ => vec![],
         };
