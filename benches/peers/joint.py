@@ -3,7 +3,7 @@
 
     cargo build --release -p kv-reference
     python benches/peers/joint.py target/release/kv benches/results --wikitext WIKITEXT [--text NAME=FILE]... \\
-        [--model NAME=PATH:LENGTH:DECODE:SPANS]... [--only NAME] [--texts N]
+        [--model NAME=PATH:LENGTH:DECODE:SPANS]... [--only NAME] [--texts N] [--shares offset]
 
 `cachegen` has a transform of one head, of the heads of a layer, of those of several layers, or of the whole model (`over`), and steps
 that share the bits by a fixed offset between keys and values or by the measured sensitivity of each layer and side. Each has one
@@ -37,10 +37,10 @@ def at(points, ratio):
     return None
 
 
-def run(bench, file, spans, length, decode):
+def run(bench, file, spans, shares, length, decode):
     curves = []
     for span in spans:
-        for share in SHARES:
+        for share in shares:
             methods = [method(span, share, bits) for bits in BITS]
             arguments = ["--text", file, "--methods", ",".join(methods), "--context", length, "--decode", decode]
             rows = bench.run("compare", *arguments, "--profile", bench.profile, "--device", "cpu")["methods"]
@@ -69,6 +69,7 @@ def main():
     parser.add_argument("--model", action="append", default=[], metavar="NAME=PATH:LENGTH:DECODE:SPANS")
     parser.add_argument("--only")
     parser.add_argument("--texts", type=int)
+    parser.add_argument("--shares", default="+".join(SHARES), help="a large model takes hours to measure its sensitivity on a CPU")
     args = parser.parse_args()
 
     texts = {name: text for name, text in any_text.own_texts().items() if name in ("prose in lines", "code")}
@@ -87,17 +88,17 @@ def main():
     for name, (model, length, decode, spans) in models.items():
         if args.only not in (None, name):
             continue
-        spans = spans.split("+")
+        spans, shares = spans.split("+"), args.shares.split("+")
         made = {"cpu": tables.cpu(), "date": tables.today(), "commit": tables.commit()}
         made |= {"length": length, "decode": decode, "runs": []}
         with tempfile.TemporaryDirectory() as folder:
             bench = any_text.Bench(args.kv, model, folder)
-            bench.calibrate(args.wikitext, [method(*of) for of in ((s, h, b) for s in spans for h in SHARES for b in BITS)])
+            bench.calibrate(args.wikitext, [method(*of) for of in ((s, h, b) for s in spans for h in shares for b in BITS)])
             for text, content in texts.items():
                 file = os.path.join(folder, "text")
                 with open(file, "w", encoding="utf-8") as out:
                     out.write(content)
-                made["runs"].append({"text": text, "curves": run(bench, file, spans, length, decode)})
+                made["runs"].append({"text": text, "curves": run(bench, file, spans, shares, length, decode)})
                 done[name] = made
                 tables.write(path, {"calibration": any_text.CALIBRATION, "models": done})
 

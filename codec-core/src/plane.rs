@@ -15,8 +15,8 @@ use crate::{Coder, Error, Models, Transform};
 pub enum Predictor<'a> {
     /// The mean of the channel.
     Mean,
-    /// The previous token as decoded, times a factor per coefficient: (coefficients,), within -1..=1. The first
-    /// token of a block has no prediction.
+    /// The previous token as decoded, times a factor per coefficient: (coefficients,), within -1..=1. The
+    /// first token of a block has no prediction.
     Previous(&'a [f32]),
     /// CacheGen's predictor: the first token of each group is stored with 8 bits per element, the others as
     /// their difference from it (5.2 of the paper, groups of 10).
@@ -43,9 +43,9 @@ pub enum Scaling<'a> {
 /// The parameters that encode and decode one plane, the keys or the values of one layer: a row of `channels`
 /// elements per token.
 ///
-/// Rows minus `mean` are transformed to coefficients, which are as many or, with [`Transform::leading`], fewer;
-/// their residuals under `predictor` are quantized to bins with the steps of `scaling`; `coder` codes bins as
-/// symbols under `models`.
+/// Rows minus `mean` are transformed to coefficients, which are as many or, with [`Transform::leading`],
+/// fewer; their residuals under `predictor` are quantized to bins with the steps of `scaling`; `coder` codes
+/// bins as symbols under `models`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Plane<'a> {
     pub(crate) transform: Option<Transform<'a>>,

@@ -5,8 +5,8 @@ use crate::error::check_len;
 use crate::quant::clamp_finite;
 use crate::simd::Kernel;
 
-/// The largest `head_dim` of a [`Transform`]: one is kept on the stack. A head of a transform may be several of
-/// the model's, of one layer or of a group of layers that are one layer of a [`Frame`](crate::Frame).
+/// The largest `head_dim` of a [`Transform`]: one is kept on the stack. A head of a transform may be several
+/// of the model's, of one layer or of a group of layers that are one layer of a [`Frame`](crate::Frame).
 pub const MAX_HEAD_DIM: usize = 4096;
 
 /// A linear map per head to coefficients, and its inverse; borrowed.

@@ -16,7 +16,8 @@ fn rows() -> Vec<f32> {
     (0..TOKENS * CHANNELS).map(|i| (i as f32).cos() * (1 + i % 7) as f32).collect()
 }
 
-/// Three levels of two layers: one without loss, and two that share the transforms of keys.
+/// Three levels of two layers: one without loss, and two that share their transforms, a square one of keys
+/// and one to leading coefficients of the last values.
 static PROFILE: OnceLock<Vec<u8>> = OnceLock::new();
 
 fn profile() -> Vec<u8> {
@@ -25,8 +26,13 @@ fn profile() -> Vec<u8> {
     let transform = std::sync::Arc::new(TransformBuf::new(3, map.clone(), map).unwrap());
     let (rows, place) = (rows(), Place::nhd(2, 3));
     let layers = [LayerRows { keys: &rows, values: &rows }; 2];
-    let fit = |_, _, side, sample: &[f32]| {
-        let transform = (side == Side::Keys).then(|| transform.clone());
+    let leading = std::sync::Arc::new(TransformBuf::leading(6, 2, vec![0.5; 12], vec![0.5; 12]).unwrap());
+    let fit = |_, layer, side, sample: &[f32]| {
+        let transform = match (layer, side) {
+            (_, Side::Keys) => Some(transform.clone()),
+            (0, Side::Values) => None,
+            _ => Some(leading.clone()),
+        };
         PlaneBuf::fit(sample, CHANNELS, transform, &FitOptions::default())
     };
     let lossless = Profile::fit_lossless(info, ElementType::F16, TOKENS, &layers, &place).unwrap();

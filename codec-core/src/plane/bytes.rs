@@ -11,8 +11,8 @@ use crate::{Coder, Error, PlaneBuf, TransformBuf};
 const MAGIC: [u8; 4] = *b"KVCP";
 const VERSION: u8 = 2;
 
-/// The version of planes whose transforms have the leading coefficients alone, which readers of version 2 do not
-/// know.
+/// The version of planes whose transforms have the leading coefficients alone, which readers of version 2 do
+/// not know.
 const LEADING_VERSION: u8 = 3;
 
 impl PlaneBuf {

@@ -24,8 +24,8 @@ impl Random {
     }
 }
 
-/// Numbers of the kinds of planes: without a transform; with one of a head, of all heads together, or of their
-/// leading coefficients, which fill a part of the first tile.
+/// Numbers of the kinds of planes: without a transform; with one of a head, of all heads together, or of
+/// their leading coefficients, which fill a part of the first tile.
 const PLAIN: usize = 24;
 const ALL: usize = PLAIN + 18;
 

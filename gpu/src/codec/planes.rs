@@ -226,7 +226,7 @@ impl Planes {
             let operation = format!("planes with {what} on the GPU");
             return Err(Error::Unsupported {
                 operation,
-                supported: "interleaved rANS without anchors, and square transforms of the same heads or none",
+                supported: "interleaved rANS without anchors; square transforms of the same heads, or none",
             });
         }
         let parts = || planes.iter().map(Plane::parts);

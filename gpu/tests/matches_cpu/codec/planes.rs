@@ -37,4 +37,8 @@ fn planes_without_a_kernel_are_errors() {
         [Some(transform), None].map(|transform| PlaneBuf::fit(&rows, channels, transform, &options).unwrap());
     let views = planes.each_ref().map(|plane| plane.view());
     assert!(matches!(Planes::pack(&views, case.info.head_dim), Err(kv_gpu::Error::Unsupported { .. })));
+    // A transform to the leading coefficients, fewer than the channels.
+    let leading = TransformBuf::leading(8, 5, vec![0.5; 40], vec![0.5; 40]).unwrap();
+    let plane = PlaneBuf::fit(&random.normals(8 * 40), 8, Some(leading.into()), &options).unwrap();
+    assert!(matches!(Planes::pack(&[plane.view()], 4), Err(kv_gpu::Error::Unsupported { .. })));
 }

@@ -14,12 +14,12 @@ const STRIDE: usize = 4;
 /// The least sensitivity, as a fraction of the mean: few tokens do not tell smaller ones.
 const LEAST: f64 = 1e-3;
 
-/// The divergence of the next token, in nats, that `code` causes in the keys or the values of one layer alone,
-/// relative to the mean of all layers and sides: what a model loses by errors that the metric of a layer, which
-/// sees the next product alone, takes for equal.
+/// The divergence of the next token, in nats, that `code` causes in the keys or the values of one layer
+/// alone, relative to the mean of all layers and sides: what a model loses by errors that the metric of a
+/// layer, which sees the next product alone, takes for equal.
 ///
-/// `code` gets layer, side and rows (n, n_kv_heads * head_dim), keys before RoPE, and replaces them by what is
-/// decoded.
+/// `code` gets layer, side and rows (n, n_kv_heads * head_dim), keys before RoPE, and replaces them by what
+/// is decoded.
 ///
 /// # Cost
 /// The model over 512 tokens, twice for each layer.
