@@ -38,25 +38,25 @@ def at(points, ratio):
 
 
 def run(bench, file, spans, shares, length, decode):
+    kinds = [(span, share) for span in spans for share in shares]
+    methods = [method(*kind, bits) for kind in kinds for bits in BITS]
+    arguments = ["--text", file, "--methods", ",".join(methods), "--context", length, "--decode", decode]
+    rows = iter(bench.run("compare", *arguments, "--profile", bench.profile, "--device", "cpu")["methods"])
     curves = []
-    for span in spans:
-        for share in shares:
-            methods = [method(span, share, bits) for bits in BITS]
-            arguments = ["--text", file, "--methods", ",".join(methods), "--context", length, "--decode", decode]
-            rows = bench.run("compare", *arguments, "--profile", bench.profile, "--device", "cpu")["methods"]
-            rates = [
-                {
-                    "bits": row["bits_per_value"],
-                    "kl": row["kl"],
-                    "kl_error": statistics.stdev(row["kl_by_position"]) / math.sqrt(decode),
-                    "top1": row["top1"],
-                    "perplexity": row["perplexity"],
-                    "profile_bytes": row["shared_bytes"],
-                }
-                for row in rows
-            ]
-            points = sorted((rate["bits"], rate["kl"]) for rate in rates)
-            curves.append({"over": span, "share": share, "at": {ratio: at(points, ratio) for ratio in RATIOS}, "rates": rates})
+    for span, share in kinds:
+        rates = [
+            {
+                "bits": row["bits_per_value"],
+                "kl": row["kl"],
+                "kl_error": statistics.stdev(row["kl_by_position"]) / math.sqrt(decode),
+                "top1": row["top1"],
+                "perplexity": row["perplexity"],
+                "profile_bytes": row["shared_bytes"],
+            }
+            for _, row in zip(BITS, rows)
+        ]
+        points = sorted((rate["bits"], rate["kl"]) for rate in rates)
+        curves.append({"over": span, "share": share, "at": {ratio: at(points, ratio) for ratio in RATIOS}, "rates": rates})
     return curves
 
 
@@ -68,6 +68,8 @@ def main():
     parser.add_argument("--text", action="append", default=[], metavar="NAME=FILE")
     parser.add_argument("--model", action="append", default=[], metavar="NAME=PATH:LENGTH:DECODE:SPANS")
     parser.add_argument("--only")
+    parser.add_argument("--profile", help="the one of an earlier run, of the same model and methods")
+    parser.add_argument("--commit")
     parser.add_argument("--texts", type=int)
     parser.add_argument("--shares", default="+".join(SHARES), help="a large model takes hours to measure its sensitivity on a CPU")
     args = parser.parse_args()
@@ -89,11 +91,14 @@ def main():
         if args.only not in (None, name):
             continue
         spans, shares = spans.split("+"), args.shares.split("+")
-        made = {"cpu": tables.cpu(), "date": tables.today(), "commit": tables.commit()}
+        made = {"cpu": tables.cpu(), "date": tables.today(), "commit": args.commit or tables.commit()}
         made |= {"length": length, "decode": decode, "runs": []}
         with tempfile.TemporaryDirectory() as folder:
             bench = any_text.Bench(args.kv, model, folder)
-            bench.calibrate(args.wikitext, [method(*of) for of in ((s, h, b) for s in spans for h in shares for b in BITS)])
+            bench.profile = args.profile or bench.profile
+            methods = [method(*of) for of in ((s, h, b) for s in spans for h in shares for b in BITS)]
+            if not args.profile:
+                bench.calibrate(args.wikitext, methods)
             for text, content in texts.items():
                 file = os.path.join(folder, "text")
                 with open(file, "w", encoding="utf-8") as out:
