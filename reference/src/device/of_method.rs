@@ -64,7 +64,8 @@ pub fn rank_cache(
 ) -> Result<DeviceCache> {
     let method = fitted(method, config)?;
     let shape = shape(&shard.config(config)?, element, method.window(), (batch, capacity));
-    let plan = method.device_plan(config, profile)?.of_heads(shard.of(config.n_kv_heads))?;
+    let plan = method.device_plan(config, profile)?;
+    let plan = if shard == Shard::WHOLE { plan } else { plan.of_heads(shard.of(config.n_kv_heads))? };
     Ok(plan.build(gpu, &shape)?)
 }
 

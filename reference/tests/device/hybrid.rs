@@ -21,7 +21,7 @@ fn it_diverges_as_on_the_cpu() {
         "hybrid",
         "hybrid:keys=rotated:rows=0.02",
         "hybrid:rows=0.1:offloaded=int8",
-        "hybrid:rows=0:v=8x8",
+        "hybrid:rows=0:k=8/4:v=8/8",
         "hybrid:values=trained",
         "hybrid:rows=0:values=trained:norms=off",
         "hybrid:rows=0.1:k=32x4:v=32x4:window=32:sinks=2:rows-on=device:exact=bf16",

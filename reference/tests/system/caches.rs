@@ -10,7 +10,7 @@ use kv_reference::eval::Prompt;
 
 /// One setting of each method; small windows, so that short sequences reach the compressed part. Nine tenths
 /// of the ranks: no direction of a random model's keys is small.
-const METHODS: [&str; 45] = [
+const METHODS: [&str; 46] = [
     "dense",
     "dense:dtype=bf16",
     "int8:window=4:group=8",

@@ -60,17 +60,17 @@ impl Nccl {
         let ranks = all.len();
         let data =
             gpus.iter().map(|gpu| Ok(Buffer::zeros(gpu, ranks)?)).collect::<Result<Vec<Buffer<f32>>>>()?;
-        let group = |enqueue: &dyn Fn(&Self, CUstream, DevicePtr<f32>) -> Result<()>| {
-            result::group_start().map_err(|e| failed("begin a group", &e))?;
-            for ((rank, gpu), data) in all.iter().zip(gpus).zip(&data) {
-                enqueue(rank, gpu.stream(), data.pointer())?;
-            }
-            result::group_end().map(drop).map_err(|e| failed("connect devices", &e))
-        };
+        let each = all.iter().zip(gpus).zip(&data);
         // SAFETY: buffers have a float for each rank, and live until the exchanges have ended.
-        group(&|rank, stream, data| unsafe { rank.sum(stream, data, ranks) })?;
+        let sum = |((rank, gpu), data): ((&Self, &&Gpu), &Buffer<f32>)| unsafe {
+            rank.sum(gpu.stream(), data.pointer(), ranks)
+        };
         // SAFETY: as above.
-        group(&|rank, stream, data| unsafe { rank.gather(stream, data, 1, ranks) })?;
+        let gather = |((rank, gpu), data): ((&Self, &&Gpu), &Buffer<f32>)| unsafe {
+            rank.gather(gpu.stream(), data.pointer(), 1, ranks)
+        };
+        grouped(|| each.clone().try_for_each(sum))?;
+        grouped(|| each.clone().try_for_each(gather))?;
         Ok(gpus.iter().try_for_each(|gpu| gpu.synchronize())?)
     }
 
@@ -137,6 +137,13 @@ impl Drop for Nccl {
             let _ = unsafe { result::comm_destroy(handle) };
         }
     }
+}
+
+/// Enqueues exchanges of several ranks on one thread.
+fn grouped(enqueue: impl FnOnce() -> Result<()>) -> Result<()> {
+    result::group_start().map_err(|e| failed("begin a group", &e))?;
+    enqueue()?;
+    result::group_end().map(drop).map_err(|e| failed("end a group", &e))
 }
 
 fn failed(what: &str, error: &result::NcclError) -> Error {
