@@ -5,11 +5,12 @@
     cargo build --release -p kv-reference -p kv-benches --bin kv --bin decode_speed
     target/release/kv calibrate PROFILE --model PATH --text WIKITEXT --methods sq,pqklt,million,hybrid,zack,cachegen
     python benches/peers/models_device.py target/release/kv target/release/decode_speed benches/results NAME=PATH \\
-        --profile PROFILE --text NAME=FILE [--lengths 2048+8192] [--cpu]
+        --profile PROFILE --text NAME=FILE [--lengths 2048+8192] [--cpu] [--only METHOD]
 
 96 tokens of the text are decoded, teacher-forced; 8 pass keys and 8 lines are at half the depth of a prompt. Steps and prompts are timed
 on the same weights, with random rows or codes: without hits, and with the hit rate that was measured on the text. With `--cpu` the
-methods also run on the CPU, on the same text: both sides must have about the same divergence. Each length is stored when it is done.
+methods also run on the CPU, on the same text: both sides must have about the same divergence. Each length is stored when it is done;
+`--only` runs one method beside the dense cache, and replaces its row.
 """
 
 import argparse, json, os, subprocess, tempfile
@@ -46,7 +47,8 @@ class Bench:
 
     def measure(self, length):
         """Quality and times of all methods at one length."""
-        rows = self.eval(METHODS, length, "cuda", TRIALS)
+        only = ["dense", self.args.only] if self.args.only else METHODS
+        rows = self.eval(only, length, "cuda", TRIALS)
         assert rows[0]["kl"] < 1e-4 and all(row["device"] == "cuda" for row in rows), rows
         specs = [f"{row['name']}:{row['setting']}" for row in rows]
         copy_rate, times = self.times(specs, length, 0)
@@ -77,6 +79,7 @@ def main():
     parser.add_argument("--text", required=True, metavar="NAME=FILE")
     parser.add_argument("--lengths", default="2048+8192", help="joined by +")
     parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--only", choices=METHODS[1:])
     parser.add_argument("--commit", help="of the programs, where there is no repository")
     args = parser.parse_args()
 
@@ -89,8 +92,14 @@ def main():
         bench = Bench(args, model, file, folder)
         for length in map(int, args.lengths.split("+")):
             run = bench.measure(length) | {"text": text, "decode": DECODE}
-            kept = [run for run in made["runs"] if (run["text"], run["length"]) != (text, length)]
-            made.update(runs=[*kept, run], gpu=gpu(), date=tables.today(), commit=args.commit or tables.commit())
+            same = lambda other: (other["text"], other["length"]) == (text, length)
+            for stored in filter(same, made["runs"] if args.only else []):
+                new = run["rows"][1] | {"commit": args.commit or tables.commit()}
+                run = stored | {"rows": [new if spec == args.only else row for spec, row in zip(METHODS, stored["rows"])]}
+            kept = [run for run in made["runs"] if not same(run)]
+            made["runs"] = [*kept, run]
+            if not args.only:
+                made.update(gpu=gpu(), date=tables.today(), commit=args.commit or tables.commit())
             tables.write(path, data)
 
 

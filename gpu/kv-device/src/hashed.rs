@@ -111,21 +111,26 @@ pub(crate) fn fill_codes<T: Pod>(gpu: &Gpu, codes: &Buffer<T>, tensor: u32) -> R
     Ok(unsafe { kernel.launch(gpu.stream(), Grid::new([1024, 1, 1])?, 256, false, &arguments) }?)
 }
 
-/// A codebook of hashed centroids of variance 1.
-pub(crate) fn random_codebook(quantizer: PqShape, tensor: u32) -> Result<CodebookBuf> {
-    let centroids = (0..quantizer.codebook_len() as u64).map(|i| hashed(tensor, i, 3.0_f32.sqrt()));
+/// A codebook of hashed centroids with components of this variance.
+pub(crate) fn random_codebook(quantizer: PqShape, tensor: u32, variance: f32) -> Result<CodebookBuf> {
+    let amplitude = (3.0 * variance).sqrt();
+    let centroids = (0..quantizer.codebook_len() as u64).map(|i| hashed(tensor, i, amplitude));
     Ok(CodebookBuf::new(quantizer, &centroids.collect::<Vec<f32>>())?)
 }
 
-/// Hashed codebooks of keys and values, the same for all heads of a layer.
+/// Hashed codebooks of keys and values, the same for all heads of a layer: of rows with components of variance 1 or,
+/// on a side with norms, of norm 1. Codes are then as long as the rows that are encoded behind them, so that those
+/// neither lead nor trail all others.
 pub(crate) fn random_codebooks(
     layers: usize,
     heads: usize,
     quantizers: Pair<PqShape>,
+    norms: Pair<bool>,
 ) -> Result<Vec<Vec<Pair<CodebookBuf>>>> {
+    let variance = |side: Side| if norms[side] { 1.0 / quantizers[side].dim() as f32 } else { 1.0 };
     let layer = |layer: usize| -> Result<_> {
         let tensor = |side: Side| RANDOM_BOOKS + 2 * layer as u32 + side as u32;
-        let pair = Pair::try_of(|side| random_codebook(quantizers[side], tensor(side)))?;
+        let pair = Pair::try_of(|side| random_codebook(quantizers[side], tensor(side), variance(side)))?;
         Ok(vec![pair; heads])
     };
     (0..layers).map(layer).collect()

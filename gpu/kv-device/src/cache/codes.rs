@@ -62,9 +62,10 @@ impl TokenCodes {
         if pages.as_ref().is_some_and(|pages| !pages.page().is_multiple_of(TILE)) {
             return Err(Error::Argument(format!("pages of codes have a multiple of {TILE} tokens")));
         }
+        let has_norms = |side| transform.as_ref().is_some_and(|transform| transform.norms[side].is_some());
         let codebooks = match codebooks {
             Some(codebooks) => codebooks,
-            None => random_codebooks(layers, heads, quantizers)?,
+            None => random_codebooks(layers, heads, quantizers, Pair::of(has_norms))?,
         };
         let books = |side: Side| codebooks.iter().flatten().map(move |pair| &pair[side]);
         let paging = paging(pages.is_some());
@@ -77,7 +78,6 @@ impl TokenCodes {
             Some(transform) => transform.kernels(gpu, element, head_dim, side),
             None => Ok(None),
         };
-        let has_norms = |side| transform.as_ref().is_some_and(|transform| transform.norms[side].is_some());
         let norms = |side| has_norms(side).then(|| Buffer::zeros(gpu, all_tiles * TILE)).transpose();
         Ok(Self {
             kernels: Pair::try_of(kernels)?,
@@ -204,9 +204,10 @@ impl TokenCodes {
         }
     }
 
-    /// Fills the codes with hashed ones, and norms with 1.06, which is two equal bytes.
+    /// Fills the codes with hashed ones, and norms with 10.6, which is two equal bytes and about the norm of a row of
+    /// 128 components of variance 1.
     pub fn fill_random(&self, gpu: &Gpu) -> Result<()> {
-        self.norms.iter().flatten().try_for_each(|norms| norms.fill(gpu, 0x3c))?;
+        self.norms.iter().flatten().try_for_each(|norms| norms.fill(gpu, 0x49))?;
         Side::ALL
             .into_iter()
             .try_for_each(|side| fill_codes(gpu, &self.codes[side], RANDOM_CODES + side as u32))

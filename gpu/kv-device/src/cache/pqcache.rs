@@ -314,6 +314,6 @@ impl ChunkCache for PqCache {
 
 /// Codebooks for timing, hashed: the same for all heads of a layer.
 fn random_codebooks(n_layers: usize, heads: usize, quantizer: PqShape) -> Result<Vec<Vec<CodebookBuf>>> {
-    let layer = |layer| Ok(vec![random_codebook(quantizer, RANDOM_BOOKS + 2 * layer as u32)?; heads]);
+    let layer = |layer| Ok(vec![random_codebook(quantizer, RANDOM_BOOKS + 2 * layer as u32, 1.0)?; heads]);
     (0..n_layers).map(layer).collect()
 }

@@ -50,7 +50,7 @@ impl Case {
                 .collect();
             let tokens = CodedTokens::new(keys, values, books[Side::Values as usize].view())
                 .unwrap()
-                .with_key_scales(&key_norms[..])
+                .with_key_scales(key_norms)
                 .unwrap()
                 .with_value_scales(value_norms)
                 .unwrap()
