@@ -209,8 +209,8 @@ impl Program {
         reached
     }
 
-    /// Options, source texts and the version of the compiler, which together determine the machine code: the key
-    /// of a cache of compiled kernels.
+    /// Options, source texts and the version of the compiler, which together determine the machine code: the
+    /// key of a cache of compiled kernels.
     ///
     /// # Errors
     /// [`Error::NoNvrtc`]; [`Error::Compile`] if NVRTC does not tell its version.

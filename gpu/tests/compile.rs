@@ -88,8 +88,8 @@ fn quantizers(paging: Paging) -> Vec<PqShape> {
         .collect()
 }
 
-/// Variants of attention: groups of queries, element of exact rows, pages of codes, and whether there are addends,
-/// norms, and exact rows in FP8.
+/// Variants of attention: groups of queries, element of exact rows, pages of codes, and whether there are
+/// addends, norms, and exact rows in FP8.
 const VARIANTS: [(&[usize], Element, Paging, [bool; 3]); 10] = [
     (&[1, 2, 4, 8], Element::F16, Paging::Contiguous, [false, false, false]),
     (&[1, 2, 3, 8], Element::Bf16, Paging::Tiles, [false, false, false]),
@@ -103,8 +103,8 @@ const VARIANTS: [(&[usize], Element, Paging, [bool; 3]); 10] = [
     (&[1, 4], Element::Bf16, Paging::Tiles, [false, false, true]),
 ];
 
-/// Whether the environment variable `EVERY_KERNEL` asks for every combination of options, which takes many minutes.
-/// Without it each value of each option is compiled at least once.
+/// Whether the environment variable `EVERY_KERNEL` asks for every combination of options, which takes many
+/// minutes. Without it each value of each option is compiled at least once.
 fn every_kernel() -> bool {
     std::env::var_os("EVERY_KERNEL").is_some()
 }

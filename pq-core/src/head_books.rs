@@ -122,8 +122,8 @@ impl HeadBooks {
         self.saved::<E>().finish()
     }
 
-    /// [`to_bytes`](Self::to_bytes) with a checksum, which [`from_bytes`](Self::from_bytes) compares: without it
-    /// most single wrong bits are read as other values.
+    /// [`to_bytes`](Self::to_bytes) with a checksum, which [`from_bytes`](Self::from_bytes) compares: without
+    /// it most single wrong bits are read as other values.
     #[must_use]
     pub fn to_bytes_checked<E: Element>(&self) -> Vec<u8> {
         self.saved::<E>().finish_checked()

@@ -1,8 +1,8 @@
 //! Streams with changed bytes and valid checksums decode to an error or to finite values, the same on every
 //! backend.
 //!
-//! `MUTATIONS=10000000 cargo test --release -p codec-core --test main mutations` for more than the default; with
-//! `RUSTFLAGS=-Zsanitizer=address` (nightly) it also finds accesses outside of buffers.
+//! `MUTATIONS=10000000 cargo test --release -p codec-core --test main mutations` for more than the default;
+//! with `RUSTFLAGS=-Zsanitizer=address` (nightly) it also finds accesses outside of buffers.
 
 use std::sync::Arc;
 

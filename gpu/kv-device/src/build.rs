@@ -62,9 +62,9 @@ impl Plan {
     /// An empty cache of these sizes.
     ///
     /// # Errors
-    /// As [`Self::check`]; [`Error::Argument`] for data of other sizes or a scale of values that is not positive;
-    /// [`Error::Profile`] for data that no 16-bit element holds; [`Error::DeviceMemory`], [`Error::HostMemory`],
-    /// [`Error::Gpu`].
+    /// As [`Self::check`]; [`Error::Argument`] for data of other sizes or a scale of values that is not
+    /// positive; [`Error::Profile`] for data that no 16-bit element holds; [`Error::DeviceMemory`],
+    /// [`Error::HostMemory`], [`Error::Gpu`].
     pub fn build(self, gpu: &Gpu, shape: &CacheShape) -> Result<DeviceCache> {
         let _purpose = Allocating::new("caches");
         self.check(shape)?;

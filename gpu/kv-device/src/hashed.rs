@@ -118,9 +118,9 @@ pub(crate) fn random_codebook(quantizer: PqShape, tensor: u32, variance: f32) ->
     Ok(CodebookBuf::new(quantizer, &centroids.collect::<Vec<f32>>())?)
 }
 
-/// Hashed codebooks of keys and values, the same for all heads of a layer: of rows with components of variance 1 or,
-/// on a side with norms, of norm 1. Codes are then as long as the rows that are encoded behind them, so that those
-/// neither lead nor trail all others.
+/// Hashed codebooks of keys and values, the same for all heads of a layer: of rows with components of
+/// variance 1 or, on a side with norms, of norm 1. Codes are then as long as the rows that are encoded behind
+/// them, so that those neither lead nor trail all others.
 pub(crate) fn random_codebooks(
     layers: usize,
     heads: usize,

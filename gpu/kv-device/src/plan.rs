@@ -45,7 +45,8 @@ impl Plan {
     /// The cache of some heads of every layer: that of a rank of a model in parts.
     ///
     /// # Errors
-    /// [`Error::Argument`] for heads that the data lack, and for the planes of a bitstream, which are of all heads.
+    /// [`Error::Argument`] for heads that the data lack, and for the planes of a bitstream, which are of all
+    /// heads.
     pub fn of_heads(mut self, heads: Range<usize>) -> Result<Self> {
         match &mut self {
             Self::Dense(_) | Self::Int4 | Self::Bitstream(_, None) => {}
@@ -102,8 +103,8 @@ pub enum CodedRows {
 pub struct RowForm {
     /// Whether the rotated mean is subtracted from keys.
     pub rotated_mean: bool,
-    /// The factor of rows that are then divided by their norms, which are stored; none if they are not. Above 1
-    /// it makes up for codes that shorten rows ([`pq_core::gaussian_gain`]).
+    /// The factor of rows that are then divided by their norms, which are stored; none if they are not. Above
+    /// 1 it makes up for codes that shorten rows ([`pq_core::gaussian_gain`]).
     pub norms: Pair<Option<f32>>,
 }
 

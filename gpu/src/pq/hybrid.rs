@@ -248,9 +248,9 @@ pub struct HybridArguments {
     /// `f32` (heads, dim): mean squared errors of the coded keys, for
     /// [`score_variances`](pq_core::Hybrid::score_variances); zeros if absent.
     pub key_errors: Option<DevicePtr<f32>>,
-    /// `f16` (pages or batch, heads, tiles, [`TILE`](super::TILE)), given exactly if the shape has `key_norms`:
-    /// the norms by which keys were divided before encoding ([`pq_core::divide_by_norms`]), finite, as in
-    /// [`Norms`](super::Norms).
+    /// `f16` (pages or batch, heads, tiles, [`TILE`](super::TILE)), given exactly if the shape has
+    /// `key_norms`: the norms by which keys were divided before encoding ([`pq_core::divide_by_norms`]),
+    /// finite, as in [`Norms`](super::Norms).
     pub key_norms: Option<DevicePtr<f16>>,
     /// `f16` (pages or batch, heads, tiles, [`TILE`](super::TILE)), given exactly if the shape has
     /// `value_norms`: the norms by which values were divided before encoding
@@ -346,16 +346,16 @@ const _: () = assert!(size_of::<KernelArguments>() == 240);
 /// determines how many tokens each head selects, as [`pq_core::RowBudget::Error`] does: exact tokens are
 /// scored first, to find the share of the attention that the codes hold.
 ///
-/// Table entries are `f16`, relative to the best of each subspace: a coded score is exact to about 2^-12 of its
-/// distance from the best codes that a query could have.
+/// Table entries are `f16`, relative to the best of each subspace: a coded score is exact to about 2^-12 of
+/// its distance from the best codes that a query could have.
 ///
 /// # Cost
 /// Every code is read once. The coded scores, 2 bytes per token and query, are written once and read twice.
-/// Where a query's output has less than 2^-6 of the weight of all codes, since the selected tokens' rows are far
-/// below their codes, one block attends to the head again, relative to the other tokens. With up to two query
-/// heads per KV head and `4 * group * m <= dim` for the values, attention adds up the weights of each code in
-/// place of values, unless these have norms. Mean errors are a third launch, which reads the coded scores
-/// again.
+/// Where a query's output has less than 2^-6 of the weight of all codes, since the selected tokens' rows are
+/// far below their codes, one block attends to the head again, relative to the other tokens. With up to two
+/// query heads per KV head and `4 * group * m <= dim` for the values, attention adds up the weights of each
+/// code in place of values, unless these have norms. Mean errors are a third launch, which reads the coded
+/// scores again.
 /// # Source
 /// MILLION (DAC 2025), III-B, for attention on codes; PQCache (arXiv 2407.12820), 3.4, for the group's rule.
 pub struct Hybrid {
@@ -456,8 +456,8 @@ impl Hybrid {
     /// # Safety
     /// As for [`Hybrid::select`]; rows exist for all selected tokens, and exact lengths do not exceed their
     /// capacity. A kernel between the two launches triggers this one (PDL) only after the selection has
-    /// ended. No kernel after [`Hybrid::select`] writes tables, page tables, codes, norms, lengths (of exact tokens,
-    /// too) or k: they are read before the PDL wait.
+    /// ended. No kernel after [`Hybrid::select`] writes tables, page tables, codes, norms, lengths (of exact
+    /// tokens, too) or k: they are read before the PDL wait.
     pub unsafe fn attend(&self, stream: CUstream, arguments: &HybridArguments) -> Result<(), Error> {
         let a = arguments;
         self.check(a)?;

@@ -201,9 +201,9 @@ pub struct SelectArguments {
     pub codes: DevicePtr<u8>,
     /// `f16` (heads, [`CodeLayout::table_len`]): codebooks, by [`CodeLayout::table_into`].
     pub table: DevicePtr<f16>,
-    /// `f16` (pages or batch, heads, tiles, [`TILE`]), given exactly if the shape has `key_norms`: the norms by
-    /// which keys were divided before encoding ([`pq_core::divide_by_norms`]), finite. They are factors of the
-    /// scores of the codes, before [errors](Self::errors) and [addends](Self::addends).
+    /// `f16` (pages or batch, heads, tiles, [`TILE`]), given exactly if the shape has `key_norms`: the norms
+    /// by which keys were divided before encoding ([`pq_core::divide_by_norms`]), finite. They are factors of
+    /// the scores of the codes, before [errors](Self::errors) and [addends](Self::addends).
     pub norms: Option<DevicePtr<f16>>,
     /// `f32` (heads, dim): mean squared errors of the coded keys, for
     /// [`score_variances`](pq_core::Hybrid::score_variances); zeros if absent.

@@ -31,8 +31,8 @@ fn lengthen(case: &mut Case, heads: usize, lengths: &[u32], ks: &[u32]) {
     case.page_tiles = if case.shape.paged { 8 } else { 1250 };
 }
 
-/// An option that `add` sets: in random shapes, of every group and every other one next to what `also` sets, with a
-/// bound, in long and in ragged sequences, of queries that are not finite.
+/// An option that `add` sets: in random shapes, of every group and every other one next to what `also` sets,
+/// with a bound, in long and in ragged sequences, of queries that are not finite.
 fn run_with(device: &Device, first_seed: u64, add: impl Fn(&mut Case), also: impl Fn(&mut Case)) {
     run(device, first_seed..first_seed + 16, &add, |_| ());
     for (seed, group) in (first_seed + 20..).zip((1..=8).cycle().take(16)) {
@@ -279,7 +279,8 @@ fn keys_of_6_bits_agree() {
     run_with(&device, 1400, with_6_bits, all);
 }
 
-/// Norms of keys in sequences of many pages, whose tiles a warp looks up several times, and of different lengths.
+/// Norms of keys in sequences of many pages, whose tiles a warp looks up several times, and of different
+/// lengths.
 #[test]
 fn norms_of_keys_in_pages_agree() {
     let Some(device) = device("norms_of_keys_in_pages_agree") else { return };
@@ -306,8 +307,8 @@ fn mean_errors_agree() {
     run_with(&device, 900, add_mean_errors, |case| case.shape.value_norms = true);
 }
 
-/// Sequences that end within blocks and parts of them, at their ends and next to these. With queries of zeros the
-/// first tokens are selected: some blocks whole, some sequences whole.
+/// Sequences that end within blocks and parts of them, at their ends and next to these. With queries of zeros
+/// the first tokens are selected: some blocks whole, some sequences whole.
 #[test]
 fn mean_errors_of_incomplete_blocks_agree() {
     let Some(device) = device("mean_errors_of_incomplete_blocks_agree") else { return };

@@ -1,9 +1,9 @@
 //! Tensor parallelism: each rank has a device, its heads and its part of the feed-forward block.
 //!
-//! A layer has two exchanges, the sums over ranks of the products with `W_O` and `W_down`, and a step one more, the
-//! parts of the logits. Caches are of a head each, so a rank's cache is that of a smaller model, of any method. Every
-//! rank runs the same program on the same tokens; after an exchange all hold the same numbers, so all pick the same
-//! token.
+//! A layer has two exchanges, the sums over ranks of the products with `W_O` and `W_down`, and a step one
+//! more, the parts of the logits. Caches are of a head each, so a rank's cache is that of a smaller model, of
+//! any method. Every rank runs the same program on the same tokens; after an exchange all hold the same
+//! numbers, so all pick the same token.
 
 mod host_memory;
 #[cfg(feature = "nccl")]
@@ -56,11 +56,12 @@ impl Shard {
         self.ranks
     }
 
-    /// The shape of the part: its heads and its part of the feed-forward block, over all of the residual stream and
-    /// of the vocabulary.
+    /// The shape of the part: its heads and its part of the feed-forward block, over all of the residual
+    /// stream and of the vocabulary.
     ///
     /// # Errors
-    /// [`Error::Argument`] where KV heads, the feed-forward block or the vocabulary are no multiple of the ranks.
+    /// [`Error::Argument`] where KV heads, the feed-forward block or the vocabulary are no multiple of the
+    /// ranks.
     pub fn config(self, config: &Config) -> Result<Config> {
         let ranks = self.ranks;
         let sizes = [
@@ -87,7 +88,8 @@ impl Shard {
     }
 }
 
-/// Exchanges between the ranks of a model, on a rank's stream. An engine with a communicator of its own implements it.
+/// Exchanges between the ranks of a model, on a rank's stream. An engine with a communicator of its own
+/// implements it.
 pub trait Communicator: Send + Sync {
     /// This rank.
     fn shard(&self) -> Shard;
@@ -98,11 +100,12 @@ pub trait Communicator: Send + Sync {
     /// [`Error::Ranks`].
     ///
     /// # Safety
-    /// The [contract of a launch](DevicePtr#launches) holds. All ranks exchange the same lengths in the same order.
+    /// The [contract of a launch](DevicePtr#launches) holds. All ranks exchange the same lengths in the same
+    /// order.
     unsafe fn sum(&self, stream: CUstream, data: DevicePtr<f32>, len: usize) -> Result<()>;
 
-    /// Enqueues the exchange of rows, (rows, len): every rank has [its part](Shard::of) of each row, and gets the
-    /// others.
+    /// Enqueues the exchange of rows, (rows, len): every rank has [its part](Shard::of) of each row, and gets
+    /// the others.
     ///
     /// # Errors
     /// [`Error::Ranks`].
@@ -111,10 +114,11 @@ pub trait Communicator: Send + Sync {
     /// As [`Self::sum`]; `len` is a multiple of the ranks.
     unsafe fn gather(&self, stream: CUstream, data: DevicePtr<f32>, rows: usize, len: usize) -> Result<()>;
 
-    /// Whether exchanges can be part of a graph. Steps are launched one kernel after the other if they cannot.
+    /// Whether exchanges can be part of a graph. Steps are launched one kernel after the other if they
+    /// cannot.
     fn is_capturable(&self) -> bool;
 
-    /// Ends this rank's exchanges, pending ones too, with an error. Called from another thread when another rank
-    /// has failed.
+    /// Ends this rank's exchanges, pending ones too, with an error. Called from another thread when another
+    /// rank has failed.
     fn abort(&self);
 }

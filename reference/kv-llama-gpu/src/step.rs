@@ -113,8 +113,8 @@ impl Decoder {
         Self::build(gpu, weights, cache, batch, None)
     }
 
-    /// As [`Self::new`] for a rank of a model in parts: its weights, a cache of its heads. All ranks call the same
-    /// functions with the same arguments, in the same order; one that fails must [end the
+    /// As [`Self::new`] for a rank of a model in parts: its weights, a cache of its heads. All ranks call the
+    /// same functions with the same arguments, in the same order; one that fails must [end the
     /// others](crate::ranks::run).
     ///
     /// # Errors
@@ -152,7 +152,8 @@ impl Decoder {
             let shape = GemvShape { n_in, columns: batch, element, head_dim, input, output };
             Gemv::new(&gpu, shape, cache.background_shared_memory())
         };
-        // One rank adds its product to the residual stream, and the others replace theirs by it, before all are summed.
+        // One rank adds its product to the residual stream, and the others replace theirs by it, before all
+        // are summed.
         let added = if shard.rank() == 0 { Output::Add } else { Output::Store };
         let products = Products {
             qkv: gemv(hidden, Input::Residual, Output::Rope)?,

@@ -257,8 +257,8 @@ impl Weights {
         Self::shard_of(gpu, model, element, Shard::WHOLE)
     }
 
-    /// Copies a rank's part of a model to its device: the rows of queries, keys, values, gate, up and of the output
-    /// that are its own, the columns of `W_O` and `W_down`, and all of the embedding.
+    /// Copies a rank's part of a model to its device: the rows of queries, keys, values, gate, up and of the
+    /// output that are its own, the columns of `W_O` and `W_down`, and all of the embedding.
     ///
     /// # Errors
     /// As [`Self::of`], and [`Error::Argument`] for a model that cannot be divided ([`Shard::config`]).

@@ -43,8 +43,8 @@ pub trait KvCache: Send + Sync {
     /// at position `pos`.
     ///
     /// # Errors
-    /// [`Error::Cache`](crate::Error::Cache) for a position that does not continue the sequence; errors of the
-    /// method's core.
+    /// [`Error::Cache`](crate::Error::Cache) for a position that does not continue the sequence; errors of
+    /// the method's core.
     fn prefill(&mut self, layer: usize, pos: usize, k: &[f32], v: &[f32]) -> Result<()>;
 
     /// Appends one token's keys and values: (n_kv_heads * head_dim) each.
@@ -88,8 +88,8 @@ pub trait KvCache: Send + Sync {
     /// which never held more than `len` tokens keeps exact: the window refills from the next token on.
     ///
     /// # Errors
-    /// [`Error::Cache`](crate::Error::Cache) when `len` is beyond the end, or the method has dropped tokens that
-    /// a cache of `len` tokens attends to. The cache is then unchanged.
+    /// [`Error::Cache`](crate::Error::Cache) when `len` is beyond the end, or the method has dropped tokens
+    /// that a cache of `len` tokens attends to. The cache is then unchanged.
     fn truncate(&mut self, len: usize) -> Result<()>;
 
     /// Exact byte counts by purpose.

@@ -199,7 +199,8 @@ pub(crate) fn single(x: &[f64]) -> Vec<f32> {
     x.iter().map(|&x| x as f32).collect()
 }
 
-/// A map (dim, dim) in single precision, times a power of two: a profile's scale of values, or its reciprocal.
+/// A map (dim, dim) in single precision, times a power of two: a profile's scale of values, or its
+/// reciprocal.
 ///
 /// # Errors
 /// [`svd_core::Error::Length`] for a map of another size.

@@ -268,8 +268,9 @@ impl Method {
         }
     }
 
-    /// Rejects a profile that lacks entries of any of `methods`, which fit the model. Whether entries are right
-    /// is seen when a method is prepared: those of another model, which only its weights tell, may be wrong.
+    /// Rejects a profile that lacks entries of any of `methods`, which fit the model. Whether entries are
+    /// right is seen when a method is prepared: those of another model, which only its weights tell, may be
+    /// wrong.
     ///
     /// # Errors
     /// [`Error::Profile`], naming all of these methods and the command that makes a profile for the whole

@@ -24,8 +24,8 @@ const FORMAT: &str = "kv-profile-3";
 ///
 /// It is stored as a safetensors file. Entries are named `method/setting/k or v/layer/head/part`, for a
 /// bitstream `method/setting/planes`; the metadata hold the model's name and hash, a checksum, the texts that
-/// it was calibrated on, and the number of positions that its keys were rotated to. Equal entries from the same
-/// tokens for the same model give equal bytes.
+/// it was calibrated on, and the number of positions that its keys were rotated to. Equal entries from the
+/// same tokens for the same model give equal bytes.
 #[derive(Clone, Debug, Default)]
 pub struct Profile {
     floats: BTreeMap<String, Vec<f32>>,

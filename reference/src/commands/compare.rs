@@ -33,8 +33,8 @@ pub struct Compare {
     /// Maximum tokens to calibrate on, from the text before the prompt
     #[arg(long, value_name = "N", default_value_t = 4096)]
     calibration: usize,
-    /// Methods to compare [default: every method with a near-lossless and an aggressive setting; with --device
-    /// cuda those that a GPU supports]
+    /// Methods to compare [default: every method with a near-lossless and an aggressive setting; with
+    /// --device cuda those that a GPU supports]
     #[arg(long, value_name = "LIST")]
     methods: Option<String>,
     /// Use this profile (`kv calibrate`) and calibrate nothing

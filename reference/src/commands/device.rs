@@ -110,8 +110,8 @@ impl DeviceArgs {
         Ok(Chosen::Cpu { note })
     }
 
-    /// Methods where they run, or the default ones of `kv compare`, and the GPU for them with prefill chunks of
-    /// `chunk` tokens. What a GPU does not support is refused before it is opened if all must run there.
+    /// Methods where they run, or the default ones of `kv compare`, and the GPU for them with prefill chunks
+    /// of `chunk` tokens. What a GPU does not support is refused before it is opened if all must run there.
     #[cfg(feature = "cuda")]
     pub fn place(&self, config: &Config, methods: Option<&[Method]>, chunk: usize) -> Result<Placement> {
         if let Choice::Cuda(_) = self.device {

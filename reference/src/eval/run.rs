@@ -14,8 +14,8 @@ use crate::{Error, Result};
 
 /// The activations of a prompt: all layers' keys (before RoPE) and values. Any cache can be filled from it.
 pub struct Prompt {
-    // The last queries, rotated (n, n_heads * head_dim): WATCHED, or all where a method watches them; keys and
-    // values (n, n_kv_heads * head_dim).
+    // The last queries, rotated (n, n_heads * head_dim): WATCHED, or all where a method watches them; keys
+    // and values (n, n_kv_heads * head_dim).
     layers: Vec<[Vec<f32>; 3]>,
     /// Logits (vocab_size,) after the prompt; prefill is exact, so they are the same for every cache.
     pub logits: Vec<f32>,
@@ -98,9 +98,9 @@ impl SharedPrompt {
         Ok(Self { tokens: tokens.to_vec(), run, residuals })
     }
 
-    /// A cache of `method` that holds the prompt. A method that folds weights changes the values, which are then
-    /// projected again. One that cuts the rows of a prompt, too, changes all layers but the first, so its model runs
-    /// the prompt again.
+    /// A cache of `method` that holds the prompt. A method that folds weights changes the values, which are
+    /// then projected again. One that cuts the rows of a prompt, too, changes all layers but the first, so
+    /// its model runs the prompt again.
     ///
     /// # Errors
     /// Errors of preparing, running and filling.
@@ -123,8 +123,8 @@ impl SharedPrompt {
         Ok(prepared)
     }
 
-    /// Fills an empty cache with the values of a model that differs from the original one in the projections of
-    /// values and of the output alone.
+    /// Fills an empty cache with the values of a model that differs from the original one in the projections
+    /// of values and of the output alone.
     fn fill_folded(&self, model: &Model, cache: &mut dyn KvCache) -> Result<()> {
         let Config { hidden_size, rms_norm_eps, .. } = model.config;
         let mut normed = vec![0.0; self.tokens.len() * hidden_size];

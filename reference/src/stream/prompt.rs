@@ -197,8 +197,8 @@ impl PromptStore<'_> {
     /// of the store's profile. Nothing is stored.
     ///
     /// # Errors
-    /// [`crate::Error::Argument`] for [`FillOptions::keep`] and for a batch; those of [`kv_stream::serve`], the
-    /// loader and the decoder; a cancelled store.
+    /// [`crate::Error::Argument`] for [`FillOptions::keep`] and for a batch; those of [`kv_stream::serve`],
+    /// the loader and the decoder; a cancelled store.
     #[cfg(feature = "cuda")]
     pub fn fill_device(
         &self,

@@ -227,8 +227,8 @@ fn a_device_that_is_not_the_first_choice_is_explained() {
     }
 }
 
-/// The texts on which methods without a profile are calibrated are in the binary, which may be moved away from
-/// where it was built.
+/// The texts on which methods without a profile are calibrated are in the binary, which may be moved away
+/// from where it was built.
 #[test]
 fn the_calibration_texts_are_part_of_the_binary() {
     let binary = std::fs::read(env!("CARGO_BIN_EXE_kv")).unwrap();

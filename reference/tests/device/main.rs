@@ -1,5 +1,6 @@
-//! The model and its caches on a GPU. Without a GPU these tests are skipped, which `GPU_TESTS=require` turns into
-//! a failure. Some occupy the device, its link or the host's memory: `.ci/gpu` runs the modules one after another.
+//! The model and its caches on a GPU. Without a GPU these tests are skipped, which `GPU_TESTS=require` turns
+//! into a failure. Some occupy the device, its link or the host's memory: `.ci/gpu` runs the modules one
+//! after another.
 
 #![cfg(feature = "cuda")]
 #![allow(clippy::unwrap_used, clippy::panic)] // helpers of tests, too

@@ -1,5 +1,5 @@
-//! A model in parts, a rank each, computes what it computes in one piece. Ranks share the device, and exchange rows
-//! in memory of the host; where there are two devices, they also exchange them by NCCL.
+//! A model in parts, a rank each, computes what it computes in one piece. Ranks share the device, and
+//! exchange rows in memory of the host; where there are two devices, they also exchange them by NCCL.
 
 use std::sync::Arc;
 

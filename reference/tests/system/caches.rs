@@ -366,8 +366,8 @@ fn bytes_are_counted_exactly() {
     // Two blocks of 32 tokens: 3 and 2 bits; 16 steps and 16 errors of 16 bits a block, a byte for each norm.
     let blocks = 64 * (6 + 4) + 2 * (16 + 32) + 64;
     assert_eq!(kept("sq:k=3:v=2:block=32:window=4").kept, blocks * (values / 32) + 36 * values * 2);
-    // Codes of 3 and 1.5 bytes a head, norms of both, and 16 sums of errors of values that are in no whole block;
-    // all rows elsewhere, in 16 bits or in 8.
+    // Codes of 3 and 1.5 bytes a head, norms of both, and 16 sums of errors of values that are in no whole
+    // block; all rows elsewhere, in 16 bits or in 8.
     let hybrid = kept("hybrid:k=4x6:v=2x6:rows=0.1:window=4");
     let codes = 128 * (3 + 3) * (values / 32) - 128 * 3 * (values / 64);
     assert_eq!(hybrid.kept, codes + norms + 4 * values / 2 + 8 * values * 2);

@@ -27,8 +27,8 @@ impl Random {
     }
 }
 
-/// Queries, keys and values of a text before RoPE, (tokens, heads * head_dim) of every layer: what caches of any
-/// history are filled with.
+/// Queries, keys and values of a text before RoPE, (tokens, heads * head_dim) of every layer: what caches of
+/// any history are filled with.
 struct Text {
     model: Arc<Model>,
     rope: Arc<Rope>,
@@ -75,8 +75,8 @@ impl Text {
         }
     }
 
-    /// Attention of the query of token `t` of the text, in the place of the last token: (layers, q_dim); `None` if
-    /// that is an error.
+    /// Attention of the query of token `t` of the text, in the place of the last token: (layers, q_dim);
+    /// `None` if that is an error.
     fn attend(&self, cache: &dyn KvCache, t: usize) -> Option<Vec<f32>> {
         let mut all = vec![];
         for l in 0..self.layers.len() {

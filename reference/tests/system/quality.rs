@@ -203,8 +203,9 @@ fn codebooks_of_another_text_hold_at_length() {
     }
 }
 
-/// The values' codebooks of one kind of text do not fit another, and this is noticed. The codebook of Gaussians
-/// fits, and loses less of the attention. So do scalar codes of keys with more bits in heads that do not fit.
+/// The values' codebooks of one kind of text do not fit another, and this is noticed. The codebook of
+/// Gaussians fits, and loses less of the attention. So do scalar codes of keys with more bits in heads that
+/// do not fit.
 #[test]
 #[ignore = "long: calibrates and runs a real model"]
 fn codebooks_that_do_not_fit_are_noticed() {

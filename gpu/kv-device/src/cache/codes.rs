@@ -204,8 +204,8 @@ impl TokenCodes {
         }
     }
 
-    /// Fills the codes with hashed ones, and norms with 10.6, which is two equal bytes and about the norm of a row of
-    /// 128 components of variance 1.
+    /// Fills the codes with hashed ones, and norms with 10.6, which is two equal bytes and about the norm of
+    /// a row of 128 components of variance 1.
     pub fn fill_random(&self, gpu: &Gpu) -> Result<()> {
         self.norms.iter().flatten().try_for_each(|norms| norms.fill(gpu, 0x49))?;
         Side::ALL

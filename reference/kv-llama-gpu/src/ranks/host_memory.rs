@@ -9,8 +9,8 @@ use kv_gpu::DevicePtr;
 use super::{Communicator, Shard};
 use crate::{Error, Result};
 
-/// Exchanges through memory of the host, for ranks that are threads of a process: slow, but ranks may share a device,
-/// and nothing needs to be installed.
+/// Exchanges through memory of the host, for ranks that are threads of a process: slow, but ranks may share a
+/// device, and nothing needs to be installed.
 pub struct HostMemory {
     shard: Shard,
     meeting: Arc<Meeting>,
@@ -51,7 +51,8 @@ impl HostMemory {
         join: impl Fn(&[Vec<f32>]) -> Vec<f32>,
     ) -> Result<()> {
         let mut own = vec![0.0_f32; len];
-        // SAFETY: the caller's contract: `len` floats are there, and work on the stream may read and write them.
+        // SAFETY: the caller's contract: `len` floats are there, and work on the stream may read and write
+        // them.
         unsafe {
             result::memcpy_dtoh_async(&mut own, data.address(), stream)
                 .and_then(|()| result::stream::synchronize(stream))
@@ -88,7 +89,8 @@ impl Meeting {
 
     /// What every rank has given.
     fn exchange(&self, rank: usize, own: Vec<f32>) -> Result<Vec<Vec<f32>>> {
-        self.wait(|state| state.given[rank].is_some())?.given[rank] = Some(own); // not before all have the last ones
+        // Not before all ranks have those of the round before.
+        self.wait(|state| state.given[rank].is_some())?.given[rank] = Some(own);
         self.changed.notify_all();
         let mut state = self.wait(|state| state.given.iter().any(Option::is_none))?;
         let all = state.given.iter().flatten().cloned().collect();

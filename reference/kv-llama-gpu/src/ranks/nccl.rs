@@ -21,7 +21,8 @@ pub struct Nccl {
 #[derive(Clone, Copy)]
 struct Handle(sys::ncclComm_t);
 
-// SAFETY: NCCL's communicators may be used by any thread, by one at a time; `abort` waits for calls that enqueue.
+// SAFETY: NCCL's communicators may be used by any thread, by one at a time; `abort` waits for calls that
+// enqueue.
 unsafe impl Send for Handle {}
 // SAFETY: as above.
 unsafe impl Sync for Handle {}
@@ -55,7 +56,8 @@ impl Nccl {
         Ok(all)
     }
 
-    /// Runs the first exchanges, which connect ranks with one another: a later one does not wait for a rank on the host.
+    /// Runs the first exchanges, which connect ranks with one another: a later one does not wait for a rank
+    /// on the host.
     fn connect(all: &[Self], gpus: &[&Gpu]) -> Result<()> {
         let ranks = all.len();
         let data =
@@ -108,7 +110,8 @@ impl Communicator for Nccl {
                 let row = data.offset(row * len);
                 let from = row.offset(own.start).address() as *const _;
                 let float = sys::ncclDataType_t::ncclFloat32;
-                // SAFETY: the caller's contract: the row has `len` floats, of which a rank has its part in place.
+                // SAFETY: the caller's contract: the row has `len` floats, of which a rank has its part in
+                // place.
                 unsafe {
                     result::all_gather(from, row.address() as *mut _, own.len(), float, handle, stream.cast())
                 }?;
@@ -123,8 +126,8 @@ impl Communicator for Nccl {
 
     fn abort(&self) {
         if let Some(Handle(handle)) = self.handle.write().unwrap_or_else(PoisonError::into_inner).take() {
-            // SAFETY: nothing else uses the handle. Kernels that wait for other ranks end; what they leave is not
-            // used, since later exchanges are errors.
+            // SAFETY: nothing else uses the handle. Kernels that wait for other ranks end; what they leave is
+            // not used, since later exchanges are errors.
             let _ = unsafe { result::comm_abort(handle) };
         }
     }

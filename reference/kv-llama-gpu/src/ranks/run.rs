@@ -26,8 +26,8 @@ impl Rank {
     }
 }
 
-/// Runs `body` for every rank on a thread of its own, and returns what each has returned. The first rank that fails
-/// or panics ends the exchanges of all others, so that none waits for it.
+/// Runs `body` for every rank on a thread of its own, and returns what each has returned. The first rank that
+/// fails or panics ends the exchanges of all others, so that none waits for it.
 ///
 /// # Errors
 /// [`Error::Rank`] with the error of the rank that failed first.

@@ -106,8 +106,8 @@ impl Decoder {
             a.stride = vocab as u32;
         })?;
         let Some(communicator) = &self.communicator else { return Ok(()) };
-        // SAFETY: there is a row for every sequence, of which the product writes the rank's part; all ranks run the
-        // same steps.
+        // SAFETY: there is a row for every sequence, of which the product writes the rank's part; all ranks
+        // run the same steps.
         unsafe { communicator.gather(self.gpu.stream(), logits, self.batch, vocab) }
     }
 

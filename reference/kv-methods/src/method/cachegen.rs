@@ -295,8 +295,8 @@ impl CacheGen {
             || !matches!(self.mode, Mode::Transform { .. })
     }
 
-    /// The model that the planes belong to, identified by its hash in the file. Layers that are coded together
-    /// are one layer, which has the heads of all of them.
+    /// The model that the planes belong to, identified by its hash in the file. Layers that are coded
+    /// together are one layer, which has the heads of all of them.
     const fn model_info(&self, config: &Config) -> ModelInfo {
         let &Config { n_layers, n_kv_heads, head_dim, .. } = config;
         let group = self.group(config);

@@ -19,12 +19,12 @@ use crate::{Error, Message, Result, files};
 
 /// A model's chat template.
 ///
-/// A template is a program of the checkpoint. Its steps, the bytes of the texts that it makes and the elements
-/// that its loops visit are limited together, and so is the JSON of `tojson`. Lists that it adds to each other
-/// or puts into each other are not: minijinja (3.1) adds lists for nothing until they are read, and then takes
-/// memory and time for all elements at once, which double with every `x + x`. Nothing in the process can stop
-/// that: a program that renders templates of strangers limits the time and the memory of a process, as
-/// `kv generate` does.
+/// A template is a program of the checkpoint. Its steps, the bytes of the texts that it makes and the
+/// elements that its loops visit are limited together, and so is the JSON of `tojson`. Lists that it adds to
+/// each other or puts into each other are not: minijinja (3.1) adds lists for nothing until they are read,
+/// and then takes memory and time for all elements at once, which double with every `x + x`. Nothing in the
+/// process can stop that: a program that renders templates of strangers limits the time and the memory of a
+/// process, as `kv generate` does.
 ///
 /// # Examples
 /// ```no_run

@@ -191,8 +191,8 @@ fn highest_score(lut: &Lut<'_>) -> f32 {
 
 /// How much the rounding of table entries may change the scores, on average over the weights. An entry is a
 /// half less the highest of its subspace, so its rounding is 2^-11 of what its token loses by it. Tokens of
-/// large weight have lost little, unless addends or norms have made up for it. `most` are the scores of tokens with
-/// the best codes.
+/// large weight have lost little, unless addends or norms have made up for it. `most` are the scores of
+/// tokens with the best codes.
 fn score_rounding(most: impl Iterator<Item = f32>, scores: &[f32]) -> f32 {
     let max = scores.iter().copied().fold(f32::MIN, f32::max);
     let weights = scores.iter().map(|score| (score - max).exp());

@@ -220,8 +220,8 @@ fn spread(sigma: &[f64]) -> f64 {
 }
 
 /// The query-metric rotation of heads of one or several layers together, of keys before RoPE, or of values in
-/// the metric of `W_O`, relative to the residual stream. `heads` counts over the layers; an error in a head is
-/// measured in its unit.
+/// the metric of `W_O`, relative to the residual stream. `heads` counts over the layers; an error in a head
+/// is measured in its unit.
 fn joint_rotation(
     model: &Model,
     samples: &Calibration,

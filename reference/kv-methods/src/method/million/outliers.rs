@@ -1,8 +1,8 @@
 //! The paper's ablation (IV, "Outlier-immune study"), not its method: the top percent of the elements "based
-//! on data distribution" are kept exact next to the codes. The paper does not say how they are found. Here they
-//! are those farthest from their channel's centre, the mean of the calibration's rows. The centre also takes
-//! their place in the rows that are coded, as in those that codebooks are trained on. Attention decodes the
-//! rows and puts the outliers back.
+//! on data distribution" are kept exact next to the codes. The paper does not say how they are found. Here
+//! they are those farthest from their channel's centre, the mean of the calibration's rows. The centre also
+//! takes their place in the rows that are coded, as in those that codebooks are trained on. Attention decodes
+//! the rows and puts the outliers back.
 
 use std::sync::Arc;
 
