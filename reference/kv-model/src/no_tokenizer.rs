@@ -82,6 +82,12 @@ impl ChatTemplate {
     pub fn render(&self, _: &[Message], _: bool) -> Result<String> {
         match *self {}
     }
+
+    /// # Errors
+    /// As [`Self::render`].
+    pub fn left_out<'a>(&self, _: &'a [Message]) -> Result<Option<&'a Message>> {
+        match *self {}
+    }
 }
 
 /// The text of tokens as they arrive: without the feature `tokenizers` there is none.
