@@ -69,6 +69,7 @@ struct Speed {
     logits: Option<PathBuf>,
     /// Parts of the model, each on a GPU from number 0 on, which exchange by NCCL; with --random
     #[arg(long, value_name = "N", default_value_t = 1, requires = "random")]
+    #[arg(conflicts_with_all = ["device", "device_memory"])]
     ranks: usize,
     #[command(flatten)]
     device: DeviceArgs,
@@ -85,8 +86,8 @@ const WARM_UP: usize = 3;
 
 impl Speed {
     fn run(self) -> Result<()> {
-        if self.steps == 0 || self.contexts.contains(&0) || self.batches.contains(&0) {
-            return Err(Error::argument("--steps, --contexts and --batches must be at least 1"));
+        if self.steps == 0 || self.ranks == 0 || self.contexts.contains(&0) || self.batches.contains(&0) {
+            return Err(Error::argument("--steps, --ranks, --contexts and --batches must be at least 1"));
         }
         check_number("--hits", self.hits.into(), "a fraction from 0 to 1", |x| (0.0..=1.0).contains(&x))?;
         let methods = Method::parse_list(&self.methods)?;
