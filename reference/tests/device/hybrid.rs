@@ -32,7 +32,8 @@ fn it_diverges_as_on_the_cpu() {
         "hybrid:values=trained:rows=auto",
         "hybrid:rows=auto:rows-on=device",
         "hybrid:rows=auto:bound=0.02:most=0.5",
-        "hybrid:keys=rotated:rows=auto:bound=0.01:most=0.1:window=32:sinks=2:rows-on=device",
+        "hybrid:k=8/8:v=8/8:norms=off:mean-error=off:keys=rotated:rows=auto:bound=0.01:most=0.1:window=32:sinks=2:\
+         rows-on=device",
     ] {
         diverges_as_on_the_cpu(&gpu, spec);
     }
