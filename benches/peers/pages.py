@@ -505,9 +505,9 @@ def margins(data):
         "        [--run LENGTH:DECODE:TRIALS]... [--texts N] [--only REGEX]",
         "",
         f"tiny-llama-12m; profiles are of the first {data['calibration']:,} tokens of WikiText-2. Intervals (95 %) are bootstraps over blocks of "
-        f"{data['block']} decoded tokens; `over the first` is the paired difference of KL from the first method of the table. Rows are those that a "
-        "step reads of a head between sinks and window, the mean of all layers; KiB are of a step, all heads and layers: rows read, and what is read "
-        "to choose them.",
+        f"{data['block']} decoded tokens. `over the first` is the paired difference of KL from the first method of the table. `rows` counts the "
+        "exact rows that a step reads for one head, without sinks and window, as the mean of all layers. `KiB` and `to choose` are of a step over "
+        "all heads and layers: the bytes of these rows, and the bytes that are read to choose them.",
         "",
     ]
     runs, columns = data["runs"], ["method", "bits", "rows", "KiB", "to choose", "KL", "95 %", "over the first", "95 %", "top-1"]

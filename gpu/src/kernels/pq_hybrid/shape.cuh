@@ -4,8 +4,8 @@
 // CPU twins: pq_core::hybrid_select_into, pq_core::hybrid_attend_into, pq_core::attend_exact_into. Compile-time shape:
 // HEAD_DIM 64 or 128; GROUP 1 to 8 query heads per KV head; KEY_M, VALUE_M 8, 16 or 32 subspaces; KEY_BITS,
 // VALUE_BITS 4 or 8; KEY_BITS also 6, with KEY_M 16 or 32; HISTOGRAM_VALUES (code_weights.cuh) or VALUE_COPIES 1 or 2
-// (values.cuh); ELEMENT 1 (f16) or 2 (bf16); MAX_RULE (keys.cuh); PAGED or not; ADAPTIVE or not (budget.cuh); ADDENDS or
-// not (addends.cuh); KEY_NORMS, VALUE_NORMS or not (norms.cuh).
+// (values.cuh); ELEMENT 1 (f16) or 2 (bf16); MAX_RULE (keys.cuh); PAGED or not; ADAPTIVE or not (budget.cuh); ADDENDS
+// or not (addends.cuh); KEY_NORMS, VALUE_NORMS or not (norms.cuh).
 //
 // A step is two operations, so that rows can be fetched in between:
 //

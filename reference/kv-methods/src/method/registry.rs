@@ -49,9 +49,9 @@ pub fn methods_help() -> String {
     let methods: String = REGISTRY.iter().map(|registration| format!("  {}", registration.help)).collect();
     format!(
         "A method is NAME[:KEY=VALUE]...; several are separated by commas.\n\n{methods}\n\
-For all but dense: sinks=4 window=64 (tokens kept exact; h2o, snapkv and kivi have others), batch=N (tokens that leave the
-window at once: 64 for int, cachegen and zack's codes, a block for sq, a group for kivi, else 1), exact=f16|bf16|f32
-(how), exact-layers=0+5 (layers left uncompressed). ratio= includes sinks and window, rows= does not. refine=N
+For all but dense: sinks=4 window=64 (tokens kept exact; h2o, snapkv and kivi have others), batch=N (tokens that
+leave the window at once: 64 for int, cachegen and zack's codes, a block for sq, a group for kivi, else 1),
+exact=f16|bf16|f32 (how), exact-layers=0+5 (layers left uncompressed). ratio= includes sinks and window, rows= does not. refine=N
 trains codebooks for N iterations more on the prompt.
 A PQ code is SUBSPACESxBITS, or BITS/COMPONENTS for any head: 8/2 is 64x8 for 128 components, and the
 default scales so."

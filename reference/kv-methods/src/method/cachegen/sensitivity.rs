@@ -9,7 +9,7 @@ use crate::Result;
 
 /// Tokens of the calibration text that the model runs over once for each side of each layer.
 const TOKENS: usize = 512;
-/// Every so many of them are compared; the logits of a large vocabulary cost as much as a few layers.
+/// Every fourth token is compared, since the logits of a large vocabulary cost as much as a few layers.
 const STRIDE: usize = 4;
 /// The least sensitivity, as a fraction of the mean: few tokens do not tell smaller ones.
 const LEAST: f64 = 1e-3;
