@@ -1,5 +1,6 @@
 //! Calibration samples: keys and values of a model over a text, and second moments of its queries and keys.
 
+mod divergence;
 mod text;
 
 use std::any::Any;
@@ -13,10 +14,11 @@ use svd_core::{Gram, MapBuf, NoRope, PostRope, PreRope, RopeSide, Rows};
 
 use crate::cache::Geometry;
 use crate::{Error, Method, Profile, Result};
+pub(crate) use divergence::divergences;
 pub use text::CalibrationText;
 
 /// Leading tokens to skip: every method keeps the sinks exact, and their norms are outliers.
-const SINKS: usize = 4;
+pub(crate) const SINKS: usize = 4;
 
 /// Minimum number of tokens to calibrate on.
 const FEWEST: usize = 64;

@@ -2,6 +2,7 @@
 //!
 //! One method, one file: its settings, its calibration, its store. A new one needs a line in `registry.rs`.
 
+mod auto;
 mod budget;
 mod cachegen;
 mod dense;

@@ -1,7 +1,6 @@
 //! CacheGen: a bitstream of keys (before RoPE) and values, through the codec's planes, one for each side of
 //! each layer.
 
-mod sensitivity;
 mod store;
 mod transform;
 

@@ -11,8 +11,8 @@ use super::on_device::Limit;
 use super::settings::{Layers, Settings};
 use super::spelling::similar;
 use super::{
-    Method, Place, cachegen, dense, floats, h2o, hybrid, infllm, kvquant, million, pqcache, pqklt, quest,
-    retrieval, retroinfer, scalar, snapkv, sparq, sq, streaming, zack,
+    Method, Place, auto, cachegen, dense, floats, h2o, hybrid, infllm, kvquant, million, pqcache, pqklt,
+    quest, retrieval, retroinfer, scalar, snapkv, sparq, sq, streaming, zack,
 };
 use crate::{Error, Result};
 
@@ -34,6 +34,7 @@ const REGISTRY: &[Registration] = &[
     retroinfer::RETRO_INFER,
     h2o::H2O,
     sq::SQ,
+    auto::AUTO,
     million::MILLION,
     pqklt::PQ_KLT,
     hybrid::HYBRID,

@@ -9,6 +9,9 @@ use crate::{Error, Result};
 /// Maximum token count of a setting.
 const MOST_TOKENS: u32 = 1 << 24;
 
+/// Maximum bytes of a token.
+const MOST_BYTES: u32 = 1 << 30;
+
 /// The `key=value` pairs of a method, taken one by one.
 pub(super) struct Settings<'a> {
     pub name: &'a str,
@@ -148,6 +151,16 @@ impl<'a> Settings<'a> {
     /// A fraction: above 0, at most 1.
     pub fn fraction(&mut self, key: &'static str, default: f64) -> Result<f64> {
         Ok(self.own(key, Within::<f64, 0, 1>(default))?.0)
+    }
+
+    /// Mean bits of a component: above 0.
+    pub fn mean_bits(&mut self, key: &'static str, default: f64) -> Result<f64> {
+        Ok(self.own(key, Within::<f64, 0, 8>(default))?.0)
+    }
+
+    /// Bytes of a token, which must be given.
+    pub fn bytes(&mut self, key: &'static str) -> Result<usize> {
+        Ok(self.own(key, Within::<usize, 1, MOST_BYTES>(1))?.0)
     }
 
     /// A bin size in standard deviations.

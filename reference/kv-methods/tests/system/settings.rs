@@ -10,7 +10,7 @@ use kv_model::Model;
 use super::sizes::logits;
 
 /// Settings of every method that does not take any number, and the largest and the smallest of the others.
-const EXTREMES: [&str; 60] = [
+const EXTREMES: [&str; 65] = [
     "int4:k=1:v=8",
     "int4:group=1",
     "int4:group=4096",
@@ -41,6 +41,11 @@ const EXTREMES: [&str; 60] = [
     "sq:block=32",
     "sq:block=256",
     "sq:block=256:batch=1",
+    "auto:bits=0.1",
+    "auto:bits=8",
+    "auto:loss=1",
+    "auto:bytes=1",
+    "auto:bytes=1073741824",
     "million:k=1x12:v=1x1",
     "million:k=3x8",
     "million:v=8x17",

@@ -10,7 +10,7 @@ use kv_methods::{Error, Method, Prepared, calibrated};
 use kv_model::{Linear, Matrix, Model, Rope};
 
 /// A method of each kind, with settings that scale to any head.
-const METHODS: [&str; 26] = [
+const METHODS: [&str; 27] = [
     "int8",
     "int2",
     "rotated",
@@ -24,6 +24,7 @@ const METHODS: [&str; 26] = [
     "retroinfer",
     "sq",
     "sq:k=8:v=8",
+    "auto",
     "million",
     "million:k=4/1:v=4/1",
     "pqklt",
@@ -115,10 +116,11 @@ const WINDOWS: [(&str, usize); 5] = [
 ];
 
 /// What a method may say that refuses sizes.
-const REFUSALS: [(&str, &str); 4] = [
+const REFUSALS: [(&str, &str); 5] = [
     ("streaming:", "sinks=0 and window=0 leave no token to attend to"),
     ("q8_0", "blocks of 32 components do not divide heads of "),
     ("q4_0", "blocks of 32 components do not divide heads of "),
+    ("auto", "heads of 320 components: at most 256 have scalar codes"),
     ("sq", "heads of 320 components: at most 256 have scalar codes"),
 ];
 

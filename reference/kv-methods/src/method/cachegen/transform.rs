@@ -14,10 +14,9 @@ use rayon::prelude::*;
 use svd_core::{Gram, Rotation, Rows};
 
 use super::grouped;
-use super::sensitivity::sensitivities;
 use crate::Result;
 use crate::cache::Geometry;
-use crate::calibrate::{Calibration, LayerSamples, mean_row, output_gram, single};
+use crate::calibrate::{Calibration, LayerSamples, divergences, mean_row, output_gram, single};
 
 /// Bits at which sensitivities are measured, and what values have more than keys there.
 const MEASURED: (f32, f32) = (2.0, 1.2);
@@ -27,6 +26,9 @@ const MEASURED: (f32, f32) = (2.0, 1.2);
 /// 0.0131, with all coefficients 0.0138, and with a bound of 0.3, which drops more than the text can do
 /// without, 0.0167.
 const LEAST: f64 = 0.125;
+
+/// The least sensitivity, as a fraction of the mean: few tokens do not tell smaller ones.
+const LEAST_COST: f64 = 1e-3;
 
 /// How planes share the bits.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -176,7 +178,7 @@ fn sensitive_units(
         units[side].iter_mut().for_each(|unit| *unit *= step);
     }
     let costs = samples.shared.get("cachegen/sensitivities", || {
-        sensitivities(model, rope, &samples.tokens, |l, side, rows| {
+        let costs = divergences(model, rope, &samples.tokens, |l, side, rows| {
             let layer = &samples.layers[l];
             let sample = if side == Side::Keys { &layer.keys } else { &layer.values };
             let dim = model.config.kv_dim();
@@ -190,7 +192,8 @@ fn sensitive_units(
                 row.iter_mut().zip(&mean).for_each(|(x, mean)| *x += mean);
             }
             Ok(())
-        })
+        })?;
+        Ok(relative(costs))
     })?;
     for (l, costs) in costs.iter().enumerate() {
         for side in [Side::Keys, Side::Values] {
@@ -199,6 +202,15 @@ fn sensitive_units(
         }
     }
     Ok(units)
+}
+
+/// Divergences relative to their mean.
+fn relative(mut costs: Vec<Pair<f64>>) -> Vec<Pair<f64>> {
+    let mean = costs.iter().flat_map(Pair::iter).sum::<f64>() / (2 * costs.len()) as f64;
+    // A model whose layers cost nothing, such as a pruned one, has equal sensitivities.
+    let relative = |x: f64| if mean > 0.0 { (x / mean).max(LEAST_COST) } else { 1.0 };
+    costs.iter_mut().flat_map(Pair::iter_mut).for_each(|x| *x = relative(*x));
+    costs
 }
 
 /// Replaces a vector by that of its coefficients rounded to steps.

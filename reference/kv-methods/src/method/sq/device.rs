@@ -19,7 +19,7 @@ impl DeviceKind for Sq {
         vec![
             Limit::new(self.values > 4, "v=5", "values on a device have at most 4 bits", "v=4"),
             Limit::new(
-                window.batch != self.block,
+                window.batch != self.bases.block,
                 "batch=32",
                 "on a device one block leaves the window at once",
                 "no batch=",
@@ -48,7 +48,7 @@ impl DeviceKind for Sq {
         };
         let layer = |profile, l| -> Result<Vec<ScalarHead>> {
             let coded = |basis: Basis| Ok(head(basis.clone(), basis.coded_keys(slots)?));
-            self.bases(config, profile, l)?.into_iter().map(coded).collect()
+            self.bases.of_layer(config, profile, l)?.into_iter().map(coded).collect()
         };
         let layers = |profile| (0..config.n_layers).map(|l| layer(profile, l)).collect::<Result<Vec<_>>>();
         Ok(Plan::Scalar(plan, profile.map(layers).transpose()?))
@@ -62,7 +62,7 @@ impl DeviceKind for Sq {
                 (scaled(rotation.basis(), scale.recip(), dim)?, scaled(rotation.dual(), scale, dim)?);
             Ok(ValueFold { mean, basis, dual })
         };
-        let layer = |l| self.bases(&model.config, profile, l)?.into_iter().map(fold).collect();
+        let layer = |l| self.bases.of_layer(&model.config, profile, l)?.into_iter().map(fold).collect();
         fold_values(model, layer).map(Some)
     }
 }

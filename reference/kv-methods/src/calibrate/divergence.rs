@@ -11,19 +11,16 @@ use crate::Result;
 const TOKENS: usize = 512;
 /// Every fourth token is compared, since the logits of a large vocabulary cost as much as a few layers.
 const STRIDE: usize = 4;
-/// The least sensitivity, as a fraction of the mean: few tokens do not tell smaller ones.
-const LEAST: f64 = 1e-3;
-
-/// The divergence of the next token, in nats, that `code` causes in the keys or the values of one layer
-/// alone, relative to the mean of all layers and sides: what a model loses by errors that the metric of a
-/// layer, which sees the next product alone, takes for equal.
+/// The mean divergence of the next token, in nats, that `code` causes in the keys or the values of one layer
+/// alone: what a model loses by errors that the metric of a layer, which sees the next product alone, takes
+/// for equal.
 ///
 /// `code` gets layer, side and rows (n, n_kv_heads * head_dim), keys before RoPE, and replaces them by what
 /// is decoded.
 ///
 /// # Cost
 /// The model over 512 tokens, twice for each layer.
-pub(crate) fn sensitivities(
+pub(crate) fn divergences(
     model: &Model,
     rope: &Rope,
     tokens: &[u32],
@@ -52,13 +49,7 @@ pub(crate) fn sensitivities(
             let coded = predicted(row)?;
             sum += exact.iter().zip(&coded).map(|(p, q)| p.exp() * (p - q)).sum::<f64>();
         }
-        Ok(sum)
+        Ok(sum / exact.len() as f64)
     };
-    let layers = 0..model.config.n_layers;
-    let mut all = layers.map(|l| Pair::try_of(|side| divergence(l, side))).collect::<Result<Vec<_>>>()?;
-    let mean = all.iter().flat_map(Pair::iter).sum::<f64>() / (2 * all.len()) as f64;
-    // A model whose layers cost nothing, such as a pruned one, has equal sensitivities.
-    let relative = |x: f64| if mean > 0.0 { (x / mean).max(LEAST) } else { 1.0 };
-    all.iter_mut().flat_map(Pair::iter_mut).for_each(|x| *x = relative(*x));
-    Ok(all)
+    (0..model.config.n_layers).map(|l| Pair::try_of(|side| divergence(l, side))).collect()
 }
