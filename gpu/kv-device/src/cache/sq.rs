@@ -2,6 +2,7 @@
 
 mod codes;
 mod launch;
+pub(crate) mod queries;
 mod transform;
 
 use kv_attend::owner::{Footprint, Pair, Side};
@@ -21,12 +22,14 @@ use crate::shape::CacheShape;
 use crate::timed::Timed;
 use crate::{Error, Result};
 use codes::{Codes, encoder};
+use queries::BlockQueries;
 use transform::BlockRows;
 
-/// `prepare`, `restore`, `transform_queries`, `close_up` and `map_values`.
-pub(crate) fn program(element: Element, head_dim: usize, group: usize) -> Program {
-    let defines = [("ELEMENT", element as usize), ("HEAD_DIM", head_dim), ("GROUP", group)];
-    Program::own("sq.cu", include_str!("../kernels/sq.cu"), &[], &defines)
+/// `prepare`, `restore`, `close_up` and `map_values`.
+pub(crate) fn program(element: Element, head_dim: usize) -> Program {
+    let headers = &[("turn.cuh", include_str!("../kernels/turn.cuh"))];
+    let defines = [("ELEMENT", element as usize), ("HEAD_DIM", head_dim)];
+    Program::own("sq.cu", include_str!("../kernels/sq.cu"), headers, &defines)
 }
 
 /// Scalar codes: sinks, a window and the tokens whose block is not complete are exact, all others are codes
@@ -43,7 +46,7 @@ pub(crate) struct SqCache {
     exact: FullRank,
     attend: Attend,
     merge: Merge,
-    transform_queries: Kernel,
+    queries: BlockQueries,
     close_up: Kernel,
     element: Element,
     window: Window,
@@ -56,7 +59,6 @@ pub(crate) struct SqCache {
 
 /// Scratch memory of a step, shared by all layers.
 struct Scratch {
-    queries: Buffer<f32>,           // (batch, heads, blocks, group, head_dim)
     out: Buffer<u16>,               // (batch, heads, group, head_dim): attention to the codes
     log_sum_exps: [Buffer<f32>; 2], // (batch, heads, group): of the exact tokens, and of the codes
     workspace: Buffer<u8>,
@@ -110,17 +112,16 @@ impl SqCache {
         let attend = Attend::new(&gpu.device, kernel(sizes, plan))?;
         let codes = Codes::new(gpu, sizes, plan, heads)?;
         let n_heads = n_kv_heads * group;
-        let program = program(element, head_dim, group);
+        let program = program(element, head_dim);
         let kernel = |name| gpu.device.kernel(&program, name, 0);
         let sums = || Buffer::zeros(gpu, batch * n_heads);
         let cache = Self {
             exact: FullRank::new(gpu, sizes, false)?,
             merge: Merge::new(gpu, element, head_dim, group)?,
-            transform_queries: kernel("transform_queries")?,
+            queries: BlockQueries::new(gpu, sizes, window_shape(sizes), codes.blocks)?,
             close_up: kernel("close_up")?,
             window: Window::new(gpu, window_shape(sizes))?,
             scratch: Scratch {
-                queries: Buffer::zeros(gpu, batch * n_heads * codes.blocks * head_dim)?,
                 out: Buffer::zeros(gpu, batch * n_heads * head_dim)?,
                 log_sum_exps: [sums()?, sums()?],
                 workspace: Buffer::zeros(gpu, attend.workspace_len(batch, n_kv_heads))?,
@@ -214,7 +215,7 @@ impl StepCache for SqCache {
         unsafe {
             self.exact.launch(gpu, rows, lengths, queries, out, Some(log_sum_exps[0]))?;
             self.codes.transform.means.launch(gpu, layer, sequences, queries)?;
-            self.launch_queries(gpu, layer, sequences, queries)?;
+            self.queries.launch(gpu, layer, &self.codes.transform, sequences, queries)?;
             self.launch_coded(gpu, layer, sequences)?;
             self.merge.launch(gpu, heads * self.group, batch, &parts)
         }
@@ -243,14 +244,14 @@ impl StepCache for SqCache {
         let shape = self.window.shape;
         Footprint {
             kept: self.codes.bytes_of(shape.stored(tokens)) + shape.exact_bytes(tokens),
-            working: self.scratch.queries.bytes() + self.codes.transform.working_bytes(),
+            working: self.queries.bytes() + self.codes.transform.working_bytes(),
             shared: self.codes.shared_bytes(),
             ..Footprint::default()
         }
     }
 
     fn bytes(&self) -> usize {
-        self.window.bytes() + self.codes.bytes() + self.scratch.queries.bytes()
+        self.window.bytes() + self.codes.bytes() + self.queries.bytes()
     }
 }
 

@@ -1,28 +1,15 @@
-// Scalar codes between the products and attention: the rows of a block in the basis of its codes and back, the queries
-// of every block, and the exact rows behind a block that has left.
+// Scalar codes between the products and attention: the rows of a block in the basis of its codes and back, and the exact
+// rows behind a block that has left.
 //
-// CPU twins: transform_keys and Queries of pq_core::sq. Compile-time shape: ELEMENT of rows and queries (1 for f16, 2
-// for bf16), HEAD_DIM, and GROUP query heads of a key/value head.
+// CPU twin: transform_keys of pq_core::sq. Compile-time shape: ELEMENT of rows (1 for f16, 2 for bf16), HEAD_DIM.
 //
 // A thread holds a column of a map, in f32, and multiplies a tile of rows in shared memory with it.
 #include "element.cuh"
 #include "primitives_sm80.cuh"
+#include "turn.cuh"
 
 constexpr u32 D = HEAD_DIM, HALF = D / 2, THREADS = D;
 constexpr u32 TILE = 8; // rows that are multiplied together
-
-struct Turn {
-    float cosine, sine;
-
-    // Of a pair of components by a number of positions.
-    __device__ __forceinline__ Turn(float frequency, int positions) {
-        const double turns = positions * (frequency * 0.15915494309189535); // / 2 pi
-        sincospif(2 * (float)(turns - rint(turns)), &sine, &cosine);
-    }
-    __device__ __forceinline__ float2 operator()(float x, float y) const {
-        return make_float2(cosine * x - sine * y, sine * x + cosine * y);
-    }
-};
 
 struct Tile {
     float rows[TILE][D];
@@ -178,49 +165,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) restore(const RowsArgument
             u16* to = a.keys + place.row + t * D + pair;
             to[0] = to_element(key.x), to[HALF] = to_element(key.y);
         }
-        __syncthreads(); // the tile has been read
-    }
-}
-
-struct QueriesArguments {
-    const u16* queries;       // element [sequence][head][GROUP][D], after RoPE
-    const float* duals;       // [head][D][D]
-    const float* frequencies; // [HALF]: radians a position
-    const u32* lengths;       // [sequence]: coded tokens
-    float* out;               // [sequence][head][query_blocks][GROUP][D]
-    u32 heads, sinks, block, query_blocks;
-};
-
-// The queries in the dual basis of every block with tokens, rotated by minus the position of its middle.
-//
-// Launch: grid (blocks, heads, sequences), THREADS threads: any number of blocks, which take tiles in turn. For three
-// blocks of a multiprocessor the compiler would spill.
-extern "C" __global__ void __launch_bounds__(THREADS, 2) transform_queries(const QueriesArguments a) {
-    __shared__ __align__(16) Tile tile;
-    const u32 pair = threadIdx.x % HALF;
-    const float frequency = __ldg(a.frequencies + pair);
-    const u32 rows = (a.lengths[blockIdx.z] + a.block - 1) / a.block * GROUP;
-    Column dual;
-    if (blockIdx.x * TILE < rows) dual.load(a.duals + (u64)blockIdx.y * D * D);
-    pdl_wait(); // an earlier kernel writes the queries, but neither maps nor lengths
-    pdl_trigger();
-    const u64 own = (u64)blockIdx.z * a.heads + blockIdx.y;
-    const u16* queries = a.queries + own * GROUP * D;
-    float* out = a.out + own * a.query_blocks * GROUP * D;
-    for (u32 first = blockIdx.x * TILE; first < rows; first += gridDim.x * TILE) {
-        for (u32 r = threadIdx.x / HALF; r < TILE; r += 2) {
-            const u32 block = (first + r) / GROUP;
-            const u16* query = queries + (first + r) % GROUP * D + pair;
-            const Turn back(frequency, -(int)(a.sinks + block * a.block + a.block / 2));
-            const float2 turned = back(to_float(query[0]), to_float(query[HALF]));
-            tile.rows[r][pair] = turned.x, tile.rows[r][pair + HALF] = turned.y;
-        }
-        __syncthreads();
-        float mapped[TILE];
-        dual.multiply(tile, mapped);
-#pragma unroll
-        for (u32 r = 0; r < TILE; r++)
-            if (first + r < rows) out[(u64)(first + r) * D + threadIdx.x] = mapped[r];
         __syncthreads(); // the tile has been read
     }
 }

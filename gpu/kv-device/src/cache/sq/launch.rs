@@ -12,20 +12,6 @@ use crate::rows::{Rows, Sequences};
 
 #[derive(Clone, Copy)]
 #[repr(C)]
-struct QueriesArguments {
-    queries: DevicePtr<AnyElement>,
-    duals: DevicePtr<f32>,
-    frequencies: DevicePtr<f32>,
-    lengths: DevicePtr<u32>,
-    out: DevicePtr<f32>,
-    heads: u32,
-    sinks: u32,
-    block: u32,
-    query_blocks: u32,
-}
-
-#[derive(Clone, Copy)]
-#[repr(C)]
 struct CloseUpArguments {
     rows: DevicePtr<AnyElement>,
     counts: DevicePtr<u32>,
@@ -35,7 +21,7 @@ struct CloseUpArguments {
     behind: u32,
 }
 
-const _: () = assert!(size_of::<QueriesArguments>() == 56 && size_of::<CloseUpArguments>() == 32);
+const _: () = assert!(size_of::<CloseUpArguments>() == 32);
 
 impl SqCache {
     /// Moves the rows behind a block that has left to where it was.
@@ -58,37 +44,6 @@ impl SqCache {
         }?)
     }
 
-    /// Launches the transform of a step's queries to the dual bases of all blocks.
-    ///
-    /// # Safety
-    /// As [`DeviceCache::attend`](crate::DeviceCache::attend).
-    pub(super) unsafe fn launch_queries(
-        &self,
-        gpu: &Gpu,
-        layer: usize,
-        sequences: &Sequences,
-        queries: DevicePtr<AnyElement>,
-    ) -> Result<()> {
-        let WindowShape { batch, heads, head_dim, sinks, leaving: block, .. } = self.window.shape;
-        let arguments = QueriesArguments {
-            queries,
-            duals: self.codes.transform.duals(layer),
-            frequencies: self.codes.transform.means.frequencies(),
-            lengths: sequences.coded_lengths,
-            out: self.scratch.queries.pointer(),
-            heads: heads as u32,
-            sinks: sinks as u32,
-            block: block as u32,
-            query_blocks: self.codes.blocks as u32,
-        };
-        let tiles = self.codes.transform.tiles(self.codes.blocks * self.group, heads * batch);
-        let grid = Grid::new([tiles, heads, batch])?;
-        // SAFETY: the structure is the kernel's argument, and the buffers have the lengths of `new`. The
-        // kernel before this one writes neither maps nor lengths, and has waited for the one that writes
-        // queries; the caller's contract.
-        Ok(unsafe { self.transform_queries.launch(gpu.stream(), grid, head_dim as u32, true, &arguments) }?)
-    }
-
     /// Launches attention of the transformed queries to the codes.
     ///
     /// # Safety
@@ -106,8 +61,8 @@ impl SqCache {
             mean_errors: self.codes.mean_errors(layer, 0),
             addends: Some(self.codes.transform.means.addends()),
             key_tables: self.codes.tables(layer),
-            queries: self.scratch.queries.pointer(),
-            query_blocks: self.codes.blocks,
+            queries: self.queries.pointer(),
+            query_blocks: self.queries.blocks(),
             lengths: sequences.coded_lengths,
             pages: None,
             scale: 1.0 / (head_dim as f32).sqrt(),

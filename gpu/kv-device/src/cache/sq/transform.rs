@@ -146,7 +146,7 @@ impl Transform {
         let WindowShape { batch, head_dim, leaving: block, .. } = shape;
         let together = (TOGETHER / block).min(blocks).max(batch) * block;
         let transformed = || Buffer::zeros(gpu, shape.heads * together * head_dim);
-        let program = program(sizes.element, head_dim, sizes.group);
+        let program = program(sizes.element, head_dim);
         let kernel = |name| gpu.device.kernel(&program, name, 0);
         Ok(Self {
             means: KeyMeans::new(gpu, sizes, &heads.key_means)?,
