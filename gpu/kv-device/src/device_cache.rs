@@ -130,8 +130,8 @@ impl DeviceCache {
     /// Rows (heads, capacity, head_dim) of all tokens of a chunk's sequence up to the chunk's end; those
     /// before the chunk are as the method stores them, or as they were computed. The engine then writes the
     /// chunk's rotated keys and its values, runs attention over the rows, and calls [`Self::append`]. The
-    /// tokens of a chunk thus attend to each other exactly, except for [`Self::chunk_ranks`]. Several chunks
-    /// may pass through a layer before the first of them enters the next one.
+    /// tokens of a chunk thus attend to each other exactly, except for [`Self::chunk_ranks`]. Several chunks,
+    /// of one sequence or of several, may pass through a layer before the first of them enters the next one.
     ///
     /// # Errors
     /// Those of [`DeviceCache`]; [`Error::DeviceMemory`] for the first chunk.

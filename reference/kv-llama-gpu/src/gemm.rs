@@ -1,7 +1,9 @@
 //! GEMMs of the activations of many tokens with weights: cuBLASLt, loaded at run time like the driver.
 
+use std::cell::RefCell;
 use std::collections::HashMap;
 use std::ffi::c_void;
+use std::rc::Rc;
 
 use cudarc::cublaslt::result::{self as lt, CublasError};
 use cudarc::cublaslt::sys;
@@ -12,6 +14,9 @@ use crate::{Error, Result};
 
 /// Bytes of workspace of a product: NVIDIA's recommendation for sm_90.
 const WORKSPACE: usize = 32 << 20;
+
+/// Bytes to which inputs and outputs are aligned.
+const ALIGNMENT: u32 = 16;
 
 /// The epilogue of a product.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
@@ -33,16 +38,19 @@ pub(crate) struct GemmShape {
     pub n_in: usize,
     /// Outputs of a token: rows of the weights.
     pub n_out: usize,
+    /// Outputs from a token's first one to the next token's.
+    pub stride: usize,
     pub output: Output,
 }
 
 /// `output (tokens, n_out) = input (tokens, n_in) * weight (n_out, n_in)^T`, all of them row-major, summed in
-/// `f32`.
+/// `f32`. Launches of a shape can be captured in a graph after the first one, at which the library loads a
+/// kernel.
 pub(crate) struct Gemm {
     handle: sys::cublasLtHandle_t,
     element: Element,
     workspace: Buffer<u8>,
-    plans: HashMap<GemmShape, Plan>,
+    plans: RefCell<HashMap<GemmShape, Rc<Plan>>>,
 }
 
 /// Rejects a machine without the library for the products of prompts.
@@ -65,7 +73,17 @@ impl Gemm {
         let workspace = Buffer::zeros(gpu, WORKSPACE)?; // makes the context current, too
         let _alone = without_captures();
         let handle = lt::create_handle().map_err(|e| blas("open", e))?;
-        Ok(Self { handle, element, workspace, plans: HashMap::new() })
+        Ok(Self { handle, element, workspace, plans: RefCell::default() })
+    }
+
+    /// The plan of a shape, which its first launch makes.
+    fn plan(&self, shape: GemmShape) -> Result<Rc<Plan>> {
+        if let Some(plan) = self.plans.borrow().get(&shape) {
+            return Ok(plan.clone());
+        }
+        let plan = Rc::new(Plan::new(self.handle, self.element, shape)?);
+        self.plans.borrow_mut().insert(shape, plan.clone());
+        Ok(plan)
     }
 
     /// Launches a product.
@@ -74,9 +92,10 @@ impl Gemm {
     /// [`Error::Blas`] for a product that cuBLASLt does not support; [`Error::Device`].
     /// # Safety
     /// Input and weight have the elements of the shape, and the output has its elements or floats; all are
-    /// aligned to 16 bytes. The [contract of a launch](DevicePtr#launches) holds.
+    /// aligned to 16 bytes, an output to its type if its row is not a multiple of 16 bytes. The [contract of
+    /// a launch](DevicePtr#launches) holds.
     pub unsafe fn launch<T>(
-        &mut self,
+        &self,
         gpu: &Gpu,
         shape: GemmShape,
         weight: DevicePtr<u16>,
@@ -84,10 +103,7 @@ impl Gemm {
         output: DevicePtr<T>,
     ) -> Result<()> {
         gpu.device().context().bind_to_thread().map_err(|e| Error::driver("use device on this thread", e))?;
-        if !self.plans.contains_key(&shape) {
-            self.plans.insert(shape, Plan::new(self.handle, self.element, shape)?);
-        }
-        let plan = &self.plans[&shape];
+        let plan = self.plan(shape)?;
         let (one, beta) = (1.0_f32, if shape.output == Output::Add { 1.0_f32 } else { 0.0 });
         let (alpha, beta) = ((&raw const one).cast(), (&raw const beta).cast());
         let address = |address: u64| address as *mut c_void;
@@ -120,7 +136,7 @@ impl Gemm {
 
 impl Drop for Gemm {
     fn drop(&mut self) {
-        self.plans.clear();
+        self.plans.get_mut().clear();
         let _alone = without_captures();
         // SAFETY: the handle is destroyed once, after the plans; work on the device does not use it. An error
         // of the device has been reported by the call that caused it.
@@ -143,9 +159,12 @@ impl Plan {
     fn new(handle: sys::cublasLtHandle_t, element: Element, shape: GemmShape) -> Result<Self> {
         use sys::cublasComputeType_t::CUBLAS_COMPUTE_32F;
         use sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_TRANSA;
-        use sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES;
+        use sys::cublasLtMatmulPreferenceAttributes_t::{
+            CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES,
+            CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES,
+        };
         use sys::cudaDataType_t::{CUDA_R_16BF, CUDA_R_16F, CUDA_R_32F};
-        let GemmShape { tokens, n_in, n_out, output } = shape;
+        let GemmShape { tokens, n_in, n_out, stride, output } = shape;
         let failed = |e| blas(&shape.describe(), e);
         let elements = match element {
             Element::F16 => CUDA_R_16F,
@@ -154,9 +173,13 @@ impl Plan {
         let results = if output == Output::Store { elements } else { CUDA_R_32F };
         let transposed = 1_i32; // CUBLAS_OP_T
         let most = WORKSPACE;
-        let weight = Layout::new(elements, n_in, n_out).map_err(failed)?;
-        let input = Layout::new(elements, n_in, tokens).map_err(failed)?;
-        let output = Layout::new(results, n_out, tokens).map_err(failed)?;
+        // A rank's outputs begin at a multiple of their number in each row.
+        let is_aligned = [n_out, stride].iter().all(|n| n.is_multiple_of(ALIGNMENT as usize / 2));
+        let unit = if output == Output::Store { size_of::<u16>() } else { size_of::<f32>() };
+        let alignment = if is_aligned { ALIGNMENT } else { unit as u32 };
+        let weight = Layout::new(elements, n_in, n_out, n_in).map_err(failed)?;
+        let input = Layout::new(elements, n_in, tokens, n_in).map_err(failed)?;
+        let output = Layout::new(results, n_out, tokens, stride).map_err(failed)?;
         let product = lt::create_matmul_desc(CUBLAS_COMPUTE_32F, CUDA_R_32F).map_err(failed)?;
         let mut plan =
             Self { product, weight, input, output, algorithm: sys::cublasLtMatmulAlgo_t { data: [0; 8] } };
@@ -178,6 +201,19 @@ impl Plan {
                 )
             })
             .and_then(|()| {
+                let mut attributes =
+                    [CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES]
+                        .into_iter();
+                attributes.try_for_each(|attribute| {
+                    lt::set_matmul_pref_attribute(
+                        preference,
+                        attribute,
+                        (&raw const alignment).cast(),
+                        size_of_val(&alignment),
+                    )
+                })
+            })
+            .and_then(|()| {
                 let Self { product, weight, input, output, .. } = &plan;
                 let (weight, input, output) = (weight.0, input.0, output.0);
                 lt::get_matmul_algo_heuristic(handle, *product, weight, input, output, output, preference)
@@ -197,7 +233,7 @@ impl Drop for Plan {
     }
 }
 
-/// A contiguous column-major matrix.
+/// A column-major matrix, whose columns are `stride` elements apart.
 struct Layout(sys::cublasLtMatrixLayout_t);
 
 impl Layout {
@@ -205,8 +241,9 @@ impl Layout {
         element: sys::cudaDataType_t,
         rows: usize,
         columns: usize,
+        stride: usize,
     ) -> std::result::Result<Self, CublasError> {
-        lt::create_matrix_layout(element, rows as u64, columns as u64, rows as i64).map(Self)
+        lt::create_matrix_layout(element, rows as u64, columns as u64, stride as i64).map(Self)
     }
 }
 

@@ -3,7 +3,7 @@
 use kv_device::Gpu;
 use kv_gpu::{AnyElement, DevicePtr, Element, Grid, Kernel, Program};
 
-use super::weights::Packed;
+use super::weights::DeviceMatrix;
 use crate::{Error, Result};
 
 /// Maximum columns (sequences) of a launch.
@@ -30,6 +30,8 @@ pub(crate) enum Output {
     SwiGlu,
     /// RoPE of queries and keys; keys and values are appended to the rows of a cache.
     Rope,
+    /// Queries, keys and values, stored as elements.
+    Heads,
     /// Stored in `f32`.
     Store,
 }
@@ -74,6 +76,7 @@ impl GemvShape {
             Output::Add => "ADD",
             Output::SwiGlu => "SWIGLU",
             Output::Rope => "ROPE",
+            Output::Heads => "HEADS",
             Output::Store => "STORE",
         };
         let defines = [
@@ -122,10 +125,10 @@ const _: () = assert!(size_of::<GemvArguments>() == 144);
 
 impl GemvArguments {
     /// The product of a matrix with `columns` inputs, with no arguments of an output yet.
-    pub fn of(matrix: &Packed, input: DevicePtr<u16>, columns: usize) -> Self {
+    pub fn of(matrix: &DeviceMatrix, input: DevicePtr<u16>, columns: usize) -> Self {
         Self {
             weight: matrix.weight.pointer(),
-            bias: matrix.bias.as_ref().map(|bias| bias.pointer()),
+            bias: matrix.bias(),
             input,
             squares: None,
             residual: None,

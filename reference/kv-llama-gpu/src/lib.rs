@@ -3,6 +3,7 @@
 mod error;
 mod gemm;
 mod gemv;
+mod products;
 mod programs;
 pub mod ranks;
 mod serve;
@@ -14,4 +15,4 @@ pub use gemm::check_cublas;
 pub use programs::programs;
 pub use serve::serve;
 pub use step::{CHUNK, Decoder, Part};
-pub use weights::{RANDOM_MODELS, Weights};
+pub use weights::{RANDOM_MODELS, WeightLayout, Weights};

@@ -10,20 +10,21 @@ use std::sync::Arc;
 
 use cudarc::driver::CudaGraph;
 use kv_device::{Allocating, Buffer, DeviceCache, Gpu, Timed};
-use kv_gpu::Kernel;
 use kv_gpu::pq::Prefetch;
+use kv_gpu::{DevicePtr, Kernel};
 use kv_llama::Sampling;
 use kv_model::Rope;
 
-use super::gemv::{Gemv, GemvShape, Input, MOST_COLUMNS, Output};
+use super::products::{Context, StepProducts};
 use super::weights::Weights;
 use crate::ranks::{Communicator, Shard};
 use crate::{Error, Result};
 use picks::{NO_TOKEN, Picks};
 use prompt::Prompts;
 
-/// Default chunk size of a prompt, in tokens. Weights are unpacked once per segment of up to eight chunks and
-/// products of few rows are slower, so smaller chunks take longer per token; larger ones take more memory.
+/// Default chunk size of a prompt, in tokens. Packed weights are unpacked once per segment of up to eight
+/// chunks and products of few rows are slower, so smaller chunks take longer per token; larger ones take more
+/// memory.
 pub const CHUNK: usize = 8192;
 
 /// Runs steps of a batch of sequences over a cache: the model on the device, one graph per step.
@@ -32,9 +33,8 @@ pub struct Decoder {
     weights: Arc<Weights>,
     cache: DeviceCache,
     batch: usize,
-    products: Products,
+    products: StepProducts,
     begin: Kernel,
-    scale: Kernel,
     sequences: Sequences,
     activations: Activations,
     cos: Buffer<f32>, // (capacity, head_dim / 2)
@@ -42,7 +42,8 @@ pub struct Decoder {
     picks: Picks,
     graph: Option<CudaGraph>,
     communicator: Option<Arc<dyn Communicator>>, // of ranks; dropped after the graph with its exchanges
-    prompts: Option<Prompts>,                    // made by the first prompt
+    prompts: Option<Prompts>,                    // made by the first ones
+    short_prompts: Option<Prompts>,              // the same, of few tokens with packed weights
     logits_of_all: Option<Buffer<f32>>,          // (batch, vocab), of which one sequence's are used
     longest: usize,                              // position of the furthest token, at most
     lengths: Option<Vec<usize>>,                 // of the sequences, until a step may end one
@@ -71,23 +72,11 @@ impl Sequences {
     }
 }
 
-/// The product kernels of a layer, and of the end.
-struct Products {
-    qkv: Gemv,
-    o: Gemv,
-    gate_up: Gemv,
-    down: Gemv,
-    output: Gemv,
-}
-
 /// The activations of a step, (batch, ...) each.
 struct Activations {
     residual: Buffer<f32>, // hidden
-    scaled: Buffer<u16>,   // hidden: residual times the weights of the next norm
-    squares: Buffer<f32>,  // hidden / 16: sums of squares of the residual
     queries: Buffer<u16>,  // n_heads, head_dim
     attended: Buffer<u16>, // n_heads, head_dim
-    inner: Buffer<u16>,    // intermediate
     logits: Buffer<f32>,   // vocab
 }
 
@@ -108,7 +97,9 @@ impl Decoder {
     /// A decoder of a batch over an empty cache. Compiles the kernels that are not compiled yet.
     ///
     /// # Errors
-    /// [`Error::Argument`] for more than 32 sequences, and for weights of a rank; [`Error::Device`].
+    /// [`Error::Argument`] for more sequences than the [layout](crate::WeightLayout::most_sequences) of the
+    /// weights takes, and for weights of a rank; [`Error::Blas`] for weights in rows without cuBLASLt;
+    /// [`Error::Device`].
     pub fn new(gpu: Arc<Gpu>, weights: Arc<Weights>, cache: DeviceCache, batch: usize) -> Result<Self> {
         Self::build(gpu, weights, cache, batch, None)
     }
@@ -138,41 +129,40 @@ impl Decoder {
     ) -> Result<Self> {
         let _purpose = Allocating::new("steps");
         let config = &weights.config;
-        if batch == 0 || batch > MOST_COLUMNS {
-            return Err(Error::Argument(format!("a batch of {batch}: the device takes 1 to {MOST_COLUMNS}")));
+        let (layout, most) = (weights.layout, weights.layout.most_sequences());
+        if batch == 0 || batch > most {
+            return Err(Error::Argument(format!("a batch of {batch}: {layout:?} weights take 1 to {most}")));
         }
         let shard = communicator.as_ref().map_or(Shard::WHOLE, |communicator| communicator.shard());
         if weights.shard != shard {
             let (weights, shard) = (weights.shard, shard);
             return Err(Error::Argument(format!("weights of {weights:?} for {shard:?}")));
         }
-        let (hidden, inner, q_dim) = (config.hidden_size, config.intermediate_size, config.q_dim());
-        let gemv = |n_in, input, output| {
-            let (element, head_dim) = (weights.element, config.head_dim);
-            let shape = GemvShape { n_in, columns: batch, element, head_dim, input, output };
-            Gemv::new(&gpu, shape, cache.background_shared_memory())
-        };
-        // One rank adds its product to the residual stream, and the others replace theirs by it, before all
-        // are summed.
-        let added = if shard.rank() == 0 { Output::Add } else { Output::Store };
-        let products = Products {
-            qkv: gemv(hidden, Input::Residual, Output::Rope)?,
-            o: gemv(q_dim, Input::Elements, added)?,
-            gate_up: gemv(hidden, Input::Residual, Output::SwiGlu)?,
-            down: gemv(inner, Input::Elements, added)?,
-            output: gemv(hidden, Input::Residual, Output::Store)?,
-        };
         let reads: Vec<Prefetch> = weights.layers.iter().map(|layer| layer.o.read()).collect();
         cache.prefetch_next(&gpu, &reads);
         let words = |n| Buffer::<u32>::zeros(&gpu, n);
         let (floats, halves) = (|n| Buffer::<f32>::zeros(&gpu, n), |n| Buffer::<u16>::zeros(&gpu, n));
+        let q_dim = config.q_dim();
+        let activations = Activations {
+            residual: floats(batch * config.hidden_size)?,
+            queries: halves(batch * q_dim)?,
+            attended: halves(batch * q_dim)?,
+            logits: floats(batch * config.vocab_size)?,
+        };
+        let context = Context { gpu: &gpu, weights: &weights, communicator: communicator.as_deref() };
+        let products = StepProducts::new(
+            &context,
+            batch,
+            cache.background_shared_memory(),
+            (activations.residual.pointer(), activations.attended.pointer()),
+            activations.logits.pointer(),
+        )?;
         let rope = Rope::new(config, cache.capacity());
         let (cos, sin) = rope.tables();
         let step = picks::step_program(weights.element);
         let decoder = Self {
             products,
             begin: gpu.device().kernel(&step, "begin", 0)?,
-            scale: gpu.device().kernel(&step, "scale", 0)?,
             sequences: Sequences {
                 tokens: words(batch)?,
                 positions: words(batch)?,
@@ -181,21 +171,14 @@ impl Decoder {
                 exact_lengths: words(batch)?,
                 coded_lengths: words(batch)?,
             },
-            activations: Activations {
-                residual: floats(batch * hidden)?,
-                scaled: halves(batch * hidden)?,
-                squares: floats(batch * hidden.div_ceil(16))?,
-                queries: halves(batch * q_dim)?,
-                attended: halves(batch * q_dim)?,
-                inner: halves(batch * inner)?,
-                logits: floats(batch * config.vocab_size)?,
-            },
+            activations,
             cos: Buffer::of(&gpu, cos)?,
             sin: Buffer::of(&gpu, sin)?,
             picks: Picks::new(&gpu, config, weights.element, batch, cache.capacity())?,
             communicator,
             graph: None,
             prompts: None,
+            short_prompts: None,
             logits_of_all: None,
             longest: 0,
             lengths: Some(vec![0; batch]),
@@ -208,6 +191,15 @@ impl Decoder {
         };
         decoder.gpu.synchronize()?;
         Ok(decoder)
+    }
+
+    /// Cosines and sines (capacity, head_dim / 2).
+    const fn angles(&self) -> [DevicePtr<f32>; 2] {
+        [self.cos.pointer(), self.sin.pointer()]
+    }
+
+    fn context(&self) -> Context<'_> {
+        Context { gpu: &self.gpu, weights: &self.weights, communicator: self.communicator.as_deref() }
     }
 
     /// Fills the cache with hashed rows as if every sequence had `tokens` tokens, and feeds token 1 next.

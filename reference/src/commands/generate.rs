@@ -11,7 +11,7 @@ use clap::builder::ArgPredicate;
 use kv_device::Gpu;
 use kv_llama::{Decoder, HeadFit, KvCache, Sampler, Sampling};
 #[cfg(feature = "cuda")]
-use kv_llama_gpu::Weights;
+use kv_llama_gpu::{WeightLayout, Weights};
 #[cfg(feature = "cuda")]
 use kv_methods::Place;
 use kv_methods::{Method, Prepared, Profile, calibrated_on};
@@ -393,7 +393,8 @@ fn on_device(
 ) -> Result<(Prefilled, Next)> {
     let element = method.device_element()?;
     let cache = method_cache(&gpu, method, &model.config, element, Some(profile), 1, capacity)?;
-    let weights = Arc::new(Weights::of(&gpu, &*method.device_model(model, profile)?, element)?);
+    let folded = method.device_model(model, profile)?;
+    let weights = Arc::new(Weights::of(&gpu, &folded, element, WeightLayout::of_batch(1))?);
     let mut decoder = kv_llama_gpu::Decoder::new(gpu, weights, cache, 1)?;
     decoder.choose(sampling);
     let prefilled = run(&mut decoder)?;

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use kv_gpu::Element;
 use kv_llama::FetchedPerStep;
-use kv_llama_gpu::{Decoder, Weights};
+use kv_llama_gpu::{Decoder, WeightLayout, Weights};
 use kv_methods::{Method, Profile};
 use kv_model::{Config, Model};
 
@@ -43,7 +43,7 @@ impl<'a> Models<'a> {
         if let Some(weights) = self.plain.iter().find(|weights| weights.element == element) {
             return Ok(weights.clone());
         }
-        let weights = Arc::new(Weights::of(&self.on.gpu, model, element)?);
+        let weights = Arc::new(Weights::of(&self.on.gpu, model, element, WeightLayout::of_batch(1))?);
         self.plain.push(weights.clone());
         Ok(weights)
     }
@@ -59,7 +59,7 @@ impl<'a> Models<'a> {
             return self.plain(model, element);
         }
         self.folded = None; // first, to free its memory
-        let weights = Arc::new(Weights::of(&self.on.gpu, &folded, element)?);
+        let weights = Arc::new(Weights::of(&self.on.gpu, &folded, element, WeightLayout::of_batch(1))?);
         self.folded = Some((index, weights.clone()));
         Ok(weights)
     }

@@ -12,7 +12,7 @@ use std::{panic, ptr, thread};
 use cudarc::driver::{result, sys};
 use kv_device::Gpu;
 use kv_gpu::Element;
-use kv_llama_gpu::{Decoder, Weights};
+use kv_llama_gpu::{Decoder, WeightLayout, Weights};
 use kv_methods::Method;
 use kv_reference::Error;
 use kv_reference::device::method_cache;
@@ -90,7 +90,7 @@ fn what_is_dropped_inside_a_step_or_refused_leaves_nothing() {
         Err(error) => return skip("decoders dropped inside a step", &error),
     };
     let (model, tokens) = model();
-    let weights = Arc::new(Weights::of(&gpu, &model, Element::F16).unwrap());
+    let weights = Arc::new(Weights::of(&gpu, &model, Element::F16, WeightLayout::Packed).unwrap());
     for spec in ["pqcache:tokens=64:codebooks=profile", "hybrid:keys=rotated"] {
         let method: Method = spec.parse().unwrap();
         let cache = |capacity| method_cache(&gpu, &method, &model.config, Element::F16, None, 1, capacity);
@@ -130,7 +130,7 @@ fn what_is_dropped_inside_a_step_or_refused_leaves_nothing() {
 fn a_decoder_that_is_dropped_on_a_busy_link_does_not_hang() {
     let Some(gpu) = gpu("a decoder that is dropped") else { return };
     let (model, _) = model();
-    let weights = Arc::new(Weights::of(&gpu, &model, Element::F16).unwrap());
+    let weights = Arc::new(Weights::of(&gpu, &model, Element::F16, WeightLayout::Packed).unwrap());
     let method = "pqcache:tokens=2048:codebooks=profile".parse().unwrap();
     let cache = method_cache(&gpu, &method, &model.config, Element::F16, None, 1, 200_064).unwrap();
     let mut decoder = Decoder::new(gpu.clone(), weights, cache, 1).unwrap();

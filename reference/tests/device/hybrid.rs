@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use kv_gpu::Element;
-use kv_llama_gpu::{Decoder, Weights};
+use kv_llama_gpu::{Decoder, WeightLayout, Weights};
 use kv_methods::{Method, Profile};
 use kv_reference::Error;
 use kv_reference::device::method_cache;
@@ -168,7 +168,8 @@ fn rows_that_the_host_has_no_room_for_are_an_error() {
 #[test]
 fn hashed_rows_at_full_width() {
     let Some(gpu) = gpu("hybrid hashed weights") else { return };
-    let weights = Arc::new(Weights::random(&gpu, "llama-3.1-70b/8", Element::Bf16).unwrap());
+    let weights =
+        Arc::new(Weights::random(&gpu, "llama-3.1-70b/8", Element::Bf16, WeightLayout::Packed).unwrap());
     let method: Method = "hybrid:rows=0.02:exact=bf16".parse().unwrap();
     let cache = method_cache(&gpu, &method, &weights.config, Element::Bf16, None, 2, 20_096).unwrap();
     let config = &weights.config;

@@ -7,7 +7,7 @@ use kv_gpu::Element;
 
 use kv_device::Gpu;
 use kv_llama::{Sampling, logits, prefill};
-use kv_llama_gpu::{Decoder, Weights, programs};
+use kv_llama_gpu::{Decoder, WeightLayout, Weights, programs};
 use kv_methods::{Method, Prepared, Profile, calibrated};
 use kv_model::Rope;
 use kv_reference::Error;
@@ -61,7 +61,7 @@ fn a_limit_of_device_memory_is_held_and_named() {
         Err(error) => return skip("device memory", &error),
     };
     let (model, _) = model();
-    let weights = Weights::of(&gpu, &model, Element::F16).unwrap();
+    let weights = Weights::of(&gpu, &model, Element::F16, WeightLayout::Packed).unwrap();
     let (config, dense) = (&model.config, "dense:dtype=f16".parse().unwrap());
     let cache = || method_cache(&gpu, &dense, config, Element::F16, None, 1, 16_384);
     let error = cache().map(drop).unwrap_err();
@@ -382,7 +382,8 @@ fn logits_that_overflow_are_refused() {
 #[test]
 fn hashed_weights_run_at_full_width() {
     let Some(gpu) = gpu("hashed weights") else { return };
-    let weights = Arc::new(Weights::random(&gpu, "llama-3.1-70b/8", Element::Bf16).unwrap());
+    let weights =
+        Arc::new(Weights::random(&gpu, "llama-3.1-70b/8", Element::Bf16, WeightLayout::Packed).unwrap());
     let method: Method = "million:exact=bf16".parse().unwrap();
     let cache = method_cache(&gpu, &method, &weights.config, Element::Bf16, None, 2, 4096).unwrap();
     let mut decoder = Decoder::new(gpu, weights, cache, 2).unwrap();

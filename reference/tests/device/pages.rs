@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use kv_device::Gpu;
-use kv_llama_gpu::{Decoder, Error, Result, Weights};
+use kv_llama_gpu::{Decoder, Error, Result, WeightLayout, Weights};
 use kv_methods::{Method, Profile};
 use kv_reference::device::method_cache;
 
@@ -158,7 +158,7 @@ fn lengths_that_do_not_fit_in_one_piece_run_in_pages() {
         let method: Method = spec.parse().unwrap();
         let element = method.device_element().unwrap();
         let cache = method_cache(&gpu, &method, &model.config, element, None, 8, capacity)?;
-        let weights = Arc::new(Weights::of(&gpu, &model, element)?);
+        let weights = Arc::new(Weights::of(&gpu, &model, element, WeightLayout::Packed)?);
         kv_reference::Result::Ok(Decoder::new(gpu.clone(), weights, cache, 8)?)
     };
     let error = decode("dense:dtype=f16").map(drop).unwrap_err();

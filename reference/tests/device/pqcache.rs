@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use kv_device::Timed;
 use kv_gpu::Element;
-use kv_llama_gpu::{Decoder, Weights};
+use kv_llama_gpu::{Decoder, WeightLayout, Weights};
 use kv_methods::{Method, Prepared, Profile};
 use kv_model::Rope;
 use kv_reference::Error;
@@ -81,7 +81,7 @@ fn rows_that_stay_are_those_that_would_be_fetched() {
     let spec = "pqcache:ratio=0.3:codebooks=profile";
     let profile = profile(&model, &tokens[..2048], &[spec]);
     let method: Method = spec.parse().unwrap();
-    let weights = Arc::new(Weights::of(&gpu, &model, Element::F16).unwrap());
+    let weights = Arc::new(Weights::of(&gpu, &model, Element::F16, WeightLayout::Packed).unwrap());
     let logits = |fetch_all: bool| {
         let (config, capacity) = (&model.config, run.len());
         let mut cache =
@@ -140,7 +140,7 @@ fn rows_of_long_sequences_stay() {
     let Some(gpu) = gpu("rows of long sequences") else { return };
     let (model, _) = model();
     let (tokens, steps) = (300_000, 6);
-    let weights = Arc::new(Weights::of(&gpu, &model, Element::F16).unwrap());
+    let weights = Arc::new(Weights::of(&gpu, &model, Element::F16, WeightLayout::Packed).unwrap());
     let run = |spec: &str, hits: Option<f32>| {
         let method: Method = spec.parse().unwrap();
         let mut cache =
@@ -218,7 +218,8 @@ fn what_does_not_fit_is_an_error_with_numbers() {
 #[test]
 fn hashed_rows_at_full_width() {
     let Some(gpu) = gpu("pqcache hashed weights") else { return };
-    let weights = Arc::new(Weights::random(&gpu, "llama-3.1-70b/8", Element::Bf16).unwrap());
+    let weights =
+        Arc::new(Weights::random(&gpu, "llama-3.1-70b/8", Element::Bf16, WeightLayout::Packed).unwrap());
     let method: Method = "pqcache:tokens=512:exact=bf16".parse().unwrap();
     let cache = method_cache(&gpu, &method, &weights.config, Element::Bf16, None, 2, 20_096).unwrap();
     let config = &weights.config;

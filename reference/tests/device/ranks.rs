@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use kv_device::Gpu;
 use kv_llama_gpu::ranks::{Communicator, HostMemory, Rank, run};
-use kv_llama_gpu::{Decoder, Error as LoopError, Weights};
+use kv_llama_gpu::{Decoder, Error as LoopError, WeightLayout, Weights};
 use kv_methods::{Method, Profile};
 use kv_model::Model;
 use kv_reference::device::rank_cache;
@@ -45,7 +45,9 @@ fn of_rank(rank: &Rank, model: &Arc<Model>, method: &str, profile: &Profile, bat
     let capacity = PROMPT + PICKED + 1;
     let cache = rank_cache(&rank.gpu, &method, of, element, Some(profile), batch, capacity).unwrap();
     let model = method.device_model(model, profile).unwrap();
-    let weights = Arc::new(Weights::shard_of(&rank.gpu, &model, element, rank.shard()).unwrap());
+    let weights = Arc::new(
+        Weights::shard_of(&rank.gpu, &model, element, WeightLayout::of_batch(batch), rank.shard()).unwrap(),
+    );
     Decoder::of_rank(rank.gpu.clone(), weights, cache, batch, rank.communicator.clone()).unwrap()
 }
 
@@ -143,7 +145,8 @@ fn models_that_cannot_be_divided_are_refused_by_name() {
     assert!(kv_llama_gpu::ranks::Shard::new(3, 3).is_err());
     if let Some(gpu) = gpu("weights of a rank") {
         let shard = kv_llama_gpu::ranks::Shard::new(0, 2).unwrap();
-        let weights = Weights::shard_of(&gpu, &model, kv_gpu::Element::F16, shard).unwrap();
+        let weights =
+            Weights::shard_of(&gpu, &model, kv_gpu::Element::F16, WeightLayout::Packed, shard).unwrap();
         let method = "dense:dtype=f16".parse().unwrap();
         let of = (&model.config, shard);
         let cache = rank_cache(&gpu, &method, of, kv_gpu::Element::F16, None, 1, 64).unwrap();

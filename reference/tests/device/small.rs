@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use kv_device::{Gpu, hashed};
-use kv_llama_gpu::{Decoder, Weights};
+use kv_llama_gpu::{Decoder, WeightLayout, Weights};
 use kv_methods::Method;
 use kv_model::{AttentionWeights, FeedForwardWeights, Layer, Linear, Matrix, Model};
 use kv_reference::device::method_cache;
@@ -105,7 +105,7 @@ const CACHES: [(usize, &str); 34] = [
 fn decoders<'a>(gpu: &'a Arc<Gpu>, model: &'a Model, batch: usize, spec: &str) -> impl Fn() -> Decoder + 'a {
     let method: Method = spec.parse().unwrap();
     let element = method.device_element().unwrap();
-    let weights = Arc::new(Weights::of(gpu, model, element).unwrap());
+    let weights = Arc::new(Weights::of(gpu, model, element, WeightLayout::Packed).unwrap());
     move || {
         let cache = method_cache(gpu, &method, &model.config, element, None, batch, 160).unwrap();
         Decoder::new(gpu.clone(), weights.clone(), cache, batch).unwrap()

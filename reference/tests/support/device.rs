@@ -7,7 +7,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use kv_device::Gpu;
-use kv_llama_gpu::{Decoder, Weights};
+use kv_llama_gpu::{Decoder, WeightLayout, Weights};
 use kv_methods::{Method, Prepared, Profile, calibrated};
 use kv_model::{Model, Rope};
 use kv_reference::device::method_cache;
@@ -69,7 +69,7 @@ pub fn decoder(
     let element = method.device_element().unwrap();
     let cache = method_cache(gpu, &method, &model.config, element, Some(profile), batch, capacity).unwrap();
     let model = method.device_model(model, profile).unwrap();
-    let weights = Arc::new(Weights::of(gpu, &model, element).unwrap());
+    let weights = Arc::new(Weights::of(gpu, &model, element, WeightLayout::of_batch(batch)).unwrap());
     Decoder::new(gpu.clone(), weights, cache, batch).unwrap()
 }
 

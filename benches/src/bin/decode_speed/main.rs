@@ -15,7 +15,7 @@ use kv_benches::cli::{DeviceArgs, JsonArgs, asset, check_number};
 use kv_device::{Gpu, Timed};
 use kv_gpu::Element;
 use kv_llama_gpu::ranks::{Nccl, Rank, Shard, run};
-use kv_llama_gpu::{Decoder, Part, RANDOM_MODELS, Weights};
+use kv_llama_gpu::{Decoder, Part, RANDOM_MODELS, WeightLayout, Weights};
 use kv_methods::Method;
 use kv_model::Model;
 use kv_reference::device::method_cache;
@@ -47,9 +47,12 @@ struct Speed {
     /// Tokens that a step attends to
     #[arg(long, value_name = "LIST", value_delimiter = ',', default_values_t = [2048])]
     contexts: Vec<usize>,
-    /// Sequences of a batch, at most 32
+    /// Sequences of a batch, at most 512
     #[arg(long, value_name = "LIST", value_delimiter = ',', default_values_t = [1])]
     batches: Vec<usize>,
+    /// Hold weights in rows for any batch, as batches above 32 do
+    #[arg(long)]
+    rows: bool,
     /// Fraction of the selected rows that count as resident on the device, 0 to 1: random queries lack the
     /// locality of a model's
     #[arg(long, value_name = "FRACTION", default_value_t = 0.0)]
@@ -127,10 +130,6 @@ impl Speed {
         let shard = rank.map_or(Shard::WHOLE, Rank::shard);
         for method in methods {
             let element = method.device_element()?;
-            let weights = match loaded.take().filter(|weights| weights.element == element) {
-                Some(weights) => weights,
-                None => Arc::new(self.weights(&gpu, element, shard, &mut output.model)?),
-            };
             for (&context, &batch) in self
                 .contexts
                 .iter()
@@ -139,6 +138,12 @@ impl Speed {
                 if shard.rank() == 0 {
                     eprintln!("{} {context} x {batch}", method.spec());
                 }
+                let layout = if self.rows { WeightLayout::Rows } else { WeightLayout::of_batch(batch) };
+                let suits = |weights: &Arc<Weights>| (weights.element, weights.layout) == (element, layout);
+                let weights = match loaded.take().filter(suits) {
+                    Some(weights) => weights,
+                    None => Arc::new(self.weights(&gpu, (element, layout), shard, &mut output.model)?),
+                };
                 output.rows.push(self.row(
                     (&gpu, &weights, rank),
                     method,
@@ -146,20 +151,26 @@ impl Speed {
                     output.copy_bytes_per_second,
                     &mut logits,
                 )?);
+                loaded = Some(weights);
             }
-            loaded = Some(weights);
         }
         Ok((output, logits))
     }
 
-    fn weights(&self, gpu: &Gpu, element: Element, shard: Shard, name: &mut String) -> Result<Weights> {
+    fn weights(
+        &self,
+        gpu: &Gpu,
+        (element, layout): (Element, WeightLayout),
+        shard: Shard,
+        name: &mut String,
+    ) -> Result<Weights> {
         if let Some(random) = &self.random {
             name.clone_from(random);
-            return Ok(Weights::random_shard(gpu, random, element, shard)?);
+            return Ok(Weights::random_shard(gpu, random, element, layout, shard)?);
         }
         let model = Model::load(&self.model.clone().unwrap_or_else(|| asset("tiny-llama-12m")))?;
         name.clone_from(&model.name);
-        Ok(Weights::of(gpu, &model, element)?)
+        Ok(Weights::of(gpu, &model, element, layout)?)
     }
 
     fn row(

@@ -8,7 +8,7 @@ use clap::Args;
 use kv_benches::cli::{DeviceArgs, asset};
 use kv_device::{Gpu, PageLocked};
 use kv_llama::{Decoder, KvCache};
-use kv_llama_gpu::Weights;
+use kv_llama_gpu::{WeightLayout, Weights};
 use kv_methods::{Method, Prepared, Profile, calibrated};
 use kv_model::{Model, Rope, files};
 use kv_reference::compare::{check_room, run_start};
@@ -196,7 +196,7 @@ impl Run<'_> {
         }
         let dense: Method = "dense:dtype=f16".parse()?;
         let element = dense.device_element()?;
-        let weights = Arc::new(Weights::of(gpu, model, element)?);
+        let weights = Arc::new(Weights::of(gpu, model, element, WeightLayout::of_batch(1))?);
         let capacity = prompt.len() + decoded.len();
         let cache = method_cache(gpu, &dense, &model.config, element, None, 1, capacity)?;
         let mut decoder = kv_llama_gpu::Decoder::new(gpu.clone(), weights, cache, 1)?;

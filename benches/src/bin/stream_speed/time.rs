@@ -12,7 +12,7 @@ use codec_core::{
 };
 use kv_benches::cli::{DeviceArgs, JsonArgs, table};
 use kv_device::{Chunk, FRAMES, Gpu, Loader, PageLocked, Stages, hashed};
-use kv_llama_gpu::{Decoder, RANDOM_MODELS, Weights};
+use kv_llama_gpu::{Decoder, RANDOM_MODELS, WeightLayout, Weights};
 use kv_methods::Method;
 use kv_model::Config;
 use kv_reference::device::{StreamTarget, method_cache};
@@ -117,7 +117,7 @@ impl Time {
         let gpu = self.device.require_gpu()?;
         let dense: Method = "dense:dtype=bf16".parse()?;
         let element = dense.device_element()?;
-        let weights = Arc::new(Weights::random(&gpu, &self.random, element)?);
+        let weights = Arc::new(Weights::random(&gpu, &self.random, element, WeightLayout::of_batch(1))?);
         let config = &weights.config;
         let longest = self.contexts.iter().copied().max().unwrap_or(1);
         let shape = Shape::new(config, self.chunk.min(longest))?;

@@ -269,9 +269,7 @@ impl ChunkCache for PqCache {
         self.evictions.wait(gpu)?; // of the layer before, from the same rows
         let (first, count) = self.window.shape.stored_by(chunk);
         self.span.write(gpu, first, count)?;
-        if layer == 0 {
-            self.begin_training(gpu, chunk)?;
-        }
+        self.begin_training(gpu, chunk)?;
         if self.window.holds_prefix(layer, chunk) {
             return self.window.prefix();
         }

@@ -5,7 +5,8 @@
 //
 // Compile-time shape: N_IN inputs (a multiple of 8), COLUMNS (sequences, at most 32), ELEMENT (1 for f16, 2 for bf16)
 // of weights and activations, HEAD_DIM; NORM if the input is the residual stream; and one of
-//   ADD to the residual stream, SWIGLU, ROPE (queries, and rows that are appended to a cache) or STORE (f32);
+//   ADD to the residual stream, SWIGLU, ROPE (queries, and rows that are appended to a cache), HEADS (the same rows as
+//   elements, for the kernels of a prompt) or STORE (f32);
 // WARPS of a block, DEPTH of a warp's ring, SHARED_BYTES.
 //
 // Launch: any number of blocks. A block takes a tile at a time: 16 rows of the matrix, as 8 pairs: rows i and i + 8,
@@ -42,7 +43,8 @@ struct Arguments {
     const float* squares; // NORM: [column][N_IN / 16, rounded up]
     float* residual;      // ADD: [column][row]; STORE: the output, [column][stride]
     const float* norm;    // ADD: [row], weights of the norm that follows
-    u16* out;           // ADD: residual * norm; SWIGLU: [column][row / 2]; ROPE: queries [column][query head][HEAD_DIM]
+    u16* out;           // ADD: residual * norm; SWIGLU: [column][row / 2]; ROPE: queries [column][query head][HEAD_DIM];
+                        // HEADS: [column][row]
     float* squares_out; // ADD: [column][row / 16, rounded up]
     u16* keys;          // ROPE: element [sequence or page][head][capacity][HEAD_DIM], rotated
     u16* values;        // the same of values
@@ -73,7 +75,7 @@ __device__ __forceinline__ u32 tiles_of(const Arguments& a) { return (a.rows + 1
 __device__ __forceinline__ void pair_rows(const Arguments& a, u32 tile, u32 pair, u32& upper, u32& lower) {
 #if defined(SWIGLU)
     upper = 8 * tile + pair, lower = a.rows / 2 + upper;
-#elif defined(ROPE)
+#elif defined(ROPE) || defined(HEADS)
     constexpr u32 TILES_OF_HEAD = HEAD_DIM / 16;
     upper = tile / TILES_OF_HEAD * HEAD_DIM + tile % TILES_OF_HEAD * 8 + pair, lower = upper + HEAD_DIM / 2;
 #else
@@ -167,6 +169,9 @@ struct Pair {
 #elif defined(SWIGLU)
         if (upper < a.rows / 2)
             a.out[(u64)column * (a.rows / 2) + upper] = to_element(first / (1 + __expf(-first)) * second);
+#elif defined(HEADS)
+        u16* out = a.out + (u64)column * a.rows;
+        out[upper] = to_element(first), out[lower] = to_element(second);
 #elif defined(ROPE)
         const u32 head = upper / HEAD_DIM, i = upper % HEAD_DIM;
         if (head < a.query_heads + a.heads) {

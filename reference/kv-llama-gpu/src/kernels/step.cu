@@ -13,8 +13,8 @@ struct BeginArguments {
     const u32* positions; // [sequence]: of these tokens
     const float* norm;    // [hidden]: weights of the norm that follows
     float* residual;      // [sequence][hidden]
-    u16* scaled;          // element [sequence][hidden]: residual * norm
-    float* squares;       // [sequence][hidden / 16, rounded up]: sums of squares of 16 components each
+    u16* scaled;          // element [sequence][hidden]: residual * norm; null if the norm is a kernel of its own
+    float* squares;       // [sequence][hidden / 16, rounded up]: sums of squares of 16 components each, or null
     u32* slots;           // [sequence]: this token's row among all rows of exact tokens, for the first head
     u32* exact_lengths;   // [sequence]: exact tokens, this one included
     u32* coded_lengths;   // [sequence]: tokens that only the codes hold
@@ -40,9 +40,10 @@ extern "C" __global__ void begin(const BeginArguments a) {
         float square = 0;
         for (u32 i = 16 * part; i < min(16 * part + 16, a.hidden); i++) {
             const float x = to_float(row[i]);
-            a.residual[to + i] = x, a.scaled[to + i] = to_element(x * a.norm[i]), square += x * x;
+            a.residual[to + i] = x, square += x * x;
+            if (a.scaled) a.scaled[to + i] = to_element(x * a.norm[i]);
         }
-        a.squares[(u64)sequence * parts + part] = square;
+        if (a.squares) a.squares[(u64)sequence * parts + part] = square;
     }
     if (threadIdx.x == 0) {
         const u32 position = a.positions[sequence];
@@ -64,7 +65,8 @@ struct ScaleArguments {
     u32 hidden;
 };
 
-// Prepares a norm of the residual stream, which ranks have summed: what ADD of gemv.cu does where there is one rank.
+// Prepares a norm of the residual stream, which ranks have summed or a prompt begins with: what ADD of gemv.cu does
+// where there is one rank, and `begin` for a step.
 //
 // Launch: grid (blocks of a sequence's components, sequence), whole warps.
 extern "C" __global__ void scale(const ScaleArguments a) {

@@ -1,12 +1,11 @@
 //! The launches of a step.
 
-use kv_device::{Buffer, Rows, SlotMapping};
+use kv_device::{Rows, SlotMapping};
 use kv_gpu::{DevicePtr, Grid};
 
-use super::super::gemv::{Gemv, GemvArguments};
-use super::super::weights::Packed;
 use super::{Activations, Decoder, Part};
 use crate::Result;
+use crate::products::StepRows;
 
 #[derive(Clone, Copy)]
 #[repr(C)]
@@ -16,8 +15,8 @@ struct BeginArguments {
     positions: DevicePtr<u32>,
     norm: DevicePtr<f32>,
     residual: DevicePtr<f32>,
-    scaled: DevicePtr<u16>,
-    squares: DevicePtr<f32>,
+    scaled: Option<DevicePtr<u16>>,
+    squares: Option<DevicePtr<f32>>,
     slots: DevicePtr<u32>,
     exact_lengths: DevicePtr<u32>,
     coded_lengths: DevicePtr<u32>,
@@ -34,21 +33,6 @@ struct BeginArguments {
 
 const _: () = assert!(size_of::<BeginArguments>() == 120);
 
-#[derive(Clone, Copy)]
-#[repr(C)]
-struct ScaleArguments {
-    residual: DevicePtr<f32>,
-    norm: DevicePtr<f32>,
-    scaled: DevicePtr<u16>,
-    squares: DevicePtr<f32>,
-    hidden: u32,
-}
-
-const _: () = assert!(size_of::<ScaleArguments>() == 40);
-
-/// Components of a block of `scale`, a multiple of 32.
-const SCALE_THREADS: u32 = 128;
-
 impl Decoder {
     /// Launches the parts of a step.
     pub(super) fn launch(&self, parts: &[Part]) -> Result<()> {
@@ -56,9 +40,9 @@ impl Decoder {
         if has(Part::Rest) {
             self.launch_begin()?;
         }
-        for (l, layer) in self.weights.layers.iter().enumerate() {
+        for l in 0..self.weights.layers.len() {
             if has(Part::Products) {
-                self.launch_qkv(l, &layer.qkv)?;
+                self.launch_qkv(l)?;
             }
             if has(Part::Attention) {
                 let Activations { queries, attended, .. } = &self.activations;
@@ -77,13 +61,9 @@ impl Decoder {
 
     /// Launches the part of a layer after attention.
     pub(super) fn launch_after_attention(&self, l: usize) -> Result<()> {
-        let layers = &self.weights.layers;
-        let layer = &layers[l];
-        let next = layers.get(l + 1).map_or(&self.weights.norm, |next| &next.attention_norm);
-        let Activations { attended, inner, .. } = &self.activations;
-        self.launch_add(&self.products.o, &layer.o, attended, &layer.feed_forward_norm)?;
-        self.launch_normed(&self.products.gate_up, &layer.gate_up, |a| a.out = Some(inner.pointer()))?;
-        self.launch_add(&self.products.down, &layer.down, inner, next)
+        let Activations { residual, attended, .. } = &self.activations;
+        let of = (residual.pointer(), attended.pointer());
+        self.products.after_attention(&self.context(), l, of, self.batch)
     }
 
     /// Launches the parts of a step after the layers.
@@ -100,15 +80,8 @@ impl Decoder {
 
     /// Launches the output projection: logits (batch, vocab_size).
     pub(super) fn launch_logits(&self, logits: DevicePtr<f32>) -> Result<()> {
-        let (vocab, shard) = (self.weights.config.vocab_size, self.weights.shard);
-        self.launch_normed(&self.products.output, &self.weights.output, |a| {
-            a.residual = Some(logits.offset(shard.of(vocab).start));
-            a.stride = vocab as u32;
-        })?;
-        let Some(communicator) = &self.communicator else { return Ok(()) };
-        // SAFETY: there is a row for every sequence, of which the product writes the rank's part; all ranks
-        // run the same steps.
-        unsafe { communicator.gather(self.gpu.stream(), logits, self.batch, vocab) }
+        let residual = self.activations.residual.pointer();
+        self.products.logits(&self.context(), residual, logits, self.batch)
     }
 
     fn launch_begin(&self) -> Result<()> {
@@ -116,14 +89,15 @@ impl Decoder {
         let first = self.weights.layers.first().map_or(&self.weights.norm, |layer| &layer.attention_norm);
         let SlotMapping { sinks, ring, leaving } = self.cache.slot_mapping();
         let (Rows { capacity, .. }, pages) = (self.cache.rows(0)?, self.cache.pages());
+        let (scaled, squares) = self.products.prepared().unzip();
         let arguments = BeginArguments {
             embedding: self.weights.embedding.pointer(),
             tokens: sequences.tokens.pointer(),
             positions: sequences.positions.pointer(),
             norm: first.pointer(),
             residual: activations.residual.pointer(),
-            scaled: activations.scaled.pointer(),
-            squares: activations.squares.pointer(),
+            scaled,
+            squares,
             slots: sequences.slots.pointer(),
             exact_lengths: sequences.exact_lengths.pointer(),
             coded_lengths: sequences.coded_lengths.pointer(),
@@ -145,74 +119,21 @@ impl Decoder {
         Ok(())
     }
 
-    fn launch_qkv(&self, l: usize, matrix: &Packed) -> Result<()> {
-        let config = &self.weights.config;
-        let Rows { keys, values, capacity } = self.cache.rows(l)?;
+    fn launch_qkv(&self, l: usize) -> Result<()> {
+        let rows = self.cache.rows(l)?;
         let (queries, slots) = (self.activations.queries.pointer(), self.sequences.slots.pointer());
-        self.launch_normed(&self.products.qkv, matrix, |a| {
-            a.out = Some(queries);
-            (a.keys, a.values) = (Some(keys), Some(values));
-            (a.cos, a.sin) = (Some(self.cos.pointer()), Some(self.sin.pointer()));
-            a.positions = Some(self.sequences.positions.pointer());
-            a.slots = Some(slots);
-            (a.query_heads, a.heads) = (config.n_heads as u32, config.n_kv_heads as u32);
-            a.capacity = capacity as u32;
-        })?;
+        let to = StepRows {
+            queries,
+            rows,
+            angles: self.angles(),
+            positions: self.sequences.positions.pointer(),
+            slots,
+        };
+        let residual = self.activations.residual.pointer();
+        self.products.qkv(&self.context(), l, residual, &to, self.batch)?;
         let Some(transform) = self.cache.transform() else { return Ok(()) };
-        let (sequences, rows) = (self.sequences.of_cache(), Rows { keys, values, capacity });
+        let sequences = self.sequences.of_cache();
         // SAFETY: the product writes these rows, and nothing else uses them before attention.
         Ok(unsafe { transform.step(&self.gpu, l, &sequences, queries, &rows, (slots, self.batch)) }?)
-    }
-
-    /// A product of the normalized residual stream.
-    fn launch_normed(
-        &self,
-        gemv: &Gemv,
-        matrix: &Packed,
-        complete: impl FnOnce(&mut GemvArguments),
-    ) -> Result<()> {
-        let Activations { scaled, squares, .. } = &self.activations;
-        let mut arguments = GemvArguments::of(matrix, scaled.pointer(), self.batch);
-        arguments.squares = Some(squares.pointer());
-        arguments.eps = self.weights.config.rms_norm_eps;
-        complete(&mut arguments);
-        // SAFETY: `complete` adds what the output uses; all buffers have the lengths of `new`, and positions
-        // and slots are below the capacities of tables and rows.
-        unsafe { gemv.launch(&self.gpu, &arguments) }
-    }
-
-    /// Adds a product, of ranks the sum of their products, to the residual stream, and prepares norm `next`.
-    fn launch_add(
-        &self,
-        gemv: &Gemv,
-        matrix: &Packed,
-        input: &Buffer<u16>,
-        next: &Buffer<f32>,
-    ) -> Result<()> {
-        let Activations { residual, scaled, squares, .. } = &self.activations;
-        let mut arguments = GemvArguments::of(matrix, input.pointer(), self.batch);
-        arguments.residual = Some(residual.pointer());
-        arguments.norm = Some(next.pointer());
-        arguments.out = Some(scaled.pointer());
-        arguments.squares_out = Some(squares.pointer());
-        let hidden = self.weights.config.hidden_size;
-        if self.weights.shard.rank() > 0 {
-            (arguments.bias, arguments.stride) = (None, hidden as u32);
-        }
-        // SAFETY: all buffers have the lengths of `build`.
-        unsafe { gemv.launch(&self.gpu, &arguments) }?;
-        let Some(communicator) = &self.communicator else { return Ok(()) };
-        // SAFETY: these are all sequences' rows; all ranks run the same steps.
-        unsafe { communicator.sum(self.gpu.stream(), residual.pointer(), self.batch * hidden) }?;
-        let arguments = ScaleArguments {
-            residual: residual.pointer(),
-            norm: next.pointer(),
-            scaled: scaled.pointer(),
-            squares: squares.pointer(),
-            hidden: hidden as u32,
-        };
-        let grid = Grid::new([hidden.div_ceil(SCALE_THREADS as usize), self.batch, 1])?;
-        // SAFETY: the structure is the kernel's argument; buffers have the lengths of `build`.
-        Ok(unsafe { self.scale.launch(self.gpu.stream(), grid, SCALE_THREADS, false, &arguments) }?)
     }
 }

@@ -131,7 +131,7 @@ impl Decoder {
     }
 
     fn destination<'a>(&self, rows: Option<&'a [Rows]>) -> Destination<'a> {
-        Destination { rows, angles: [self.cos.pointer(), self.sin.pointer()], clears: self.clears }
+        Destination { rows, angles: self.angles(), clears: self.clears }
     }
 
     /// Waits for the oldest frame on its way.

@@ -103,7 +103,7 @@ impl PqCache {
             && self.training.as_ref().is_some_and(|training| !training.sequences[chunk.sequence].is_trained)
     }
 
-    /// Prepares [`Self::train`] of all layers.
+    /// Prepares [`Self::train`]. Chunks of several sequences may pass through a layer in turn.
     pub(super) fn begin_training(&mut self, gpu: &Gpu, chunk: &Chunk) -> Result<()> {
         let (trains, count) = (self.trains_on(chunk), self.window.shape.stored_by(chunk).1);
         match &mut self.training {

@@ -1,4 +1,5 @@
-// A Llama's operations on the many tokens of a prompt between the GEMMs: embedding, RMSNorm, RoPE and append, SwiGLU.
+// A Llama's operations on the rows of many tokens between the GEMMs: embedding, RMSNorm, RoPE and append, SwiGLU. The
+// tokens are those of a step, one of each sequence, or consecutive ones of a prompt.
 //
 // CPU twin: the forward pass (embedding, ops::rms_norm, Rope::rotate_rows, ops::swiglu). Compile-time shape: ELEMENT of
 // the activations (1 for f16, 2 for bf16), HEAD_DIM. The residual stream is f32. Sizes of rows are multiples of 8, so
@@ -15,6 +16,7 @@ struct EmbedArguments {
 
 // Launch: one block per row, any number of threads.
 extern "C" __global__ void embed(const EmbedArguments a) {
+    pdl_trigger();
     const u16* row = a.embedding + (u64)a.tokens[blockIdx.x] * a.hidden;
     float* to = a.residual + (u64)blockIdx.x * a.hidden;
     for (u32 i = 8 * threadIdx.x; i < a.hidden; i += 8 * blockDim.x) Eight::of(row + i).store(to + i);
@@ -33,6 +35,8 @@ struct NormArguments {
 constexpr int THREADS = 256;
 extern "C" __global__ void __launch_bounds__(THREADS) normalize(const NormArguments a) {
     __shared__ float sums[THREADS / LANES];
+    pdl_wait();
+    pdl_trigger();
     float* row = a.residual + (u64)blockIdx.x * a.hidden;
     float square = 0;
     for (u32 i = 8 * threadIdx.x; i < a.hidden; i += 8 * THREADS) {
@@ -65,13 +69,17 @@ struct AppendArguments {
     const float* cos;  // [position][HEAD_DIM / 2]
     const float* sin;  // the same
     u16* queries;      // element [row][query head][HEAD_DIM], rotated
-    u16* keys;         // element [head][capacity][HEAD_DIM], rotated; written from token `position` on
+    u16* keys;         // element [head][capacity][HEAD_DIM], rotated, of a sequence; or of all sequences or pages
     u16* values;       // the same of values
+    const u32* positions; // [row], or null: from `position` on
+    const u32* slots;     // [row]: the row of the first head's keys and values, or null: the position
     u32 rows, position, query_heads, heads, capacity;
 };
 
 // Launch: any; a thread has eight components of the first half of a head and their partners in RoPE.
 extern "C" __global__ void append(const AppendArguments a) {
+    pdl_wait();
+    pdl_trigger();
     constexpr u32 HALF = HEAD_DIM / 2, PARTS = HALF / 8;
     const u32 all_heads = a.query_heads + 2 * a.heads;
     const u64 n = (u64)a.rows * all_heads * PARTS;
@@ -81,8 +89,9 @@ extern "C" __global__ void append(const AppendArguments a) {
         Eight first = Eight::of(from), second = Eight::of(from + HALF);
         first.add(a.bias, head * HEAD_DIM + i), second.add(a.bias, head * HEAD_DIM + i + HALF);
         const bool is_query = head < a.query_heads, is_value = head >= a.query_heads + a.heads;
+        const u32 position = a.positions ? a.positions[row] : a.position + row;
         if (!is_value) {
-            const u64 angle = ((u64)a.position + row) * HALF + i;
+            const u64 angle = (u64)position * HALF + i;
             turn(first, second, a.cos + angle, a.sin + angle);
         }
         u16* to;
@@ -90,7 +99,8 @@ extern "C" __global__ void append(const AppendArguments a) {
             to = a.queries + ((u64)row * a.query_heads + head) * HEAD_DIM;
         } else {
             const u32 own = head - a.query_heads - (is_value ? a.heads : 0);
-            to = (is_value ? a.values : a.keys) + ((u64)own * a.capacity + a.position + row) * HEAD_DIM;
+            const u32 slot = a.slots ? a.slots[row] : position;
+            to = (is_value ? a.values : a.keys) + ((u64)own * a.capacity + slot) * HEAD_DIM;
         }
         first.store(to + i), second.store(to + i + HALF);
     }
@@ -106,6 +116,8 @@ struct SwigluArguments {
 
 // Launch: any.
 extern "C" __global__ void swiglu(const SwigluArguments a) {
+    pdl_wait();
+    pdl_trigger();
     const u32 parts = a.inner / 8;
     for (u64 at = (u64)blockIdx.x * blockDim.x + threadIdx.x; at < a.rows * parts; at += (u64)gridDim.x * blockDim.x) {
         const u64 row = at / parts;
