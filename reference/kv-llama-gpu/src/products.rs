@@ -1,5 +1,5 @@
-//! Products of tokens' activations with the weights of a layer, and the operations between them: everything of
-//! a layer but attention. Tokens are those of a step, one of each sequence, or of prompts.
+//! Products of tokens' activations with the weights of a layer, and the operations between them: everything
+//! of a layer but attention. Tokens are those of a step, one of each sequence, or of prompts.
 //!
 //! [`fused`] has products of up to 32 tokens with packed weights, [`rows`] GEMMs of any number with rows,
 //! which are the weights themselves or [`unpacked`].

@@ -20,3 +20,4 @@ mod pqcache;
 mod ranks;
 mod refill;
 mod small;
+mod wide;

@@ -88,6 +88,37 @@ fn ranks_of_one_device_compute_what_one_does() {
     ranks_compute_what_one_does(&gpu, on_one_device);
 }
 
+/// More sequences than packed weights take.
+#[test]
+fn ranks_of_one_device_compute_wide_batches() {
+    const BATCH: usize = 40;
+    let Some(gpu) = gpu("ranks of wide batches") else { return };
+    let (model, tokens) = model();
+    let prompts: Vec<Vec<u32>> = (0..BATCH).map(|i| tokens[50 * i..][..1 + i].to_vec()).collect();
+    for method in ["dense:dtype=f16", "million:window=16"] {
+        let profile = profile(&model, &tokens[..1024], &[method]);
+        let compute = |decoder: &mut Decoder| -> Result<Vec<f32>, LoopError> {
+            decoder.prefill(&prompts, 128)?;
+            decoder.feed(&tokens[..BATCH])?;
+            decoder.step()?;
+            decoder.feed(&tokens[BATCH..2 * BATCH])?;
+            decoder.step()?;
+            decoder.logits()
+        };
+        let whole = compute(&mut decoder(&gpu, &model, method, &profile, BATCH, PROMPT)).unwrap();
+        let of_rank = |rank: &Rank| compute(&mut of_rank(rank, &model, method, &profile, BATCH));
+        let parts = run(on_one_device(), of_rank).unwrap();
+        assert_eq!(parts[0], parts[1], "{method}: all ranks have the same logits");
+        let worst = parts[0]
+            .chunks_exact(model.config.vocab_size)
+            .zip(whole.chunks_exact(model.config.vocab_size))
+            .map(|(a, b)| cosine(a, b))
+            .fold(1.0, f64::min);
+        println!("{method}: cosine {worst:.7}");
+        assert!(worst >= 0.999, "{method}: cosine {worst}");
+    }
+}
+
 #[cfg(feature = "nccl")]
 #[test]
 fn ranks_by_nccl_compute_what_one_does() {

@@ -105,7 +105,7 @@ const CACHES: [(usize, &str); 34] = [
 fn decoders<'a>(gpu: &'a Arc<Gpu>, model: &'a Model, batch: usize, spec: &str) -> impl Fn() -> Decoder + 'a {
     let method: Method = spec.parse().unwrap();
     let element = method.device_element().unwrap();
-    let weights = Arc::new(Weights::of(gpu, model, element, WeightLayout::Packed).unwrap());
+    let weights = Arc::new(Weights::of(gpu, model, element, WeightLayout::of_batch(batch)).unwrap());
     move || {
         let cache = method_cache(gpu, &method, &model.config, element, None, batch, 160).unwrap();
         Decoder::new(gpu.clone(), weights.clone(), cache, batch).unwrap()

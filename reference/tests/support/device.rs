@@ -65,11 +65,23 @@ pub fn decoder(
     batch: usize,
     capacity: usize,
 ) -> Decoder {
+    let layout = WeightLayout::of_batch(batch);
+    decoder_of_layout(gpu, model, (method, layout), profile, batch, capacity)
+}
+
+pub fn decoder_of_layout(
+    gpu: &Arc<Gpu>,
+    model: &Arc<Model>,
+    (method, layout): (&str, WeightLayout),
+    profile: &Profile,
+    batch: usize,
+    capacity: usize,
+) -> Decoder {
     let method: Method = method.parse().unwrap();
     let element = method.device_element().unwrap();
     let cache = method_cache(gpu, &method, &model.config, element, Some(profile), batch, capacity).unwrap();
     let model = method.device_model(model, profile).unwrap();
-    let weights = Arc::new(Weights::of(gpu, &model, element, WeightLayout::of_batch(batch)).unwrap());
+    let weights = Arc::new(Weights::of(gpu, &model, element, layout).unwrap());
     Decoder::new(gpu.clone(), weights, cache, batch).unwrap()
 }
 

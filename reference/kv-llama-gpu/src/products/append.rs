@@ -72,8 +72,8 @@ impl Append {
     /// Appends the tokens of a chunk, which has the `qkv`, to the rows of its sequence.
     ///
     /// # Safety
-    /// The rows and the tables of angles have room for the chunk's end, and queries and `qkv` are those of its
-    /// tokens; the [contract of a launch](DevicePtr#launches) holds.
+    /// The rows and the tables of angles have room for the chunk's end, and queries and `qkv` are those of
+    /// its tokens; the [contract of a launch](DevicePtr#launches) holds.
     pub unsafe fn chunk(
         &self,
         context: &Context<'_>,

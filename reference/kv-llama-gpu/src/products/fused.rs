@@ -35,8 +35,8 @@ pub(crate) struct FusedLayers {
     inner: Buffer<u16>,      // (columns, intermediate)
 }
 
-/// The kernel of a product of up to `columns` tokens. `reserved` bytes of a multiprocessor's shared memory stay
-/// free for other kernels.
+/// The kernel of a product of up to `columns` tokens. `reserved` bytes of a multiprocessor's shared memory
+/// stay free for other kernels.
 pub(super) fn gemv(
     context: &Context<'_>,
     n_in: usize,

@@ -24,8 +24,8 @@ pub(crate) enum PromptProducts {
 }
 
 impl PromptProducts {
-    /// The columns of the kernels that run `tokens` tokens in all with packed weights as they are; none if they
-    /// run with rows.
+    /// The columns of the kernels that run `tokens` tokens in all with packed weights as they are; none if
+    /// they run with rows.
     pub const fn columns(layout: WeightLayout, tokens: usize) -> Option<usize> {
         match layout {
             WeightLayout::Packed if tokens <= FEWEST_COLUMNS => Some(FEWEST_COLUMNS),

@@ -55,7 +55,8 @@ impl StepProducts {
         }
     }
 
-    /// The buffers in which the step's first kernel prepares the first norm; none if it is a kernel of its own.
+    /// The buffers in which the step's first kernel prepares the first norm; none if that is a kernel of its
+    /// own.
     pub fn prepared(&self) -> Option<(DevicePtr<u16>, DevicePtr<f32>)> {
         match self {
             Self::Fused { layers, .. } => Some((layers.scaled.pointer(), layers.squares.pointer())),

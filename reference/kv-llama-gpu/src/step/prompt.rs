@@ -1,9 +1,9 @@
 //! Prefill: the tokens of prompts, layer by layer.
 //!
-//! Prompts run in segments of groups of pieces ([`plan`]). A segment passes through one layer after the other,
-//! and through a layer in groups, whose products run together; a piece, a chunk of one prompt, is what attends
-//! and what a cache takes. A layer's weights are thus unpacked once per segment, and a cache that keeps rows
-//! elsewhere restores those before a segment once per layer, not once per chunk.
+//! Prompts run in segments of groups of pieces ([`plan`]). A segment passes through one layer after the
+//! other, and through a layer in groups, whose products run together; a piece, a chunk of one prompt, is what
+//! attends and what a cache takes. A layer's weights are thus unpacked once per segment, and a cache that
+//! keeps rows elsewhere restores those before a segment once per layer, not once per chunk.
 
 mod launch;
 mod plan;
