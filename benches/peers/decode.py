@@ -18,7 +18,8 @@ transformers  `generate` with a static cache, which it compiles: the time of 65 
 float32       the torch loop with activations, keys and values in single precision, which is not timed: its logits show which of the
               two bf16 loops rounds less
 
-A prompt is token 7919 i mod vocabulary for each i; torch runs it at once, with cuDNN's causal attention, and keeps its keys and values.
+The prompt of sequence s is token 7919 i + s mod vocabulary for each i; torch runs all prompts of a batch at once, with cuDNN's causal
+attention, and keeps their keys and values.
 """
 
 import argparse, json, math, os, subprocess, sys, tempfile, time
@@ -37,12 +38,25 @@ CASES = [
     ("llama-2-7b", 32768, 6),
     ("llama-3.1-8b", 131072, 1),
     ("llama-3.1-8b", 131072, 6),
+    ("llama-3.1-8b", 2048, 64),
+    ("llama-3.1-8b", 2048, 128),
+    ("llama-3.1-8b", 2048, 256),
 ]
-# shape, context, tokens of a chunk
-PREFILL_CASES = [("llama-3.1-8b", 8192, 8192), ("llama-3.1-8b", 32768, 8192), ("llama-3.1-8b", 131072, 8192)]
+# shape, tokens of a prompt, tokens of a chunk, batch
+PREFILL_CASES = [
+    ("llama-3.1-8b", 8192, 8192, 1),
+    ("llama-3.1-8b", 32768, 8192, 1),
+    ("llama-3.1-8b", 131072, 8192, 1),
+    ("llama-3.1-8b", 32, 8192, 8),
+    ("llama-3.1-8b", 128, 8192, 8),
+    ("llama-3.1-8b", 512, 8192, 8),
+    ("llama-3.1-8b", 1000, 8192, 8),
+]
 METHODS = "dense:dtype=bf16,million:exact=bf16,hybrid:keys=rotated:exact=bf16:rows-on=device"
 # Prompts also fill caches that keep exact rows of all tokens on the host.
 PREFILL_METHODS = METHODS + ",hybrid:keys=rotated:exact=bf16,pqcache:tokens=2048:exact=bf16"
+# Of many sequences, exact rows next to codes leave no room.
+SMALL_METHODS = "dense:dtype=bf16,million:exact=bf16"
 PEERS = pages.PEERS
 # transformers is another engine's loop, not another cache, and float32 is not a competitor: one case is enough for them.
 ONE_CASE = ("transformers", "float32")
@@ -173,32 +187,32 @@ def peer(shape, context, batch, capacity, logits_file, kind="torch"):
         token.copy_(logits.argmax(-1))
 
     def prompt(tokens):
-        x, kept = embedding[tokens], []
+        x, kept, n = embedding[tokens], [], tokens.shape[1]
         for qkv_weight, o, gate_up, down in weights:
-            qkv = F.linear(norm(x), qkv_weight).view(len(tokens), heads + 2 * kv_heads, 128)
-            qk = rope(qkv[:, : heads + kv_heads], cos[: len(tokens)], sin[: len(tokens)])
+            qkv = F.linear(norm(x), qkv_weight).view(batch, n, heads + 2 * kv_heads, 128)
+            qk = rope(qkv[:, :, : heads + kv_heads], cos[:n], sin[:n])
             q, k, v = (
-                t.transpose(0, 1).unsqueeze(0)
-                for t in (qk[:, :heads], qk[:, heads:], qkv[:, heads + kv_heads :])
+                t.transpose(1, 2) for t in (qk[:, :, :heads], qk[:, :, heads:], qkv[:, :, heads + kv_heads :])
             )
             kept.append((k.contiguous(), v.contiguous()))
             a = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads != kv_heads)
-            x = x + F.linear(a.squeeze(0).transpose(0, 1).reshape(len(tokens), heads * 128), o)
+            x = x + F.linear(a.transpose(1, 2).reshape(batch, n, heads * 128), o)
             x = x + F.linear(act(F.linear(norm(x), gate_up)), down)
-        return F.linear(norm(x[-1:]), output)
+        return F.linear(norm(x[:, -1]), output)
 
     if prefill:
-        tokens = torch.arange(context, device=device) * 7919 % vocab
+        firsts = torch.arange(batch, device=device)[:, None]
+        tokens = (torch.arange(context, device=device) * 7919 + firsts) % vocab
         with torch.no_grad(), sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
             # The second length makes torch compile for all lengths; the last one makes cuDNN plan.
-            for n in (1024, 2048, context):
-                prompt(tokens[:n])
+            for n in (min(1024, context // 2), min(2048, context - 1), context):
+                prompt(tokens[:, :n])
             times = []
             for _ in range(3):
                 torch.cuda.synchronize()
                 begin = time.perf_counter()
                 out = prompt(tokens)
-                out.argmax().item()
+                out.argmax(-1).tolist()
                 times.append(1e3 * (time.perf_counter() - begin))
         out.float().cpu().numpy().tofile(logits_file)
         return print(
@@ -360,7 +374,7 @@ def case(decode_speed, shape, context, batch):
         path = lambda name: os.path.join(folder, name)
         common = [decode_speed, "--random", shape, "--contexts", str(context), "--batches", str(batch)]
         rows = []
-        for method in METHODS.split(","):
+        for method in (METHODS if batch <= 32 else SMALL_METHODS).split(","):
             run(common + ["--methods", method, "--json", path("kv.json"), "--logits", path(method)])
             with open(path("kv.json")) as file:
                 output = json.load(file)
@@ -383,11 +397,11 @@ def case(decode_speed, shape, context, batch):
     }
 
 
-def prefill_case(decode_speed, shape, context, chunk):
+def prefill_case(decode_speed, shape, context, chunk, batch):
     with tempfile.TemporaryDirectory() as folder:
         path = lambda name: os.path.join(folder, name)
         rows = []
-        for method in PREFILL_METHODS.split(","):
+        for method in (PREFILL_METHODS if batch == 1 else SMALL_METHODS).split(","):
             run(
                 [
                     decode_speed,
@@ -397,6 +411,8 @@ def prefill_case(decode_speed, shape, context, chunk):
                     str(context),
                     "--chunk",
                     str(chunk),
+                    "--batches",
+                    str(batch),
                     "--steps",
                     "8",
                     "--methods",
@@ -409,12 +425,12 @@ def prefill_case(decode_speed, shape, context, chunk):
             )
             with open(path("kv.json")) as file:
                 rows += json.load(file)["rows"]
-        arguments = [shape, context, 1, 0, path("torch"), "prefill"]
+        arguments = [shape, context, batch, 0, path("torch"), "prefill"]
         torch = json.loads(run([sys.executable, __file__, "--peer", *map(str, arguments)]).splitlines()[-1])
         # The logits of a step come before those of the prompt.
         vocab = SHAPES[shape][5]
         with open(path(METHODS.split(",")[0]), "rb") as file, open(path("prompt"), "wb") as prompt:
-            prompt.write(file.read()[4 * vocab :])
+            prompt.write(file.read()[4 * vocab * batch :])
         check = agreement(path("prompt"), path("torch"), vocab)
     return {"shape": shape, "context": context, "torch": torch, "dense_beside_torch": check, "rows": rows}
 

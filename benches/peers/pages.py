@@ -170,6 +170,7 @@ def prefill(data):
                 [
                     case["shape"],
                     f"{row['context']:,}",
+                    row["batch"],
                     f"{prompt['chunk']:,}",
                     cache_name(row),
                     settings(row),
@@ -183,6 +184,7 @@ def prefill(data):
     columns = [
         "shape",
         "tokens",
+        "batch",
         "chunk",
         "cache",
         "settings",
@@ -198,9 +200,9 @@ def prefill(data):
         "",
         f"{torch['gpu']}; {time_of(data)}; PyTorch {torch['torch']}.",
         "",
-        "    python benches/peers/decode.py target/release/kv benches/results --prefill",
+        "    python benches/peers/decode.py target/release/decode_speed benches/results --prefill",
         "",
-        "Milliseconds from the prompt to its first and second token; one sequence.",
+        "Milliseconds from the prompts of a batch to their first and second tokens.",
         "",
         *table(columns, rows),
     ]

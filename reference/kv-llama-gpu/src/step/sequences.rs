@@ -18,8 +18,8 @@ impl Decoder {
     }
 
     /// Appends a prompt to each sequence, wherever it ends, and picks the tokens that follow; the next step
-    /// feeds those. At most `chunk` tokens of a sequence run at once, and sequences take turns. The residual
-    /// streams of eight chunks are held, 4 bytes per component.
+    /// feeds those. At most `chunk` tokens run at once, of one sequence or of several (or 32, if those are
+    /// more). The residual streams of eight times as many are held, 4 bytes per component.
     ///
     /// The tokens of a chunk attend to each other exactly, and to earlier tokens as the cache stores them. A
     /// token that has been picked and not fed is not in the cache: a prompt that is to follow it begins with
