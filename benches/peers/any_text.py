@@ -17,12 +17,9 @@ Before a text is run the script asserts, on 512 tokens of it, that the exact cac
 format, and that of one family more bits have less divergence.
 """
 
-import argparse, glob, json, math, os, subprocess, tempfile, textwrap
+import json, os, tempfile
 
-import tables
-
-ROOT = os.path.join(os.path.dirname(__file__), "..", "..")
-CALIBRATION = 4096
+import tables, texts
 
 # Method, and whether something of it is fitted to the calibration text. Codes by rate fit heads of any size.
 METHODS = {
@@ -48,60 +45,18 @@ ORDERS = [("q8_0", "q4_0"), ("int4", "int4:k=3:v=3", "int2:group=32"), ("sq:k=4:
 EXACT = 68  # sinks and window, in 16 bits
 
 
-def own_texts():
-    """Texts of the repository by name: what the shipped model and WikiText-2 have little of."""
-    read = lambda path: open(os.path.join(ROOT, path), encoding="utf-8").read()
-    speeches = read("reference/assets/sotu-heldout.txt").split("\n")
-    code = sorted(glob.glob(os.path.join(ROOT, "svd-core/src/**/*.rs"), recursive=True))
-    results = lambda kind: "\n".join(read(f"benches/results/{name}.{kind}") for name in ("gpu", "streaming", "hybrid"))
-    return {
-        "prose in lines": "\n".join(textwrap.fill(paragraph, 72) for paragraph in speeches),
-        "code": "\n".join(map(read, code)),
-        "JSON": results("json"),
-        "tables": results("md"),
-    }
-
-
-class Bench:
-    """Runs of `kv` on one model."""
-
-    def __init__(self, kv, path, folder):
-        self.kv, self.folder = kv, folder
-        self.model = ["--model", path] if path else []
-        self.profile = os.path.join(folder, "profile")
-
-    def run(self, command, *arguments):
-        path = os.path.join(self.folder, "json")
-        line = [self.kv, command, *map(str, arguments), *self.model, "--json", path]
-        subprocess.run(line, check=True, stdout=subprocess.DEVNULL)
-        return json.load(open(path))
-
-    def calibrate(self, text, methods):
-        self.run("calibrate", self.profile, "--replace", "--text", text, "--tokens", CALIBRATION, "--methods", ",".join(methods))
-
-    def eval(self, text, methods, length, decode, trials, profile=True, calibration=CALIBRATION):
-        """A row for every method; the last tokens of the calibration are those before the prompt."""
-        arguments = ["--text", text, "--methods", ",".join(methods), "--lengths", length, "--decode", decode]
-        arguments += ["--trials", trials, "--depths", 0.5, "--windows", 0, "--calibration", calibration, "--device", "cpu"]
-        arguments += ["--profile", self.profile] if profile else []
-        return dict(zip(methods, self.run("eval", *arguments)["rows"]))
-
-    def check(self, text, methods):
-        """What must hold of any text."""
-        length, decode = 512, 32
-        rows = self.eval(text, ["dense", *methods], length, decode, 0)
-        assert rows["dense"]["kl"] < 1e-9 and rows["dense"]["top1"] == 1.0
-        tokens = length + decode
-        for method, bits in FORMATS.items() if FORMATS.keys() <= rows.keys() else []:
-            expected = (bits * (tokens - EXACT) + 16 * EXACT) / tokens
-            assert abs(rows[method]["bits_per_value"] - expected) < 1e-6, (method, expected, rows[method])
-        for order in (order for order in ORDERS if set(order) <= rows.keys()):
-            kls = [rows[method]["kl"] for method in order]
-            assert kls == sorted(kls), (order, kls)
-
-
-def found(at):
-    return [sum(part["hits"] for part in at), sum(part["trials"] for part in at)]
+def check(bench, text, methods):
+    """What must hold of any text."""
+    length, decode = 512, 32
+    rows = bench.eval(text, ["dense", *methods], length, decode, 0)
+    assert rows["dense"]["kl"] < 1e-9 and rows["dense"]["top1"] == 1.0
+    tokens = length + decode
+    for method, bits in FORMATS.items() if FORMATS.keys() <= rows.keys() else []:
+        expected = (bits * (tokens - EXACT) + 16 * EXACT) / tokens
+        assert abs(rows[method]["bits_per_value"] - expected) < 1e-6, (method, expected, rows[method])
+    for order in (order for order in ORDERS if set(order) <= rows.keys()):
+        kls = [rows[method]["kl"] for method in order]
+        assert kls == sorted(kls), (order, kls)
 
 
 def measure(bench, text, methods, length, decode, trials):
@@ -117,8 +72,8 @@ def measure(bench, text, methods, length, decode, trials):
             "own_kl": own[method]["kl"] if method in own else None,
             "top1": row["top1"],
             "perplexity": row["perplexity"],
-            "needle": found(row["needle"]),
-            "recall": found(row["recall"]),
+            "needle": texts.found(row["needle"]),
+            "recall": texts.found(row["recall"]),
         }
         for method, row in rows.items()
     ]
@@ -131,26 +86,13 @@ def merged(stored, rows):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("kv")
-    parser.add_argument("results", help="a folder")
-    parser.add_argument("--wikitext", required=True)
-    parser.add_argument("--text", action="append", default=[], metavar="NAME=FILE")
+    parser = texts.parser()
     parser.add_argument("--model", action="append", default=[], metavar="NAME=PATH:LENGTHS:DECODE:TRIALS")
     parser.add_argument("--only")
-    parser.add_argument("--texts", type=int)
     parser.add_argument("--methods")
     args = parser.parse_args()
 
-    texts = own_texts()
-    for name, path in (given.split("=", 1) for given in args.text):
-        texts[name] = open(path, encoding="utf-8").read()
-    texts = dict(list(texts.items())[: args.texts])
-    models = {"tiny-llama-12m": ("", "2048+8192", 128, 8)}
-    for name, setting in (given.split("=", 1) for given in args.model):
-        path, lengths, decode, trials = setting.rsplit(":", 3)
-        models[name] = (path, lengths, int(decode), int(trials))
-
+    unseen, models = texts.chosen(args), texts.models(("", "2048+8192", 128, 8), args.model)
     methods = args.methods.split(",") if args.methods else list(METHODS)
     path = os.path.join(args.results, "any-text.json")
     stored = json.load(open(path))["models"] if os.path.exists(path) and (args.only or args.methods) else {}
@@ -159,16 +101,14 @@ def main():
         if args.only not in (None, name):
             continue
         with tempfile.TemporaryDirectory() as folder:
-            bench = Bench(args.kv, model, folder)
+            bench = texts.Bench(args.kv, model, folder)
             bench.calibrate(args.wikitext, [method for method in methods if METHODS[method]])
             made = {"date": tables.today(), "commit": tables.commit(), "decode": decode, "runs": []}
             if args.methods:
                 made = done[name]
-            for text, content in texts.items():
-                file = os.path.join(folder, "text")
-                with open(file, "w", encoding="utf-8") as out:
-                    out.write(content)
-                bench.check(file, methods)
+            for text, content in unseen.items():
+                file = bench.file(content)
+                check(bench, file, methods)
                 for length in map(int, lengths.split("+")):
                     rows = measure(bench, file, methods, length, decode, trials)
                     if args.methods:
@@ -177,7 +117,7 @@ def main():
                     else:
                         made["runs"].append({"text": text, "length": length, "rows": rows})
                     done[name] = made
-                    tables.write(path, {"calibration": CALIBRATION, "models": done})
+                    tables.write(path, {"calibration": texts.CALIBRATION, "models": done})
 
 
 if __name__ == "__main__":

@@ -13,9 +13,9 @@ equal sizes, interpolated between the logarithms of the rates next to it. A mode
 model and keeps the stored results of the others.
 """
 
-import argparse, json, math, os, statistics, tempfile
+import json, math, os, statistics, tempfile
 
-import any_text, tables
+import tables, texts
 
 # Other texts take up to 1.4 times as many.
 BITS = (0.4, 0.7, 1.1, 1.8)
@@ -61,29 +61,17 @@ def run(bench, file, spans, shares, length, decode):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("kv")
-    parser.add_argument("results", help="a folder")
-    parser.add_argument("--wikitext", required=True)
-    parser.add_argument("--text", action="append", default=[], metavar="NAME=FILE")
+    parser = texts.parser()
     parser.add_argument("--model", action="append", default=[], metavar="NAME=PATH:LENGTH:DECODE:SPANS")
     parser.add_argument("--only")
     parser.add_argument("--profile", help="the one of an earlier run, of the same model and methods")
     parser.add_argument("--commit")
-    parser.add_argument("--texts", type=int)
     parser.add_argument("--shares", default="+".join(SHARES), help="a large model takes hours to measure its sensitivity on a CPU")
     args = parser.parse_args()
 
-    texts = {name: text for name, text in any_text.own_texts().items() if name in ("prose in lines", "code")}
-    for name, path in (given.split("=", 1) for given in args.text):
-        texts[name] = open(path, encoding="utf-8").read()
-    texts = dict(list(texts.items())[: args.texts])
+    unseen = texts.chosen(args, ("prose in lines", "code"))
     # All tokens but the sinks are coded: they fill batches of 64.
-    models = {"tiny-llama-12m": ("", 2048, 132, "head+layer+3+model")}
-    for name, setting in (given.split("=", 1) for given in args.model):
-        path, length, decode, spans = setting.rsplit(":", 3)
-        models[name] = (path, int(length), int(decode), spans)
-
+    models = texts.models(("", 2048, 132, "head+layer+3+model"), args.model)
     path = os.path.join(args.results, "joint.json")
     stored = json.load(open(path))["models"] if os.path.exists(path) and args.only else {}
     done = {name: stored[name] for name in stored if name != args.only}
@@ -94,18 +82,16 @@ def main():
         made = {"cpu": tables.cpu(), "date": tables.today(), "commit": args.commit or tables.commit()}
         made |= {"length": length, "decode": decode, "runs": []}
         with tempfile.TemporaryDirectory() as folder:
-            bench = any_text.Bench(args.kv, model, folder)
+            bench = texts.Bench(args.kv, model, folder)
             bench.profile = args.profile or bench.profile
             methods = [method(*of) for of in ((s, h, b) for s in spans for h in shares for b in BITS)]
             if not args.profile:
                 bench.calibrate(args.wikitext, methods)
-            for text, content in texts.items():
-                file = os.path.join(folder, "text")
-                with open(file, "w", encoding="utf-8") as out:
-                    out.write(content)
-                made["runs"].append({"text": text, "curves": run(bench, file, spans, shares, length, decode)})
+            for text, content in unseen.items():
+                curves = run(bench, bench.file(content), spans, shares, length, decode)
+                made["runs"].append({"text": text, "curves": curves})
                 done[name] = made
-                tables.write(path, {"calibration": any_text.CALIBRATION, "models": done})
+                tables.write(path, {"calibration": texts.CALIBRATION, "models": done})
 
 
 if __name__ == "__main__":

@@ -15,9 +15,9 @@ the family's own by the paired difference. Before it measures, the script assert
 no more than its budget, and that bits are those of each format.
 """
 
-import argparse, json, os, random, re, tempfile
+import json, os, random, re, tempfile
 
-import any_text, tables
+import tables, texts
 
 SHARES = [0.05, 0.1]
 EXTRA = 1 / 128  # of H2O's compensation for what others read to score: PQCache, 4.1.3
@@ -81,8 +81,8 @@ def measured(row):
         "read_bytes": row["fetched_bytes_per_step"],
         "scored_bytes": row["scored_bytes_per_step"],
         "top1": row["top1"],
-        "needle": any_text.found(row["needle"]),
-        "recall": any_text.found(row["recall"]),
+        "needle": texts.found(row["needle"]),
+        "recall": texts.found(row["recall"]),
         "kl": [float(f"{kl:.4g}") for kl in row["kl_by_position"]],
     }
 
@@ -92,9 +92,9 @@ def interval(samples):
     return [ordered[int(len(ordered) * part)] for part in (0.025, 0.975)]
 
 
-def resampled(texts, seed=0):
-    """Means of resampled blocks of the texts' tokens: `texts` has a list of values for each."""
-    blocks = [text[i : i + BLOCK] for text in texts for i in range(0, len(text), BLOCK)]
+def resampled(values, seed=0):
+    """Means of resampled blocks of the texts' tokens: `values` has a list for each text."""
+    blocks = [text[i : i + BLOCK] for text in values for i in range(0, len(text), BLOCK)]
     blocks = [(sum(block), len(block)) for block in blocks]
     choose = random.Random(seed)
     for _ in range(SAMPLES):
@@ -136,42 +136,32 @@ def summarized(runs):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("kv")
-    parser.add_argument("results", help="a folder")
-    parser.add_argument("--wikitext", required=True)
-    parser.add_argument("--text", action="append", default=[], metavar="NAME=FILE")
+    parser = texts.parser()
     parser.add_argument("--run", action="append", default=[], metavar="LENGTH:DECODE:TRIALS")
-    parser.add_argument("--texts", type=int)
     parser.add_argument("--only", default="")
     args = parser.parse_args()
 
-    texts = {"code": any_text.own_texts()["code"]}
-    for name, path in (given.split("=", 1) for given in args.text):
-        texts[name] = open(path, encoding="utf-8").read()
-    texts = dict(list(texts.items())[: args.texts])
+    unseen = texts.chosen(args, ("code",))
     methods = [method for family in FAMILIES.values() for method in family if re.search(args.only, method)]
     path = os.path.join(args.results, "margins.json")
     stored = json.load(open(path))["runs"] if os.path.exists(path) else []
     with tempfile.TemporaryDirectory() as folder:
-        bench = any_text.Bench(args.kv, "", folder)
+        bench = texts.Bench(args.kv, "", folder)
         fitted = [method for method in methods if is_fitted(method)]
         if fitted:
             bench.calibrate(args.wikitext, fitted)
-        for name, content in texts.items():
-            file = os.path.join(folder, "text")
-            with open(file, "w", encoding="utf-8") as out:
-                out.write(content)
+        for name, content in unseen.items():
+            file = bench.file(content)
             check(bench, file)
             for length, decode, trials in (map(int, run.split(":")) for run in args.run or ["4096:192:8", "16000:192:8"]):
-                rows = bench.eval(file, methods, length, decode, trials, profile=bool(fitted), calibration=any_text.CALIBRATION)
+                rows = bench.eval(file, methods, length, decode, trials, profile=bool(fitted), calibration=texts.CALIBRATION)
                 key = {"text": name, "length": length, "decode": decode}
                 same = [run for run in stored if key.items() <= run.items()]
                 before = same[0]["methods"] if same and args.only else {}
                 new = {method: {"commit": tables.commit()} | measured(row) for method, row in rows.items()}
                 run = key | {"date": tables.today(), "trials": trials, "methods": before | new}
                 stored = [run for run in stored if run not in same] + [run]
-                data = {"calibration": any_text.CALIBRATION, "block": BLOCK, "rows": summarized(stored), "runs": stored}
+                data = {"calibration": texts.CALIBRATION, "block": BLOCK, "rows": summarized(stored), "runs": stored}
                 tables.write(path, data)
 
 
