@@ -70,6 +70,8 @@ def peer(shape, context, batch, capacity, logits_file, kind="torch"):
     import torch.nn.functional as F
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
+    from torch_loop import act, graph_of, milliseconds, norm, rope
+
     hidden, inner, layers, heads, kv_heads, vocab, base, scaled = SHAPES[shape]
     device, mask = "cuda", 0xFFFFFFFF
     dtype = torch.float32 if kind == "float32" else torch.bfloat16
@@ -92,21 +94,6 @@ def peer(shape, context, batch, capacity, logits_file, kind="torch"):
             unit = (mix((i & mask) ^ seed) >> 8).to(torch.float32) * 2.0**-23 - 1
             out[at : at + len(i)] = (unit * torch.tensor(amplitude, dtype=torch.float32)).bfloat16()
         return out.view(*sizes)
-
-    @torch.compile
-    def norm(x):  # its weights are ones
-        wide = x.float()
-        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
-
-    @torch.compile
-    def rope(x, cos, sin):
-        a, b = x.float().chunk(2, -1)
-        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
-
-    @torch.compile
-    def act(x):
-        gate, up = x.chunk(2, -1)
-        return F.silu(gate) * up
 
     rows = (heads + 2 * kv_heads) * 128
     weights = [
@@ -226,26 +213,10 @@ def peer(shape, context, batch, capacity, logits_file, kind="torch"):
         return print(json.dumps(versions))
 
     with torch.no_grad(), sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            for i in range(3):
-                step()
-                if i == 0:
-                    logits.float().cpu().numpy().tofile(logits_file)
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            step()
+        graph = graph_of(step, lambda: logits.float().cpu().numpy().tofile(logits_file))
         graph.replay()
         torch.cuda.synchronize()
-        times = []
-        for _ in range(15):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end))
+        times = [milliseconds(graph.replay) for _ in range(15)]
     print(json.dumps({"step_ms": sorted(times)[7]} | versions))
 
 

@@ -36,6 +36,8 @@ def torch_rank(rank, ranks, shape, context, batch):
     import torch, torch.distributed as dist, torch.nn.functional as F
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
+    from torch_loop import act, graph_of, milliseconds, norm, rope
+
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29512")
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", rank=rank, world_size=ranks, device_id=torch.device("cuda", rank))
@@ -50,21 +52,6 @@ def torch_rank(rank, ranks, shape, context, batch):
     token = torch.ones(batch, dtype=torch.long, device="cuda")
     parts = torch.empty(ranks, batch, vocab // ranks, device="cuda", dtype=torch.bfloat16)
 
-    @torch.compile
-    def norm(x):
-        wide = x.float()
-        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
-
-    @torch.compile
-    def rope(x):
-        a, b = x.float().chunk(2, -1)
-        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
-
-    @torch.compile
-    def act(x):
-        gate, up = x.chunk(2, -1)
-        return F.silu(gate) * up
-
     def summed(x):
         dist.all_reduce(x)
         return x
@@ -73,7 +60,7 @@ def torch_rank(rank, ranks, shape, context, batch):
         x = embedding[token]
         for (qkv_weight, o, gate_up, down), (k, v) in zip(weights, cache):
             qkv = F.linear(norm(x), qkv_weight).view(batch, heads + 2 * kv_heads, 128)
-            qk = rope(qkv[:, : heads + kv_heads])
+            qk = rope(qkv[:, : heads + kv_heads], cos, sin)
             k[:, :, -1], v[:, :, -1] = qk[:, heads:], qkv[:, heads + kv_heads :]
             a = F.scaled_dot_product_attention(qk[:, :heads].unsqueeze(2), k, v, enable_gqa=True)
             x = x + summed(F.linear(a.reshape(batch, heads * 128), o))
@@ -82,23 +69,10 @@ def torch_rank(rank, ranks, shape, context, batch):
         token.copy_(parts.transpose(0, 1).reshape(batch, vocab).argmax(-1))
 
     with torch.no_grad(), sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                step()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            step()
-        times = []
+        graph, times = graph_of(step), []
         for _ in range(17):
             dist.barrier()
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end))
+            times.append(milliseconds(graph.replay))
     slowest = torch.tensor(sorted(times[2:])[7], device="cuda")
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     if rank == 0:
