@@ -158,26 +158,32 @@ impl Evictions {
         gpu.stream.wait(&encoded).map_err(|e| driver("wait for codes", e))
     }
 
-    /// Restarts with sequences that have these numbers of encoded tokens after the sinks, (batch,).
-    pub fn restart(&mut self, gpu: &Gpu, encoded: &[usize]) -> Result<()> {
-        self.wait(gpu)?;
-        self.encoded.iter_mut().for_each(|event| *event = None);
-        self.steps = 0;
-        let planned: Vec<u32> = encoded.iter().map(|&tokens| tokens as u32).collect();
-        self.planned.write(gpu, &planned.repeat(self.n_layers))
+    /// Restarts with sequences of these lengths, (batch,), whose tokens are all encoded.
+    pub fn set_lengths(&mut self, gpu: &Gpu, lengths: &[usize]) -> Result<()> {
+        let encoded: Vec<usize> = lengths.iter().map(|length| length.saturating_sub(self.sinks)).collect();
+        self.restart(gpu, &encoded)
     }
 
-    /// Sets the number of encoded tokens after the sinks of one sequence, after all pending encoding.
-    pub fn set_length(&self, gpu: &Gpu, sequence: usize, encoded: usize) -> Result<()> {
+    /// As [`Self::set_lengths`] for one sequence, after all pending encoding; the others go on.
+    pub fn set_length(&self, gpu: &Gpu, sequence: usize, length: usize) -> Result<()> {
         self.wait(gpu)?;
-        (0..self.n_layers).try_for_each(|layer| {
-            self.planned.write_at(gpu, layer * self.batch + sequence, &[encoded as u32])
-        })
+        let encoded = [length.saturating_sub(self.sinks) as u32];
+        (0..self.n_layers)
+            .try_for_each(|layer| self.planned.write_at(gpu, layer * self.batch + sequence, &encoded))
     }
 
     /// Restarts with sequences of `tokens` tokens, as if the last evictions had been half a ring ago.
     pub fn reset(&mut self, gpu: &Gpu, tokens: usize) -> Result<()> {
         let encoded = (tokens + self.ring / 2).saturating_sub(self.sinks + self.ring);
         self.restart(gpu, &vec![encoded; self.batch])
+    }
+
+    /// Restarts with these numbers of encoded tokens after the sinks, (batch,).
+    fn restart(&mut self, gpu: &Gpu, encoded: &[usize]) -> Result<()> {
+        self.wait(gpu)?;
+        self.encoded.iter_mut().for_each(|event| *event = None);
+        self.steps = 0;
+        let planned: Vec<u32> = encoded.iter().map(|&tokens| tokens as u32).collect();
+        self.planned.write(gpu, &planned.repeat(self.n_layers))
     }
 }

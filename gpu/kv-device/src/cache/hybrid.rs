@@ -336,13 +336,9 @@ impl ChunkCache for HybridCache {
     fn chunk_rows(&mut self, gpu: &Gpu, layer: usize, chunk: &Chunk) -> Result<Rows> {
         self.evictions.wait(gpu)?; // of the layer before, from the same rows
         self.codes.begin_chunk(gpu, chunk)?;
-        if self.window.holds_prefix(layer, chunk) {
-            return self.window.prefix();
-        }
-        let rows = self.window.open(gpu, layer, chunk)?;
-        let stored = self.window.shape.stored(chunk.position);
-        self.store.restore(gpu, layer, chunk.sequence, stored, rows)?;
-        Ok(rows)
+        self.window.rows_before(gpu, layer, chunk, |stored, rows| {
+            self.store.restore(gpu, layer, chunk.sequence, stored, rows)
+        })
     }
 
     fn append(&mut self, gpu: &Gpu, layer: usize, chunk: &Chunk) -> Result<()> {
@@ -355,16 +351,14 @@ impl ChunkCache for HybridCache {
     }
 
     fn set_lengths(&mut self, gpu: &Gpu, lengths: &[usize]) -> Result<()> {
-        let sinks = self.window.shape.sinks;
-        let encoded = lengths.iter().map(|length| length.saturating_sub(sinks));
         self.window.invalidate_prefix();
         self.store.invalidate(gpu)?;
-        self.evictions.restart(gpu, &encoded.collect::<Vec<_>>())
+        self.evictions.set_lengths(gpu, lengths)
     }
 
     fn set_length(&mut self, gpu: &Gpu, sequence: usize, length: usize) -> Result<()> {
         self.window.invalidate_prefix();
         self.store.invalidate_one(gpu, sequence)?;
-        self.evictions.set_length(gpu, sequence, length.saturating_sub(self.window.shape.sinks))
+        self.evictions.set_length(gpu, sequence, length)
     }
 }

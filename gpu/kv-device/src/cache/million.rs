@@ -283,13 +283,11 @@ impl ChunkCache for MillionCache {
         if let Some(pages) = &mut self.codes.pages {
             pages.set_lengths(gpu, lengths)?;
         }
-        let sinks = self.window.shape.sinks;
-        let encoded = lengths.iter().map(|length| length.saturating_sub(sinks));
-        self.evictions.restart(gpu, &encoded.collect::<Vec<_>>())
+        self.evictions.set_lengths(gpu, lengths)
     }
 
     fn set_length(&mut self, gpu: &Gpu, sequence: usize, length: usize) -> Result<()> {
         self.codes.pages.iter_mut().for_each(|pages| pages.set_length(sequence, length));
-        self.evictions.set_length(gpu, sequence, length.saturating_sub(self.window.shape.sinks))
+        self.evictions.set_length(gpu, sequence, length)
     }
 }

@@ -270,13 +270,9 @@ impl ChunkCache for PqCache {
         let (first, count) = self.window.shape.stored_by(chunk);
         self.span.write(gpu, first, count)?;
         self.begin_training(gpu, chunk)?;
-        if self.window.holds_prefix(layer, chunk) {
-            return self.window.prefix();
-        }
-        let rows = self.window.open(gpu, layer, chunk)?;
-        let stored = self.window.shape.stored(chunk.position);
-        self.store.restore(gpu, layer, chunk.sequence, stored, rows)?;
-        Ok(rows)
+        self.window.rows_before(gpu, layer, chunk, |stored, rows| {
+            self.store.restore(gpu, layer, chunk.sequence, stored, rows)
+        })
     }
 
     fn append(&mut self, gpu: &Gpu, layer: usize, chunk: &Chunk) -> Result<()> {
@@ -293,20 +289,18 @@ impl ChunkCache for PqCache {
     }
 
     fn set_lengths(&mut self, gpu: &Gpu, lengths: &[usize]) -> Result<()> {
-        let encoded = lengths.iter().map(|length| length.saturating_sub(self.shape.sinks));
-        let encoded: Vec<usize> = encoded.collect();
         let sequences = lengths.iter().copied().enumerate();
         sequences.for_each(|(sequence, length)| self.set_trained_length(sequence, length));
         self.window.invalidate_prefix();
         self.store.invalidate(gpu)?;
-        self.evictions.restart(gpu, &encoded)
+        self.evictions.set_lengths(gpu, lengths)
     }
 
     fn set_length(&mut self, gpu: &Gpu, sequence: usize, length: usize) -> Result<()> {
         self.set_trained_length(sequence, length);
         self.window.invalidate_prefix();
         self.store.invalidate_one(gpu, sequence)?;
-        self.evictions.set_length(gpu, sequence, length.saturating_sub(self.shape.sinks))
+        self.evictions.set_length(gpu, sequence, length)
     }
 }
 

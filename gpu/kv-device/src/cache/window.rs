@@ -160,10 +160,21 @@ impl Window {
         self.copy(gpu, layer, chunk.sequence, chunk.end(), false)
     }
 
-    /// Whether the rows of all tokens still hold those before this chunk in the same layer, so that none have
-    /// to be restored.
-    pub fn holds_prefix(&self, layer: usize, chunk: &Chunk) -> bool {
-        self.prefix.hold_those_before(layer, chunk)
+    /// Rows of all tokens, with those before the chunk: `restore` adds the first ones after the sinks, as
+    /// many as it is told, unless the rows still hold them from the chunk before.
+    pub fn rows_before(
+        &mut self,
+        gpu: &Gpu,
+        layer: usize,
+        chunk: &Chunk,
+        restore: impl FnOnce(usize, Rows) -> Result<()>,
+    ) -> Result<Rows> {
+        if self.prefix.hold_those_before(layer, chunk) {
+            return self.prefix();
+        }
+        let rows = self.open(gpu, layer, chunk)?;
+        restore(self.shape.stored(chunk.position), rows)?;
+        Ok(rows)
     }
 
     /// Invalidates the rows of all tokens, which are about to be overwritten.

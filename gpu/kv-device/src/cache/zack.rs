@@ -7,6 +7,7 @@ use kv_gpu::svd::{Attend, AttendShape};
 use kv_gpu::{AnyElement, DevicePtr, Element, Kernel, Program};
 
 use super::eviction::Evictions;
+use super::full_rank::FullRank;
 use super::merge::Merge;
 use super::row_transform::RowTransform;
 use super::span::Span;
@@ -49,7 +50,7 @@ pub(crate) struct ZackCache {
     stored: Pair<Buffer<u16>>,  // (layer, batch, heads, capacity, rank of the head)
     ranks: Pair<Buffer<u32>>,   // (layer, heads)
     offsets: Pair<Buffer<u64>>, // (layer, heads): prefix sums of the ranks
-    full: Full,
+    exact: FullRank,
     scratch: Scratch,
     span: Span, // that a chunk stores
     group: usize,
@@ -70,12 +71,6 @@ struct Kernels {
     cut: Kernel,
     restore: Kernel,
     merge: Merge,
-}
-
-/// Ranks and offsets of the exact rows. (heads,)
-struct Full {
-    ranks: Buffer<u32>,
-    offsets: Buffer<u64>,
 }
 
 /// The location of a layer's rows.
@@ -129,13 +124,7 @@ impl ZackCache {
             stored: Pair::try_of(|side| Buffer::zeros(gpu, lens[side]))?,
             ranks: Pair::try_of(|side| Buffer::of(gpu, &ranks_of(side)))?,
             offsets: Pair::try_of(offsets)?,
-            full: Full {
-                ranks: Buffer::of(gpu, &vec![head_dim as u32; heads])?,
-                offsets: Buffer::of(
-                    gpu,
-                    &(0..heads).map(|head| (head * head_dim) as u64).collect::<Vec<_>>(),
-                )?,
-            },
+            exact: FullRank::new(gpu, shape, false)?,
             scratch: Scratch {
                 out: Buffer::zeros(gpu, batch * heads * group * head_dim)?,
                 log_sum_exps: [
@@ -197,9 +186,13 @@ impl StepCache for ZackCache {
         queries: DevicePtr<AnyElement>,
         out: DevicePtr<AnyElement>,
     ) -> Result<()> {
-        // SAFETY: the caller's contract.
+        let (rows, lengths) = ((self.rows(layer), None), sequences.exact_lengths);
+        let log_sum_exp = Some(self.scratch.log_sum_exps[0].pointer());
+        // SAFETY: exact rows are at most those of the window. The change of basis, which runs before, writes
+        // none of what is read before the PDL wait, and has itself waited for queries and rows; the caller's
+        // contract.
         unsafe {
-            self.launch_exact(gpu, layer, sequences, (queries, out))?;
+            self.exact.launch(gpu, rows, lengths, queries, out, log_sum_exp)?;
             self.launch_stored(gpu, layer, sequences, queries)?;
             self.launch_merge(gpu, layer, out)
         }
@@ -264,12 +257,10 @@ impl ChunkCache for ZackCache {
     }
 
     fn set_lengths(&mut self, gpu: &Gpu, lengths: &[usize]) -> Result<()> {
-        let sinks = self.window.shape.sinks;
-        let stored = lengths.iter().map(|length| length.saturating_sub(sinks));
-        self.evictions.restart(gpu, &stored.collect::<Vec<_>>())
+        self.evictions.set_lengths(gpu, lengths)
     }
 
     fn set_length(&mut self, gpu: &Gpu, sequence: usize, length: usize) -> Result<()> {
-        self.evictions.set_length(gpu, sequence, length.saturating_sub(self.window.shape.sinks))
+        self.evictions.set_length(gpu, sequence, length)
     }
 }

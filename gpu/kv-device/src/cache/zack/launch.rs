@@ -1,7 +1,7 @@
 //! The launches of a step and of a chunk.
 
 use bytemuck::Pod;
-use kv_attend::owner::{Pair, Side};
+use kv_attend::owner::Side;
 use kv_gpu::svd::AttendArguments;
 use kv_gpu::{AnyElement, DevicePtr, Grid};
 
@@ -84,39 +84,6 @@ impl ZackCache {
         }
     }
 
-    /// Launches attention to the exact rows.
-    ///
-    /// # Safety
-    /// As [`DeviceCache::attend`](crate::DeviceCache::attend).
-    pub(super) unsafe fn launch_exact(
-        &self,
-        gpu: &Gpu,
-        layer: usize,
-        sequences: &Sequences,
-        (queries, out): (DevicePtr<AnyElement>, DevicePtr<AnyElement>),
-    ) -> Result<()> {
-        let WindowShape { heads, head_dim, .. } = self.window.shape;
-        let Rows { keys, values, capacity } = self.window.rows(layer);
-        let full = Pair::new(heads * head_dim, heads * head_dim);
-        let arguments = AttendArguments {
-            capacity,
-            keys,
-            values,
-            queries,
-            lengths: sequences.exact_lengths,
-            key_ranks: self.full.ranks.pointer(),
-            value_ranks: self.full.ranks.pointer(),
-            key_offsets: self.full.offsets.pointer(),
-            value_offsets: self.full.offsets.pointer(),
-            out,
-            ..self.attention(0, full)
-        };
-        // SAFETY: the buffers have the lengths of `new`, ranks and offsets are those of full rank, and
-        // lengths are at most the capacity. The change of basis, which runs before, writes none of what is
-        // read before the PDL wait, and has itself waited for queries and rows.
-        Ok(unsafe { self.kernels.attend.launch(gpu.stream(), &arguments) }?)
-    }
-
     /// Launches attention to the stored rows.
     ///
     /// # Safety
@@ -128,51 +95,35 @@ impl ZackCache {
         sequences: &Sequences,
         queries: DevicePtr<AnyElement>,
     ) -> Result<()> {
+        let WindowShape { batch, heads, head_dim, capacity, .. } = self.window.shape;
         let store = self.store(layer, 0);
         let arguments = AttendArguments {
-            capacity: self.window.shape.capacity,
+            batch,
+            heads,
+            group: self.group,
+            capacity,
             keys: store.keys.cast(),
             values: store.values.cast(),
+            pages: None,
             queries,
             lengths: sequences.coded_lengths,
             key_ranks: store.key_ranks,
             value_ranks: store.value_ranks,
             key_offsets: store.key_offsets,
             value_offsets: store.value_offsets,
-            out: self.scratch.out.pointer().cast(),
-            ..self.attention(1, self.layers[layer].rank_sums)
-        };
-        // SAFETY: as above; ranks are multiples of `DeviceCuts::MULTIPLE`, or the method is refused; offsets
-        // and sums are theirs.
-        Ok(unsafe { self.kernels.attend.launch(gpu.stream(), &arguments) }?)
-    }
-
-    /// The arguments that attention to the exact rows (part 0) and to the stored ones (1) share. The pointers
-    /// that differ are dangling.
-    fn attention(&self, part: usize, rank_sums: Pair<usize>) -> AttendArguments {
-        let WindowShape { batch, heads, head_dim, .. } = self.window.shape;
-        AttendArguments {
-            batch,
-            heads,
-            group: self.group,
-            capacity: 0,
-            keys: DevicePtr::dangling(),
-            values: DevicePtr::dangling(),
-            pages: None,
-            queries: DevicePtr::dangling(),
-            lengths: DevicePtr::dangling(),
-            key_ranks: DevicePtr::dangling(),
-            value_ranks: DevicePtr::dangling(),
-            key_offsets: DevicePtr::dangling(),
-            value_offsets: DevicePtr::dangling(),
-            key_rank_sum: rank_sums.keys,
-            value_rank_sum: rank_sums.values,
+            key_rank_sum: self.layers[layer].rank_sums.keys,
+            value_rank_sum: self.layers[layer].rank_sums.values,
             scale: 1.0 / (head_dim as f32).sqrt(),
-            out: DevicePtr::dangling(),
-            log_sum_exp: Some(self.scratch.log_sum_exps[part].pointer()),
+            out: self.scratch.out.pointer().cast(),
+            log_sum_exp: Some(self.scratch.log_sum_exps[1].pointer()),
             pdl: true,
             workspace: self.scratch.workspace.pointer(),
-        }
+        };
+        // SAFETY: the buffers have the lengths of `new`, and lengths are at most the capacity. Ranks are
+        // multiples of `DeviceCuts::MULTIPLE`, or the method is refused; offsets and sums are theirs. The
+        // change of basis, which runs before, writes none of what is read before the PDL wait, and has itself
+        // waited for queries and rows.
+        Ok(unsafe { self.kernels.attend.launch(gpu.stream(), &arguments) }?)
     }
 
     /// Launches the merge of both parts.
