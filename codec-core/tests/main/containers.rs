@@ -2,6 +2,8 @@
 
 use codec_core::*;
 
+use super::support::Random;
+
 const CHANNELS: usize = 6;
 
 fn plane(size: f32) -> PlaneBuf {
@@ -30,17 +32,6 @@ fn frame(info: &FrameInfo) -> Vec<u8> {
         encode_frame(info, &planes, &[&rows[..]; 2], &mut frame).unwrap();
     }
     frame
-}
-
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, n: usize) -> usize {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        ((u128::from(self.0) * n as u128) >> 64) as usize
-    }
 }
 
 /// Directories with changed bytes and valid checksums.

@@ -6,9 +6,7 @@ use std::sync::Arc;
 use codec_core::*;
 use proptest::prelude::*;
 
-fn backends() -> impl Iterator<Item = Backend> {
-    Backend::ALL.into_iter().filter(|backend| backend.is_available())
-}
+use super::support::backends;
 
 /// Any finite value, often 0 or near the largest.
 fn finite() -> impl Strategy<Value = f32> {

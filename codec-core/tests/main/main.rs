@@ -8,4 +8,5 @@ mod mutations;
 mod places;
 mod profiles;
 mod properties;
+mod support;
 mod vectors;

@@ -8,21 +8,12 @@ use std::sync::Arc;
 
 use codec_core::*;
 
+use super::support::Random;
+
 const CHANNELS: usize = 40;
 const TOKENS: usize = 80;
 /// The index has two ids, then two entries of two tiles.
 const INDEX_END: usize = 64 + 8 + 2 * 16;
-
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, n: usize) -> usize {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        ((u128::from(self.0) * n as u128) >> 64) as usize
-    }
-}
 
 /// Numbers of the kinds of planes: without a transform; with one of a head, of all heads together, or of
 /// their leading coefficients, which fill a part of the first tile.

@@ -4,9 +4,7 @@ use codec_core::*;
 use half::{bf16, f16};
 use proptest::prelude::*;
 
-fn backends() -> impl Iterator<Item = Backend> {
-    Backend::ALL.into_iter().filter(|backend| backend.is_available())
-}
+use super::support::backends;
 
 /// Elements that the test converts with `half` alone.
 trait Converted: Element + PartialEq + std::fmt::Debug {

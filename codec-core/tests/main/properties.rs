@@ -5,6 +5,8 @@ use std::sync::Arc;
 use codec_core::*;
 use proptest::prelude::*;
 
+use super::support::backends;
+
 /// Rows with heavy tails and rare outliers.
 fn rows(channels: usize, tokens: usize, seed: u64) -> Vec<f32> {
     let mut state = seed.wrapping_mul(2).wrapping_add(0x9e37_79b9_7f4a_7c15);
@@ -46,10 +48,6 @@ fn transform(heads: usize, dim: usize) -> Arc<TransformBuf> {
     Arc::new(TransformBuf::new(dim, into, back).unwrap())
 }
 
-fn backends() -> impl Iterator<Item = Backend> {
-    Backend::ALL.into_iter().filter(|backend| backend.is_available())
-}
-
 fn info(heads: usize, head_dim: usize, tokens: usize, block_tokens: usize) -> FrameInfo {
     FrameInfo {
         level: 1,
@@ -77,6 +75,18 @@ fn coder() -> impl Strategy<Value = Coder> {
     prop_oneof![Just(Coder::InterleavedRans), Just(Coder::Range)]
 }
 
+/// The frame of a plane's rows as keys and values, the same on every backend.
+fn encoded_alike(info: &FrameInfo, plane: Plane<'_>, rows: &[f32]) -> Vec<u8> {
+    let mut frames = backends().map(|backend| {
+        let mut frame = vec![];
+        encode_frame_with(backend, info, &[plane, plane], &[rows, rows], &mut frame).unwrap();
+        frame
+    });
+    let bytes = frames.next().unwrap();
+    assert!(frames.all(|other| other == bytes), "backends write other bytes");
+    bytes
+}
+
 proptest! {
     #[test]
     fn frames_return_their_rows_on_every_backend(
@@ -93,13 +103,7 @@ proptest! {
         prop_assert_eq!(&read, &plane);
         let plane = read.view();
         let info = info(heads, dim, tokens, block);
-        let mut frames = backends().map(|backend| {
-            let mut frame = vec![];
-            encode_frame_with(backend, &info, &[plane, plane], &[&rows, &rows], &mut frame).unwrap();
-            frame
-        });
-        let bytes = frames.next().unwrap();
-        prop_assert!(frames.all(|other| other == bytes), "backends write other bytes");
+        let bytes = encoded_alike(&info, plane, &rows);
         let frame = Frame::parse(&bytes, info.elements()).unwrap();
         prop_assert_eq!(frame.info(), &info);
         let mut first: Option<Vec<u32>> = None;
@@ -137,13 +141,7 @@ proptest! {
         let plane = plane.view();
         prop_assert_eq!((plane.channels(), plane.coefficients()), (channels, heads * rank));
         let info = info(heads, dim, tokens, block);
-        let mut frames = backends().map(|backend| {
-            let mut frame = vec![];
-            encode_frame_with(backend, &info, &[plane, plane], &[&rows, &rows], &mut frame).unwrap();
-            frame
-        });
-        let bytes = frames.next().unwrap();
-        prop_assert!(frames.all(|other| other == bytes), "backends write other bytes");
+        let bytes = encoded_alike(&info, plane, &rows);
         let frame = Frame::parse(&bytes, info.elements()).unwrap();
         let mean = plane.parts().mean;
         let mut first: Option<Vec<f32>> = None;

@@ -5,31 +5,10 @@ use half::{bf16, f16};
 use pq_core::*;
 use proptest::prelude::*;
 
-fn backends() -> impl Iterator<Item = Backend> {
-    Backend::ALL.into_iter().filter(|backend| backend.is_available())
-}
-
-/// Random values from a seed, which proptest generates and shrinks faster than vectors.
-fn random(seed: u64, len: usize, scale: f32) -> Vec<f32> {
-    let mut state = seed.wrapping_mul(2).wrapping_add(1);
-    let mut next = || {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        ((state >> 40) as f32 / (1 << 23) as f32 - 1.0) * scale
-    };
-    (0..len).map(|_| next()).collect()
-}
-
-fn bytes(seed: u64, len: usize) -> Vec<u8> {
-    random(seed, len, 1.0).iter().map(|x| (x * 1e6) as i64 as u8).collect()
-}
-
-fn shapes() -> impl Strategy<Value = PqShape> {
-    let dsub = prop_oneof![4 => 1_usize..10, 1 => Just(64), 1 => Just(70)];
-    (dsub, 1_usize..8, 1_u32..=12).prop_map(|(dsub, m, nbits)| PqShape::new(dsub * m, m, nbits).unwrap())
-}
+use super::support::{backends, bytes, scaled, shapes};
 
 fn codebook(shape: PqShape, seed: u64) -> CodebookBuf {
-    CodebookBuf::new(shape, &random(seed, shape.codebook_len(), 1.0)).unwrap()
+    CodebookBuf::new(shape, &scaled(seed, shape.codebook_len(), 1.0)).unwrap()
 }
 
 fn same_bits(a: &[f32], b: &[f32]) -> bool {
@@ -63,7 +42,7 @@ fn assert_nearest(codebook: &Codebook<'_>, rows: &[f32], codes: &Codes<'_>, firs
 
 fn check_encode<E: Element>(shape: PqShape, seed: u64, n: usize, first: usize) {
     let book = codebook(shape, seed);
-    let rows: Vec<E> = random(seed ^ 1, n * shape.dim(), 2.0).into_iter().map(E::from_f32).collect();
+    let rows: Vec<E> = scaled(seed ^ 1, n * shape.dim(), 2.0).into_iter().map(E::from_f32).collect();
     let exact: Vec<f32> = rows.iter().map(|x| x.to_f32()).collect();
     for backend in backends() {
         let before = bytes(seed ^ 2, shape.codes_len(first + n));
@@ -122,7 +101,7 @@ fn encoded_one_by_one<E: Element>(
 /// A batch of any length at any offset has the bytes of its rows encoded one by one.
 fn check_run<E: Element>(shape: PqShape, seed: u64, n: usize, first: usize, large: bool) {
     let book = codebook(shape, seed);
-    let mut rows: Vec<E> = random(seed ^ 1, n * shape.dim(), 2.0).into_iter().map(E::from_f32).collect();
+    let mut rows: Vec<E> = scaled(seed ^ 1, n * shape.dim(), 2.0).into_iter().map(E::from_f32).collect();
     if large {
         // Components whose squares overflow must not change the codes of other vectors.
         rows.iter_mut().step_by(7 * shape.dim() + 1).for_each(|x| *x = E::from_f32(3e22));
@@ -204,7 +183,7 @@ fn trained_bytes(trained: &Trained) -> (Vec<u32>, Vec<u8>, u64) {
 #[test]
 fn training_does_not_depend_on_the_number_of_threads() {
     let shape = PqShape::new(24, 6, 4).unwrap();
-    let sets = [random(1, 500 * 24, 1.0), random(2, 77 * 24, 1.0), random(3, 24, 1.0)];
+    let sets = [scaled(1, 500 * 24, 1.0), scaled(2, 77 * 24, 1.0), scaled(3, 24, 1.0)];
     let sets: Vec<&[f32]> = sets.iter().map(Vec::as_slice).collect();
     for start in [Start::Random, Start::PlusPlus] {
         let options = TrainOptions { iterations: 5, seed: 42, start, encode: true, ..Default::default() };
@@ -224,7 +203,7 @@ fn training_does_not_depend_on_the_number_of_threads() {
 #[test]
 fn the_codes_of_training_are_those_of_encoding() {
     let shape = PqShape::new(24, 6, 5).unwrap();
-    let rows = random(9, 333 * 24, 1.0);
+    let rows = scaled(9, 333 * 24, 1.0);
     for max_vectors in [None, Some(100)] {
         let options = TrainOptions { iterations: 4, encode: true, max_vectors, ..Default::default() };
         let trained = train(shape, &rows, &options).unwrap();
@@ -240,7 +219,7 @@ fn the_codes_of_training_are_those_of_encoding() {
 #[test]
 fn more_iterations_and_a_warm_start_lower_the_error() {
     let shape = PqShape::new(16, 4, 6).unwrap();
-    let rows = random(5, 2000 * 16, 1.0);
+    let rows = scaled(5, 2000 * 16, 1.0);
     let train = |iterations, start| {
         train(shape, &rows, &TrainOptions { iterations, start, encode: true, ..Default::default() }).unwrap()
     };
@@ -286,7 +265,7 @@ fn unusual_values_have_defined_codes() {
     }
     // Clusters of one point, and of equal points.
     for n in [1, 3, 64, 65] {
-        for rows in [vec![1.5; n * 4], random(8, n * 4, 1.0)] {
+        for rows in [vec![1.5; n * 4], scaled(8, n * 4, 1.0)] {
             let options = TrainOptions { encode: true, ..Default::default() };
             let trained = train(shape, &rows, &options).unwrap();
             assert!(trained.centroids.iter().all(|x| x.is_finite()));

@@ -6,19 +6,7 @@ use half::bf16;
 use pq_core::*;
 use proptest::prelude::*;
 
-fn backends() -> impl Iterator<Item = Backend> {
-    Backend::ALL.into_iter().filter(|backend| backend.is_available())
-}
-
-/// Random values in -1..1 from a seed.
-fn random(seed: u64, len: usize) -> Vec<f32> {
-    let mut state = seed.wrapping_mul(2).wrapping_add(1);
-    let mut next = || {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (state >> 40) as f32 / (1 << 23) as f32 - 1.0
-    };
-    (0..len).map(|_| next()).collect()
-}
+use super::support::{backends, random};
 
 fn decoded(codebook: &Codebook<'_>, codes: &Codes<'_>) -> Vec<f32> {
     let mut rows = vec![0.0; codes.n() * codes.shape().dim()];
@@ -35,10 +23,12 @@ fn integer_tables_keep_their_bound_at_every_range() {
     let shape = PqShape::new(12, 6, 4).unwrap();
     for exponent in -149..124 {
         let range = 2_f64.powi(exponent);
-        let table: Vec<f32> =
-            random(exponent as u64, shape.lut_len()).iter().map(|&x| (f64::from(x) * range) as f32).collect();
+        let table: Vec<f32> = random::<f32>(exponent as u64, shape.lut_len())
+            .iter()
+            .map(|&x| (f64::from(x) * range) as f32)
+            .collect();
         let packed: Vec<u8> =
-            random(7, shape.codes_len(200)).iter().map(|x| (x * 1e6) as i64 as u8).collect();
+            random::<f32>(7, shape.codes_len(200)).iter().map(|x| (x * 1e6) as i64 as u8).collect();
         let codes = Codes::new(shape, 200, &packed).unwrap();
         let lut = Lut::new(shape, &table).unwrap();
         for precision in [LutPrecision::U8, LutPrecision::U16] {
@@ -104,7 +94,7 @@ fn large_components_have_nearest_centroids_and_errors() {
     for (dsub, nbits) in [(1, 3), (2, 6), (3, 8), (4, 5), (70, 4)] {
         let shape = PqShape::new(2 * dsub, 2, nbits).unwrap();
         for seed in 0..3 {
-            let mut unit = random(seed, shape.codebook_len());
+            let mut unit = random::<f32>(seed, shape.codebook_len());
             let half = shape.ksub() / 2 * dsub;
             for subspace in unit.chunks_exact_mut(shape.ksub() * dsub) {
                 let (first, second) = subspace.split_at_mut(half);
@@ -114,7 +104,8 @@ fn large_components_have_nearest_centroids_and_errors() {
                 let centroids: Vec<f32> = unit.iter().map(|x| x * scale).collect();
                 let book = CodebookBuf::new(shape, &centroids).unwrap();
                 for size in [1e-3, 1.0, 1e12, 1e18, 1e19, 1e20, 1e30, 3e38, f32::MAX] {
-                    let mut row: Vec<f32> = random(seed ^ 9, shape.dim()).iter().map(|x| x * size).collect();
+                    let mut row: Vec<f32> =
+                        random::<f32>(seed ^ 9, shape.dim()).iter().map(|x| x * size).collect();
                     let context = format!("dsub {dsub}, nbits {nbits}, centroids of {scale}, row of {size}");
                     check_large::<f32>(&book, &row, &context);
                     check_large::<bf16>(&book, &row.iter().map(|x| x * 0.9).collect::<Vec<_>>(), &context);
@@ -136,7 +127,7 @@ fn training_on_the_largest_values_leaves_finite_centroids() {
         let kinds = 1 + seed as usize / 4 % ends.len();
         for n in [1, 3, 20, 200] {
             let pick = |x: &f32| ends[((x + 1.0) * 1e6) as usize % kinds];
-            let rows: Vec<f32> = random(seed, n * dsub).iter().map(pick).collect();
+            let rows: Vec<f32> = random::<f32>(seed, n * dsub).iter().map(pick).collect();
             for start in [Start::Random, Start::PlusPlus] {
                 let options = TrainOptions { start, seed, encode: true, ..Default::default() };
                 let trained = train(shape, &rows, &options).unwrap();
@@ -163,7 +154,7 @@ fn spare_centroids_go_to_points_without_one() {
         // Some points are many times as frequent as others.
         let n = [100, 150, 600][seed as usize / 9 % 3];
         let frequent = |x: f32| ((x * x * x.abs() * 27.0) as usize).min(26);
-        let rows: Vec<f32> = random(seed, 2 * n)
+        let rows: Vec<f32> = random::<f32>(seed, 2 * n)
             .into_iter()
             .flat_map(|x| corners[3 * frequent(x)..][..3].iter().map(|y| (y + offset) * scale))
             .collect();
@@ -185,7 +176,7 @@ fn spare_centroids_go_to_points_without_one() {
 fn training_ends_by_itself_and_asks_for_a_tolerance() {
     let shape = PqShape::new(4, 2, 4).unwrap();
     for seed in 0..20 {
-        let mut rows = random(seed, 300 * 4);
+        let mut rows = random::<f32>(seed, 300 * 4);
         if seed % 2 == 0 {
             rows.iter_mut().for_each(|x| *x = (*x * 1.5).round());
         }
@@ -211,16 +202,16 @@ fn training_ends_by_itself_and_asks_for_a_tolerance() {
 #[test]
 fn a_masked_token_contributes_nothing() {
     let (keys, values) = (PqShape::new(8, 4, 6).unwrap(), PqShape::new(12, 3, 5).unwrap());
-    let value_book = CodebookBuf::new(values, &random(1, values.codebook_len())).unwrap();
-    let tables = random(2, 3 * keys.lut_len());
+    let value_book = CodebookBuf::new(values, &random::<f32>(1, values.codebook_len())).unwrap();
+    let tables = random::<f32>(2, 3 * keys.lut_len());
     let luts = Luts::new(keys, &tables).unwrap();
     for seed in 0..40_u64 {
         let n = [1, 64, 130, 1100][seed as usize % 4];
         let byte = |x: &f32| (x * 1e6) as i64 as u8;
-        let key_bytes: Vec<u8> = random(seed, keys.codes_len(n)).iter().map(byte).collect();
-        let value_bytes: Vec<u8> = random(seed ^ 5, values.codes_len(n)).iter().map(byte).collect();
-        let mut bias = random(seed ^ 6, 3 * n);
-        let mut scales = random(seed ^ 7, n);
+        let key_bytes: Vec<u8> = random::<f32>(seed, keys.codes_len(n)).iter().map(byte).collect();
+        let value_bytes: Vec<u8> = random::<f32>(seed ^ 5, values.codes_len(n)).iter().map(byte).collect();
+        let mut bias = random::<f32>(seed ^ 6, 3 * n);
+        let mut scales = random::<f32>(seed ^ 7, n);
         let mut spoiled = scales.clone();
         for t in (0..n).filter(|t| t % 3 == seed as usize % 3) {
             (0..3).for_each(|g| bias[g * n + t] = f32::NEG_INFINITY);

@@ -3,19 +3,7 @@
 use pq_core::*;
 use proptest::prelude::*;
 
-fn backends() -> impl Iterator<Item = Backend> {
-    Backend::ALL.into_iter().filter(|backend| backend.is_available())
-}
-
-/// Random values in -scale..scale from a seed.
-fn random(seed: u64, len: usize, scale: f32) -> Vec<f32> {
-    let mut state = seed.wrapping_mul(2).wrapping_add(1);
-    let mut next = || {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        ((state >> 40) as f32 / (1 << 23) as f32 - 1.0) * scale
-    };
-    (0..len).map(|_| next()).collect()
-}
+use super::support::{backends, scaled};
 
 /// One KV head: coded tokens with their exact rows, and a group of queries.
 struct Case {
@@ -42,10 +30,10 @@ struct Attended {
 impl Case {
     fn new(key_shape: PqShape, value_shape: PqShape, group: usize, n: usize, seed: u64, spread: f32) -> Self {
         let dim = key_shape.dim();
-        let keys = CodebookBuf::new(key_shape, &random(seed, key_shape.codebook_len(), 1.0)).unwrap();
+        let keys = CodebookBuf::new(key_shape, &scaled(seed, key_shape.codebook_len(), 1.0)).unwrap();
         let values =
-            CodebookBuf::new(value_shape, &random(seed ^ 1, value_shape.codebook_len(), 1.0)).unwrap();
-        let bytes = |seed, len| random(seed, len, 1.0).iter().map(|x| (x * 1e6) as i64 as u8).collect();
+            CodebookBuf::new(value_shape, &scaled(seed ^ 1, value_shape.codebook_len(), 1.0)).unwrap();
+        let bytes = |seed, len| scaled(seed, len, 1.0).iter().map(|x| (x * 1e6) as i64 as u8).collect();
         Self {
             group,
             n,
@@ -53,12 +41,12 @@ impl Case {
             values,
             key_codes: bytes(seed ^ 2, key_shape.codes_len(n)),
             value_codes: bytes(seed ^ 3, value_shape.codes_len(n)),
-            key_scales: random(seed ^ 4, n, 1.0),
-            value_scales: random(seed ^ 5, n, 1.0),
-            bias: random(seed ^ 6, group * n, 1.0),
-            variances: random(seed ^ 7, group, 1.0).iter().map(|x| x.abs()).collect(),
-            queries: random(seed ^ 8, group * dim, spread),
-            rows: [random(seed ^ 9, n * dim, 1.0), random(seed ^ 10, n * dim, 1.0)],
+            key_scales: scaled(seed ^ 4, n, 1.0),
+            value_scales: scaled(seed ^ 5, n, 1.0),
+            bias: scaled(seed ^ 6, group * n, 1.0),
+            variances: scaled(seed ^ 7, group, 1.0).iter().map(|x| x.abs()).collect(),
+            queries: scaled(seed ^ 8, group * dim, spread),
+            rows: [scaled(seed ^ 9, n * dim, 1.0), scaled(seed ^ 10, n * dim, 1.0)],
         }
     }
 

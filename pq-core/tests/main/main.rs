@@ -13,3 +13,4 @@ mod selection;
 mod sq;
 mod sq_owners;
 mod storage;
+mod support;

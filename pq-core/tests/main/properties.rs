@@ -4,28 +4,7 @@
 use pq_core::*;
 use proptest::prelude::*;
 
-fn backends() -> impl Iterator<Item = Backend> {
-    Backend::ALL.into_iter().filter(|backend| backend.is_available())
-}
-
-/// Random values from a seed, which proptest generates and shrinks faster than vectors.
-fn random(seed: u64, len: usize, scale: f32) -> Vec<f32> {
-    let mut state = seed.wrapping_mul(2).wrapping_add(1);
-    let mut next = || {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        ((state >> 40) as f32 / (1 << 23) as f32 - 1.0) * scale
-    };
-    (0..len).map(|_| next()).collect()
-}
-
-fn bytes(seed: u64, len: usize) -> Vec<u8> {
-    random(seed, len, 1.0).iter().map(|x| (x * 1e6) as i64 as u8).collect()
-}
-
-fn shapes() -> impl Strategy<Value = PqShape> {
-    let dsub = prop_oneof![4 => 1_usize..10, 1 => Just(64), 1 => Just(70)];
-    (dsub, 1_usize..8, 1_u32..=12).prop_map(|(dsub, m, nbits)| PqShape::new(dsub * m, m, nbits).unwrap())
-}
+use super::support::{backends, bytes, scaled, shapes};
 
 /// Lengths at the edges of a block, and others.
 fn lengths() -> impl Strategy<Value = usize> {
@@ -33,7 +12,7 @@ fn lengths() -> impl Strategy<Value = usize> {
 }
 
 fn codebook(shape: PqShape, seed: u64) -> CodebookBuf {
-    CodebookBuf::new(shape, &random(seed, shape.codebook_len(), 1.0)).unwrap()
+    CodebookBuf::new(shape, &scaled(seed, shape.codebook_len(), 1.0)).unwrap()
 }
 
 fn ip(a: &[f32], b: &[f32]) -> f64 {
@@ -85,7 +64,7 @@ proptest! {
         shape in shapes(), seed: u64, n in lengths(), group in 1_usize..4,
     ) {
         let book = codebook(shape, seed);
-        let queries = random(seed ^ 1, group * shape.dim(), 3.0);
+        let queries = scaled(seed ^ 1, group * shape.dim(), 3.0);
         let packed = bytes(seed ^ 2, shape.codes_len(n));
         let codes = Codes::new(shape, n, &packed).unwrap();
         let keys = decoded(&book.view(), &codes);
@@ -115,7 +94,7 @@ proptest! {
         shape in shapes(), seed: u64, n in lengths(), wide: bool,
     ) {
         let precision = if wide { LutPrecision::U16 } else { LutPrecision::U8 };
-        let table = random(seed, shape.lut_len(), 5.0);
+        let table = scaled(seed, shape.lut_len(), 5.0);
         let lut = Lut::new(shape, &table).unwrap();
         let packed = bytes(seed ^ 2, shape.codes_len(n));
         let codes = Codes::new(shape, n, &packed).unwrap();
@@ -150,10 +129,10 @@ proptest! {
         let (key_codes, value_codes) =
             (Codes::new(keys, n, &key_bytes).unwrap(), Codes::new(values, n, &value_bytes).unwrap());
         let (rows, value_rows) = (decoded(&key_book.view(), &key_codes), decoded(&value_book.view(), &value_codes));
-        let queries = random(seed ^ 4, group * keys.dim(), 1.0);
-        let key_scales: Vec<f32> = random(seed ^ 5, n, 0.5).iter().map(|x| x + 1.0).collect();
-        let value_scales: Vec<f32> = random(seed ^ 6, n, 0.5).iter().map(|x| x + 1.0).collect();
-        let mut bias = random(seed ^ 7, group * n, 2.0);
+        let queries = scaled(seed ^ 4, group * keys.dim(), 1.0);
+        let key_scales: Vec<f32> = scaled(seed ^ 5, n, 0.5).iter().map(|x| x + 1.0).collect();
+        let value_scales: Vec<f32> = scaled(seed ^ 6, n, 0.5).iter().map(|x| x + 1.0).collect();
+        let mut bias = scaled(seed ^ 7, group * n, 2.0);
         if masked > 0 {
             // Some tokens, or a whole chunk of them, are hidden; the last stays.
             for (i, bias) in bias.iter_mut().enumerate() {
@@ -195,8 +174,8 @@ proptest! {
     #[test]
     fn parts_merge_into_the_whole(seed: u64, n in 1_usize..300, cut in 0_usize..300, group in 1_usize..4) {
         let cut = cut.min(n);
-        let (keys, values) = (random(seed, n * 24, 1.0), random(seed ^ 1, n * 16, 1.0));
-        let queries = random(seed ^ 2, group * 24, 2.0);
+        let (keys, values) = (scaled(seed, n * 24, 1.0), scaled(seed ^ 1, n * 16, 1.0));
+        let queries = scaled(seed ^ 2, group * 24, 2.0);
         let attend = |range: core::ops::Range<usize>, out: &mut [f32], stats: &mut [SoftmaxStats]| {
             let (k, v) = (&keys[range.start * 24..range.end * 24], &values[range.start * 16..range.end * 16]);
             let tokens = ExactTokens::contiguous(k, 24, v, 16).unwrap();
@@ -236,7 +215,7 @@ proptest! {
         seed: u64, n in prop_oneof![0_usize..300, 4000_usize..9000], k in 0_usize..9000, kind in 0..5,
     ) {
         let k = k % (n + 20);
-        let scores: Vec<f32> = random(seed, n, 1.0)
+        let scores: Vec<f32> = scaled(seed, n, 1.0)
             .into_iter()
             .enumerate()
             .map(|(i, x)| match kind {
@@ -267,7 +246,7 @@ proptest! {
     ) {
         let shape = PqShape::new(8, 4, 6).unwrap();
         let rule = if max { GroupRule::MaxOfSoftmax } else { GroupRule::SumOfSoftmax };
-        let tables = random(seed, group * shape.lut_len(), 2.0);
+        let tables = scaled(seed, group * shape.lut_len(), 2.0);
         let luts = Luts::new(shape, &tables).unwrap();
         let packed = bytes(seed ^ 1, shape.codes_len(n));
         let codes = Codes::new(shape, n, &packed).unwrap();
@@ -297,9 +276,9 @@ proptest! {
 
     #[test]
     fn outliers_come_back(seed: u64, n in 1_usize..40, count in 0_usize..30) {
-        let rows = random(seed, n * 6, 3.0);
+        let rows = scaled(seed, n * 6, 3.0);
         let count = count.min(rows.len());
-        let centre = random(seed ^ 1, 6, 1.0);
+        let centre = scaled(seed ^ 1, 6, 1.0);
         let (mut left, mut list) = (rows.clone(), vec![Outlier::default(); count]);
         let (mut distances, mut indices) = (vec![0.0; rows.len()], vec![0; count]);
         extract_outliers(&mut left, &centre, &mut distances, &mut indices, &mut list).unwrap();
@@ -316,11 +295,11 @@ proptest! {
         seed: u64, n in 1_usize..200, first in 0_usize..100_000,
     ) {
         let dim = 16;
-        let mean = random(seed, dim, 2.0);
+        let mean = scaled(seed, dim, 2.0);
         let frequencies: Vec<f32> = (0..dim / 2).map(|i| 10_000_f32.powf(-(i as f32) / 8.0)).collect();
         let mut storage = vec![0.0; RopeMean::storage_len(dim)];
         let rope_mean = RopeMean::new(&mean, &frequencies, &mut storage).unwrap();
-        let (keys, query) = (random(seed ^ 1, n * dim, 1.0), random(seed ^ 2, dim, 1.0));
+        let (keys, query) = (scaled(seed ^ 1, n * dim, 1.0), scaled(seed ^ 2, dim, 1.0));
         let mut left = keys.clone();
         rope_mean.subtract(first, &mut left).unwrap();
         let owned = RopeMeanBuf::new(&mean, &frequencies).unwrap();
@@ -338,7 +317,7 @@ proptest! {
 
     #[test]
     fn a_codebook_returns_its_centroids(shape in shapes(), seed: u64) {
-        let centroids = random(seed, shape.codebook_len(), 1.0);
+        let centroids = scaled(seed, shape.codebook_len(), 1.0);
         let book = CodebookBuf::new(shape, &centroids).unwrap();
         let mut returned = vec![f32::NAN; centroids.len()];
         book.view().centroids_into(&mut returned).unwrap();

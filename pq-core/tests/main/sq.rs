@@ -5,22 +5,11 @@ use pq_core::sq::*;
 use pq_core::{Backend, Error, SoftmaxStats, decode_norm, normalize_all};
 use proptest::prelude::*;
 
-fn backends() -> impl Iterator<Item = Backend> {
-    Backend::ALL.into_iter().filter(|backend| backend.is_available())
-}
-
-fn random(seed: u64, len: usize, scale: f32) -> Vec<f32> {
-    let mut state = seed.wrapping_mul(2).wrapping_add(1);
-    let mut next = || {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        ((state >> 40) as f32 / (1 << 23) as f32 - 1.0) * scale
-    };
-    (0..len).map(|_| next()).collect()
-}
+use super::support::{backends, scaled};
 
 /// Rows of components whose deviations fall from 4 to 0.1.
 fn keys_of(seed: u64, n: usize, dim: usize) -> Vec<f32> {
-    let rows = random(seed, n * dim, 7.0);
+    let rows = scaled(seed, n * dim, 7.0);
     rows.iter().enumerate().map(|(i, x)| x * 0.025_f32.powf((i % dim) as f32 / dim as f32)).collect()
 }
 
@@ -182,7 +171,7 @@ proptest! {
     #[test]
     fn scores_are_the_dot_products_of_the_levels(shape in shapes(), seed: u64, n in lengths(), group in 0_usize..7) {
         let coded = Coded::keys(Backend::Scalar, shape, &keys_of(seed, n, shape.dim()));
-        let queries = random(seed ^ 1, group * shape.dim(), 2.0);
+        let queries = scaled(seed ^ 1, group * shape.dim(), 2.0);
         for keys in [Some(coded.as_keys()), coded.as_keys().prefix()].into_iter().flatten() {
             let decoded = decoded_keys(&keys);
             let mut scalar = vec![];
@@ -212,12 +201,12 @@ proptest! {
         group in 1_usize..6, error: bool, softcap: bool,
     ) {
         let keys = Coded::keys(Backend::Scalar, shape, &keys_of(seed, n, shape.dim()));
-        let rows = random(seed ^ 2, n * dim_v, 2.0);
+        let rows = scaled(seed ^ 2, n * dim_v, 2.0);
         let values = Coded::values(Backend::Scalar, Shape::uniform(dim_v, bits).unwrap(), &rows);
         let mut lost = vec![f16::ZERO; dim_v];
         mean_error_into(&values.as_values(), &rows, &mut lost).unwrap();
-        let queries = random(seed ^ 3, group * shape.dim(), 0.3);
-        let mut bias = random(seed ^ 4, group * n, 1.0);
+        let queries = scaled(seed ^ 3, group * shape.dim(), 0.3);
+        let mut bias = scaled(seed ^ 4, group * n, 1.0);
         for bias in bias.chunks_exact_mut(n) {
             bias[..n / 4].fill(f32::NEG_INFINITY);
         }
@@ -433,7 +422,7 @@ fn wrong_sizes_are_errors() {
 #[test]
 fn rotation_relative_to_a_block_keeps_scores() {
     let frequencies = [1.0, 0.1, 0.01];
-    let (key, query) = (random(1, 6, 1.0), random(2, 6, 1.0));
+    let (key, query) = (scaled(1, 6, 1.0), scaled(2, 6, 1.0));
     let at = |row: &[f32], position: i64| {
         let mut row = row.to_vec();
         rotate_by(&frequencies, position, &mut row).unwrap();

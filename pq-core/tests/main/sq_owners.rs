@@ -7,6 +7,8 @@ use pq_core::sq::{HeadTransform, LayerCache, Shape, TransformParts};
 use pq_core::*;
 use proptest::prelude::*;
 
+use super::support::random;
+
 const HEADS: usize = 2;
 const GROUP: usize = 3;
 /// Components of keys and values.
@@ -17,22 +19,13 @@ fn frequencies(dim: usize) -> Vec<f32> {
     (0..dim / 2).map(|i| 0.001_f32.powf(2.0 * i as f32 / dim as f32)).collect()
 }
 
-fn random(seed: u64, len: usize) -> Vec<f32> {
-    let mut state = seed.wrapping_mul(2).wrapping_add(1);
-    let mut next = || {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (state >> 40) as f32 / (1 << 23) as f32 - 1.0
-    };
-    (0..len).map(|_| next()).collect()
-}
-
 fn mean_key(h: usize, dim: usize) -> Vec<f32> {
-    random(77 + h as u64, dim).iter().map(|x| 3.0 * x).collect()
+    random::<f32>(77 + h as u64, dim).iter().map(|x| 3.0 * x).collect()
 }
 
 /// A basis that is not orthogonal, `I + u v^T`, and its dual, `I - v u^T / (1 + u^T v)`.
 fn maps(h: usize, dim: usize) -> [Vec<f32>; 2] {
-    let (u, v) = (random(h as u64, dim), random(h as u64 ^ 5, dim));
+    let (u, v) = (random::<f32>(h as u64, dim), random::<f32>(h as u64 ^ 5, dim));
     let scale = 2.0 / dim as f32;
     let dual_scale = scale / (1.0 + scale * u.iter().zip(&v).map(|(u, v)| u * v).sum::<f32>());
     let entry = |f: &dyn Fn(usize, usize) -> f32| -> Vec<f32> {
@@ -61,7 +54,7 @@ struct Tokens {
 
 impl Tokens {
     fn random(dims: [usize; 2], seed: u64, n: usize) -> Self {
-        let mut rows = dims.map(|dim| random(seed ^ dim as u64, n * HEADS * dim));
+        let mut rows = dims.map(|dim| random::<f32>(seed ^ dim as u64, n * HEADS * dim));
         for (t, row) in rows[0].chunks_exact_mut(HEADS * dims[0]).enumerate() {
             for (h, key) in row.chunks_exact_mut(dims[0]).enumerate() {
                 key.iter_mut().zip(mean_key(h, dims[0])).for_each(|(x, mean)| *x += mean);
@@ -86,7 +79,7 @@ impl Tokens {
 
     /// Queries of `of` tokens.
     fn queries(&self, seed: u64, of: usize) -> Vec<f32> {
-        random(seed, of * HEADS * GROUP * self.dims[0])
+        random::<f32>(seed, of * HEADS * GROUP * self.dims[0])
     }
 
     /// Attention in f64 of the last tokens, of which there are queries, up to token `n`.
@@ -198,7 +191,7 @@ fn a_batch_gives_the_bits_of_its_sequences() {
         cache
     });
     let row = HEADS * GROUP * DIMS[0];
-    let queries = random(3, caches.len() * row);
+    let queries = random::<f32>(3, caches.len() * row);
     let singles: Vec<f32> = caches
         .iter()
         .zip(queries.chunks(row))

@@ -4,23 +4,7 @@ use half::f16;
 use pq_core::*;
 use proptest::prelude::*;
 
-fn backends() -> impl Iterator<Item = Backend> {
-    Backend::ALL.into_iter().filter(|backend| backend.is_available())
-}
-
-/// Random values in -1..1 from a seed.
-fn random(seed: u64, len: usize) -> Vec<f32> {
-    let mut state = seed.wrapping_mul(2).wrapping_add(1);
-    let mut next = || {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (state >> 40) as f32 / (1 << 23) as f32 - 1.0
-    };
-    (0..len).map(|_| next()).collect()
-}
-
-fn bytes(seed: u64, len: usize) -> Vec<u8> {
-    random(seed, len).iter().map(|x| (x * 1e6) as i64 as u8).collect()
-}
+use super::support::{backends, bytes, random};
 
 /// A pool with the codes in shuffled pages, and the page table. Pages are written bit plane by bit plane, as
 /// the layout's documentation specifies.
@@ -29,7 +13,7 @@ fn in_pages(codes: &Codes<'_>, page_tokens: usize, seed: u64) -> (Vec<u8>, Vec<u
     let (page, used) = (shape.page_len(page_tokens), codes.n().div_ceil(page_tokens));
     let mut free: Vec<u32> = (0..used as u32 + 3).collect();
     let mut pool = bytes(seed ^ 9, free.len() * page);
-    let order = random(seed, used).into_iter().map(|x| ((x + 1.0) * 1e4) as usize);
+    let order = random::<f32>(seed, used).into_iter().map(|x| ((x + 1.0) * 1e4) as usize);
     let table: Vec<u32> = order.map(|at| free.remove(at % free.len())).collect();
     let run_len = block / 8 * shape.nbits() as usize;
     for t in 0..codes.n() {
@@ -51,9 +35,9 @@ fn in_pages(codes: &Codes<'_>, page_tokens: usize, seed: u64) -> (Vec<u8>, Vec<u
 /// All results of the operations on codes, as bits, and the outputs of attention.
 fn results(backend: Backend, keys: Codes<'_>, values: Codes<'_>) -> (Vec<u32>, Vec<f32>) {
     let shape = keys.shape();
-    let book = CodebookBuf::new(shape, &random(1, shape.codebook_len())).unwrap();
+    let book = CodebookBuf::new(shape, &random::<f32>(1, shape.codebook_len())).unwrap();
     let (n, group) = (keys.n(), 3);
-    let tables = random(2, group * shape.lut_len());
+    let tables = random::<f32>(2, group * shape.lut_len());
     let luts = Luts::new(shape, &tables).unwrap();
     let mut scores = vec![0.0; n];
     scan_into_with(backend, &luts.lut(1), &keys, &mut scores).unwrap();
@@ -141,8 +125,8 @@ proptest! {
     ) {
         let shape = PqShape::new(6, 3, nbits).unwrap();
         let n: usize = runs.iter().sum();
-        let book = CodebookBuf::new(shape, &random(1, shape.codebook_len())).unwrap();
-        let rows = random(seed, n * 6);
+        let book = CodebookBuf::new(shape, &random::<f32>(1, shape.codebook_len())).unwrap();
+        let rows = random::<f32>(seed, n * 6);
         let rows = Rows::contiguous(&rows, 6).unwrap();
         let zeros = vec![0; shape.codes_len(n)];
         let (mut pool, table) = in_pages(&Codes::new(shape, n, &zeros).unwrap(), page_tokens, seed);
@@ -199,7 +183,7 @@ proptest! {
         let restored = CodesBuf::from_bytes(&codes.to_bytes()).unwrap();
         prop_assert_eq!((restored.view().shape(), restored.view().n()), (shape, n));
         prop_assert_eq!(restored.into_packed(), codes.into_packed());
-        let book = CodebookBuf::new(shape, &random(seed, shape.codebook_len())).unwrap();
+        let book = CodebookBuf::new(shape, &random::<f32>(seed, shape.codebook_len())).unwrap();
         prop_assert_eq!(CodebookBuf::from_bytes(&book.to_bytes::<f32>()).unwrap().centroids(), book.centroids());
         let halves: Vec<f16> = book.centroids().into_iter().map(f16::from_f32).collect();
         let half = CodebookBuf::from_bytes(&book.to_bytes::<f16>()).unwrap();
@@ -235,7 +219,7 @@ fn changed_bytes_are_errors_or_other_values() {
     let codes = CodesBuf::from_packed(shape, 70, bytes(1, shape.codes_len(70))).unwrap().to_bytes();
     let loud = CodebookBuf::new(shape, &vec![1e5_f32; shape.codebook_len()]).unwrap(); // beyond f16
     assert!(matches!(CodebookBuf::from_bytes(&loud.to_bytes::<f16>()), Err(Error::NotFinite { .. })));
-    let book = CodebookBuf::new(shape, &random(1, shape.codebook_len())).unwrap().to_bytes::<f32>();
+    let book = CodebookBuf::new(shape, &random::<f32>(1, shape.codebook_len())).unwrap().to_bytes::<f32>();
     let read_codes = |bytes: &[u8]| CodesBuf::from_bytes(bytes).map(drop);
     let read_book = |bytes: &[u8]| CodebookBuf::from_bytes(bytes).map(drop);
     type Read<'a> = &'a dyn Fn(&[u8]) -> Result<(), Error>;
@@ -291,7 +275,7 @@ fn page_tables_are_checked() {
 #[test]
 fn serde_carries_the_saved_bytes() {
     let shape = PqShape::new(4, 2, 3).unwrap();
-    let book = CodebookBuf::new(shape, &random(1, shape.codebook_len())).unwrap();
+    let book = CodebookBuf::new(shape, &random::<f32>(1, shape.codebook_len())).unwrap();
     let codes = CodesBuf::from_packed(shape, 70, bytes(1, shape.codes_len(70))).unwrap();
     let books = HeadBooks::new(book.clone(), book.clone());
     let json = serde_json::to_string(&(&book, &codes, &books)).unwrap();

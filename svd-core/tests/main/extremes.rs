@@ -9,22 +9,14 @@ use svd_core::{
     ranks_by_removal,
 };
 
+use super::support::random;
+
 const DIMS: [usize; 4] = [1, 2, 7, 16];
 const ROWS: usize = 40;
 
-/// Elements in -1..1.
-fn noise(n: usize, seed: u64) -> Vec<f32> {
-    let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
-    let mut next = || {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (state >> 40) as f32 / (1 << 23) as f32 - 1.0
-    };
-    (0..n).map(|_| next()).collect()
-}
-
 /// Rows (n, dim) of every kind that a head can have: all of them for `seed`.
 fn kinds(dim: usize, seed: u64) -> Vec<(&'static str, Vec<f32>)> {
-    let base = noise(ROWS * dim, seed);
+    let base = random::<f32>(seed, ROWS * dim);
     let scaled = |factor: f32| base.iter().map(|x| x * factor).collect::<Vec<f32>>();
     let by_component =
         |factor: &dyn Fn(usize) -> f32| base.iter().enumerate().map(|(i, x)| x * factor(i % dim)).collect();
@@ -77,7 +69,7 @@ fn check(name: &str, rotation: &Rotation, stored: &Gram<PostRope>, probes: &Gram
     assert!(rotation.sigma().windows(2).all(|pair| pair[0] >= pair[1] && pair[1] >= 0.0), "{name}");
     assert!(rotation.sigma().iter().all(|x| x.is_finite()), "{name}");
     // The folded weights and the error must be finite as well.
-    let weight = noise(dim * 3, 5);
+    let weight = random::<f32>(5, dim * 3);
     let (columns, rows) = (Rows::contiguous(&weight, 3).unwrap(), Rows::contiguous(&weight, dim).unwrap());
     for folded in [
         rotation.fold_basis(columns, dim).unwrap(),
@@ -150,7 +142,7 @@ fn maps_are_finite_and_inverse_for_every_pair_of_grams() {
 fn a_component_of_another_magnitude_leaves_the_basis_orthogonal() {
     for dim in [16, 33, 64, 80] {
         for (seed, [high, low]) in (0..).zip([[3e38, 1e-38], [1e38, 1e-36], [1e36, 1e-38], [1e34, 1e-38]]) {
-            let rows = noise(ROWS * dim, seed);
+            let rows = random::<f32>(seed, ROWS * dim);
             let scaled = rows.iter().enumerate().map(|(i, x)| x * if i % dim == 0 { high } else { low });
             let rotation = Rotation::principal(&gram(&scaled.collect::<Vec<f32>>(), dim)).unwrap();
             let error = identity_error(rotation.basis(), rotation.basis(), dim);
@@ -164,7 +156,7 @@ fn a_component_of_another_magnitude_leaves_the_basis_orthogonal() {
 fn scores_survive_a_scale_far_from_one() {
     // The maps are used in f32, with keys and queries whose scales differ by up to 1e37.
     let (dim, n) = (8, ROWS);
-    let (keys, queries) = (noise(n * dim, 1), noise(n * dim, 2));
+    let (keys, queries) = (random::<f32>(1, n * dim), random::<f32>(2, n * dim));
     for (key_scale, query_scale) in [(1.0, 1.0), (1e-12, 1e12), (1e15, 1e-15), (1e-30, 1.0), (1e18, 1e-18)] {
         let scaled = |rows: &[f32], scale: f32| rows.iter().map(|x| x * scale).collect::<Vec<f32>>();
         let (keys, queries) = (scaled(&keys, key_scale), scaled(&queries, query_scale));
@@ -251,7 +243,7 @@ fn sums_stay_finite_and_rows_do_not_wrap() {
 
 #[test]
 fn the_stride_of_a_single_row_does_not_matter() {
-    let row = noise(16, 5);
+    let row = random::<f32>(5, 16);
     for stride in [usize::MAX, usize::MAX / 2, 1 << 60] {
         let mut gram = Gram::<PostRope>::new(16).unwrap();
         gram.add_rows(Rows::new(&row, 1, 16, stride).unwrap()).unwrap();
@@ -261,7 +253,7 @@ fn the_stride_of_a_single_row_does_not_matter() {
 
 #[test]
 fn maps_too_large_for_an_error_are_refused() {
-    let gram = gram(&noise(20, 3), 2);
+    let gram = gram(&random::<f32>(3, 20), 2);
     let rotation = Rotation::from_parts(vec![1e200; 4], vec![1e200; 4], vec![1.0; 2]).unwrap();
     assert_eq!(rotation.score_error(&gram, &gram, 1), Err(Error::NotFinite { what: "rotation" }));
 }

@@ -2,15 +2,13 @@
 
 use half::{bf16, f16};
 use proptest::prelude::*;
-use svd_core::{Backend, Element, Gram, Map, PostRope, Rows, RowsMut};
+use svd_core::{Element, Gram, Map, PostRope, Rows, RowsMut};
+
+use super::support::backends;
 
 /// Largest relative error of a sum of `n` terms in `f32`, with room for the backends' different orders.
 fn tolerance(n: usize) -> f64 {
     1e-6 * (4.0 + (n as f64).sqrt())
-}
-
-fn backends() -> impl Iterator<Item = Backend> {
-    Backend::ALL.into_iter().filter(|backend| backend.is_available())
 }
 
 /// Elements from -1 to 1.

@@ -9,4 +9,5 @@ mod owners;
 mod properties;
 mod reduced_rows;
 mod schedules;
+mod support;
 mod with_pq_core;

@@ -4,7 +4,8 @@
 use half::f16;
 use svd_core::*;
 
-use super::owners::{DIM, DIM_V, backends, decaying, maps, random};
+use super::owners::{DIM, DIM_V, decaying, maps};
+use super::support::{backends, random};
 
 /// The tokens of head 0, without a cache around them.
 fn reduced<E: Element>(folded: bool, n: usize) -> (ReducedRows<E>, Vec<f32>, Vec<f32>) {
