@@ -3,6 +3,8 @@
 mod cache;
 mod calibrate;
 mod error;
+#[cfg(test)]
+mod fixture;
 mod method;
 mod pack;
 mod profile;

@@ -299,8 +299,7 @@ mod tests {
     fn a_run_over_calibration_tokens_is_noticed() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("profile");
-        let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/parity/fixtures/gqa");
-        let model = Model::load(&model).unwrap();
+        let model = crate::fixture::model();
         let text: Vec<u32> = (0..100).collect();
         let saved = |profile: Profile| {
             profile.save(&path, &model).unwrap();

@@ -246,10 +246,6 @@ impl Store for DenseStore {
     fn footprint(&self) -> Footprint {
         Footprint { kept: self.heads.iter().map(HeadRows::bytes).sum(), ..Footprint::default() }
     }
-
-    fn clone_box(&self) -> Box<dyn Store> {
-        Box::new(self.clone())
-    }
 }
 
 #[cfg(test)]

@@ -10,7 +10,7 @@ use crate::Result;
 use crate::cache::DenseStore;
 
 /// The tokens between the sinks and the window of one layer.
-pub(crate) trait Store: Send + Sync {
+pub(crate) trait Store: CloneStore + Send + Sync {
     /// Passes the rotated queries, (n, n_heads * head_dim), of the tokens from position `pos` on, before any
     /// of these is pushed: the last ones of a prompt, or those that [`KvCache::watches_all`] says. They
     /// replace all that was passed of positions from `pos` on; of a prompt alone, all that was passed before.
@@ -69,8 +69,17 @@ pub(crate) trait Store: Send + Sync {
     fn fits(&self, _layer: usize) -> Vec<HeadFit> {
         vec![]
     }
-    /// An independent copy.
+}
+
+/// An independent copy of a store, for each that is `Clone`.
+pub(crate) trait CloneStore {
     fn clone_box(&self) -> Box<dyn Store>;
+}
+
+impl<S: Store + Clone + 'static> CloneStore for S {
+    fn clone_box(&self) -> Box<dyn Store> {
+        Box::new(self.clone())
+    }
 }
 
 /// Rows of a layer that is coded together with others: the last tokens are exact until the group's last layer

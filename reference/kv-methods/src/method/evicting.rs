@@ -118,25 +118,17 @@ impl<S: RotatedStore + Clone + 'static> Store for EvictingStore<S> {
     fn footprint(&self) -> Footprint {
         self.inner.footprint()
     }
-
-    fn clone_box(&self) -> Box<dyn Store> {
-        Box::new(self.clone())
-    }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::path::Path;
-
     use super::*;
     use crate::cache::DenseStore;
     use kv_attend::ElementType;
-    use kv_model::Model;
 
     #[test]
     fn what_the_queries_look_for_stays() {
-        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/parity/fixtures/gqa");
-        let config = Model::load(&path).unwrap().config;
+        let config = crate::fixture::model().config;
         let geometry = Geometry::of(&config);
         let rope = Arc::new(Rope::new(&config, 16));
         let dense = DenseStore::new(ElementType::F32, geometry, rope.clone());

@@ -71,8 +71,6 @@ fn transposed(matrix: &[f32], n: usize) -> Vec<f32> {
 
 #[cfg(test)]
 mod tests {
-    use std::path::Path;
-
     use super::*;
     use crate::method::Method;
     use kv_llama::{logits, prefill};
@@ -80,8 +78,7 @@ mod tests {
 
     #[test]
     fn the_folded_model_is_the_same_function() {
-        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/parity/fixtures/gqa");
-        let model = Arc::new(Model::load(&path).unwrap());
+        let model = Arc::new(crate::fixture::model());
         let tokens: Vec<u32> = (0..200_u32).map(|i| (i * i + 7 * i) % 96).collect();
         let rope = Arc::new(Rope::new(&model.config, tokens.len()));
         let run = |model: &Model| {

@@ -206,26 +206,18 @@ impl Store for H2oStore {
         let of_head = |head: &Head| head.kept.bytes() + size_of_val(&head.mass[..]);
         Footprint { kept: self.heads.iter().map(of_head).sum(), ..Footprint::default() }
     }
-
-    fn clone_box(&self) -> Box<dyn Store> {
-        Box::new(self.clone())
-    }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::path::Path;
-
     use super::*;
     use kv_attend::ElementType;
     use kv_llama::Rng;
-    use kv_model::Model;
 
     /// The paper's rule, token by token, in `f64`: after a prompt of 30 tokens, and 10 steps.
     #[test]
     fn half_are_recent_and_half_have_the_most_attention() {
-        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/parity/fixtures/gqa");
-        let config = Model::load(&path).unwrap().config;
+        let config = crate::fixture::model().config;
         let (geometry, dim, group) = (Geometry::of(&config), config.head_dim, config.gqa_group());
         let rope = Arc::new(Rope::new(&config, 64));
         let budget = TokenBudget::Ratio(0.3);

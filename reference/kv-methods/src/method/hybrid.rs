@@ -281,8 +281,4 @@ impl Store for HybridStore {
     fn fits(&self, layer: usize) -> Vec<HeadFit> {
         self.coded.fits(layer)
     }
-
-    fn clone_box(&self) -> Box<dyn Store> {
-        Box::new(self.clone())
-    }
 }

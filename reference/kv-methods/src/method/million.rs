@@ -231,8 +231,4 @@ impl Store for MillionStore {
     fn fits(&self, layer: usize) -> Vec<HeadFit> {
         head_fits(layer, self.heads.iter().filter_map(HeadCodes::fits))
     }
-
-    fn clone_box(&self) -> Box<dyn Store> {
-        Box::new(self.clone())
-    }
 }

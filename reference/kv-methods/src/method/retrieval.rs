@@ -171,10 +171,6 @@ impl<S: Scorer> Store for RetrievalStore<S> {
     fn footprint(&self) -> Footprint {
         self.scorer.footprint(&self.exact)
     }
-
-    fn clone_box(&self) -> Box<dyn Store> {
-        Box::new(self.clone())
-    }
 }
 
 /// The exact inner product: the upper bound for every top-k method.
@@ -214,13 +210,11 @@ impl Scorer for Oracle {
 /// What the tests of scorers share.
 #[cfg(test)]
 pub(super) mod tests {
-    use std::path::Path;
-
     use super::*;
     use crate::cache::RowFormat;
     use kv_attend::ElementType;
     use kv_llama::Rng;
-    use kv_model::{Config, Model};
+    use kv_model::Config;
 
     /// A store of a small model's first layer without sinks or window, and random rows.
     pub struct Setup<S> {
@@ -231,8 +225,7 @@ pub(super) mod tests {
 
     impl<S: Scorer> Setup<S> {
         pub fn new(budget: TokenBudget, scorer: impl FnOnce(Geometry) -> S) -> Self {
-            let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/parity/fixtures/gqa");
-            let config = Model::load(&path).unwrap().config;
+            let config = crate::fixture::model().config;
             let geometry = Geometry::of(&config);
             let exact = OffloadedRows::new(geometry, RowFormat::Exact(ElementType::F32), None, 0).unwrap();
             let rope = Arc::new(Rope::new(&config, 256));

@@ -292,24 +292,17 @@ impl Store for RetroInferStore {
             ..Footprint::default()
         }
     }
-
-    fn clone_box(&self) -> Box<dyn Store> {
-        Box::new(self.clone())
-    }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::path::Path;
-
     use super::*;
     use kv_llama::Rng;
-    use kv_model::{Model, Rope};
+    use kv_model::Rope;
 
     #[test]
     fn attention_is_exact_in_the_best_clusters_and_estimated_in_the_next() {
-        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/parity/fixtures/gqa");
-        let config = Model::load(&path).unwrap().config;
+        let config = crate::fixture::model().config;
         let (geometry, dim) = (Geometry::of(&config), config.head_dim);
         let mut rng = Rng(7);
         let mut random =

@@ -163,26 +163,18 @@ impl Store for SnapKvStore {
     fn footprint(&self) -> Footprint {
         Footprint { kept: self.heads.iter().map(KeptRows::bytes).sum(), ..Footprint::default() }
     }
-
-    fn clone_box(&self) -> Box<dyn Store> {
-        Box::new(self.clone())
-    }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::path::Path;
-
     use super::*;
     use kv_attend::ElementType;
     use kv_llama::Rng;
-    use kv_model::Model;
 
     /// The authors' rule in `f64`, after a prompt of 60 tokens of which 8 are observed, and two steps.
     #[test]
     fn what_the_window_attends_to_stays() {
-        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/parity/fixtures/gqa");
-        let config = Model::load(&path).unwrap().config;
+        let config = crate::fixture::model().config;
         let (geometry, dim, group) = (Geometry::of(&config), config.head_dim, config.gqa_group());
         let rope = Arc::new(Rope::new(&config, 64));
         let (prompt, observed, n, kv_dim, q_dim) = (60, 52, 62, config.kv_dim(), config.q_dim());

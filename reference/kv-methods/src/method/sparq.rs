@@ -210,20 +210,14 @@ impl Store for SparQStore {
         let exact = self.exact.footprint();
         Footprint { kept: exact.kept + sums, ..exact }
     }
-
-    fn clone_box(&self) -> Box<dyn Store> {
-        Box::new(self.clone())
-    }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::path::Path;
-
     use super::*;
     use kv_attend::ElementType;
     use kv_llama::Rng;
-    use kv_model::{Model, Rope};
+    use kv_model::Rope;
 
     /// Indices of the `k` largest.
     fn largest(values: &[f64], k: usize) -> Vec<usize> {
@@ -240,8 +234,7 @@ mod tests {
 
     #[test]
     fn attention_is_the_papers_formula() {
-        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/parity/fixtures/gqa");
-        let config = Model::load(&path).unwrap().config;
+        let config = crate::fixture::model().config;
         let (geometry, dim) = (Geometry::of(&config), config.head_dim);
         let mut rng = Rng(7);
         let mut random =

@@ -74,8 +74,4 @@ impl Store for StreamingStore {
     fn footprint(&self) -> Footprint {
         Footprint::default()
     }
-
-    fn clone_box(&self) -> Box<dyn Store> {
-        Box::new(self.clone())
-    }
 }

@@ -1,7 +1,6 @@
 //! Profiles that no calibration writes: a file with a right checksum over wrong numbers.
 
 use std::collections::BTreeMap;
-use std::path::Path;
 use std::sync::Arc;
 
 use kv_llama::Decoder;
@@ -61,8 +60,7 @@ fn of_each_kind<T>(entries: &BTreeMap<String, T>) -> impl Iterator<Item = (&Stri
 
 #[test]
 fn forged_numbers_are_refused_by_name_or_do_no_harm() {
-    let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/parity/fixtures/gqa");
-    let model = Arc::new(Model::load(&model).unwrap());
+    let model = Arc::new(crate::fixture::model());
     let forger = Forger {
         rope: Arc::new(Rope::new(&model.config, TOKENS)),
         tokens: (0..TOKENS).map(|i| ((i * i + 7 * i) % model.config.vocab_size) as u32).collect(),

@@ -171,8 +171,4 @@ impl Store for CacheGenStore {
             ..Footprint::default()
         }
     }
-
-    fn clone_box(&self) -> Box<dyn Store> {
-        Box::new(self.clone())
-    }
 }

@@ -126,10 +126,6 @@ impl Store for OutlierStore {
     fn fits(&self, layer: usize) -> Vec<HeadFit> {
         self.coded.fits(layer)
     }
-
-    fn clone_box(&self) -> Box<dyn Store> {
-        Box::new(self.clone())
-    }
 }
 
 #[cfg(test)]

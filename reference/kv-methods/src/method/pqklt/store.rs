@@ -405,8 +405,4 @@ impl Store for TransformedStore {
         let heads = self.heads.iter().zip(&self.plan.heads);
         head_fits(layer, heads.map(|(coded, code)| Pair::of(|side| fit(&coded[side], &code[side]))))
     }
-
-    fn clone_box(&self) -> Box<dyn Store> {
-        Box::new(self.clone())
-    }
 }

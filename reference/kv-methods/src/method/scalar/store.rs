@@ -170,8 +170,4 @@ impl Store for CodedStore {
         let shared = self.maps.iter().flatten().map(|maps| maps.size()).sum();
         Footprint { kept, shared, ..Footprint::default() }
     }
-
-    fn clone_box(&self) -> Box<dyn Store> {
-        Box::new(self.clone())
-    }
 }

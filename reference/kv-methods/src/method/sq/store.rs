@@ -63,8 +63,4 @@ impl Store for SqStore {
     fn fits(&self, layer: usize) -> Vec<HeadFit> {
         head_fits(layer, self.heads.iter().map(Codes::fits))
     }
-
-    fn clone_box(&self) -> Box<dyn Store> {
-        Box::new(self.clone())
-    }
 }

@@ -29,8 +29,6 @@ pub(crate) fn fold_values(model: &Model, rotations: &[LayerRotations]) -> Result
 
 #[cfg(test)]
 mod tests {
-    use std::path::Path;
-
     use svd_core::{Rotation, Rows};
 
     use super::*;
@@ -42,8 +40,7 @@ mod tests {
     /// change.
     #[test]
     fn queries_and_keys_fold_where_there_is_no_rope() {
-        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/parity/fixtures/gqa");
-        let mut model = Model::load(&path).unwrap();
+        let mut model = crate::fixture::model();
         model.config.rope_scaling = RopeScaling::Linear { factor: 1e300 }; // no angle at any position
         let tokens: Vec<u32> = (0..200_u32).map(|i| (i * i + 7 * i) % 96).collect();
         let rope = Rope::new(&model.config, tokens.len());

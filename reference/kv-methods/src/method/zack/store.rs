@@ -94,8 +94,4 @@ impl<E: Element> Store for ZackStore<E> {
             ..Footprint::default()
         }
     }
-
-    fn clone_box(&self) -> Box<dyn Store> {
-        Box::new(self.clone())
-    }
 }
