@@ -1,5 +1,7 @@
 //! Renders a comparison as a terminal table and as an HTML page with charts.
 
+pub mod labels;
+
 use std::fmt::Write;
 
 use comfy_table::{CellAlignment, Table, presets};
@@ -10,6 +12,7 @@ use plotters::prelude::*;
 
 use crate::compare::{Comparison, Row};
 use crate::{Error, Result};
+use labels::{DOT, LABEL_HEIGHT, Labels};
 
 const COLUMNS: [&str; 10] = [
     "method",
@@ -232,7 +235,7 @@ fn quality_against_bytes(comparison: &Comparison, backend: SVGBackend<'_>) -> Dr
     let points: Vec<_> = rows.iter().map(|row| (row.bits_per_value, row.kl.max(LEAST_KL))).collect();
     let area = chart.plotting_area();
     let names = labels(rows);
-    let mut labels = Labels(points.iter().map(|at| Labels::dot(area.map_coordinate(at))).collect());
+    let mut labels = Labels::new(points.iter().map(|at| area.map_coordinate(at)));
     for ((at, label), stroke) in points.into_iter().zip(names).zip(strokes(comparison)) {
         let offset = labels.place(chart.plotting_area().map_coordinate(&at), label.len() as i32);
         let font = ("sans-serif", LABEL_HEIGHT).into_font().color(&stroke.color);
@@ -241,36 +244,6 @@ fn quality_against_bytes(comparison: &Comparison, backend: SVGBackend<'_>) -> Dr
         chart.draw_series([point])?;
     }
     Ok(root.present()?)
-}
-
-/// Pixels of a label's line, of a wide character, and of a point's radius.
-const LABEL_HEIGHT: i32 = 12;
-const LABEL_CHAR: i32 = 7;
-const DOT: i32 = 4;
-
-/// Occupied rectangles: (left, top, right, bottom) in pixels.
-struct Labels(Vec<(i32, i32, i32, i32)>);
-
-impl Labels {
-    fn dot((x, y): (i32, i32)) -> (i32, i32, i32, i32) {
-        (x - DOT, y - DOT, x + DOT, y + DOT)
-    }
-
-    /// Places a label of `chars` characters next to its point: right or left, at the nearest free height.
-    fn place(&mut self, (x, y): (i32, i32), chars: i32) -> (i32, i32) {
-        let width = LABEL_CHAR * chars;
-        let heights = (0..40).map(|i| -LABEL_HEIGHT / 2 + (i + 1) / 2 * if i % 2 == 0 { 6 } else { -6 });
-        let mut offsets = heights.flat_map(|dy| [(2 * DOT, dy), (-2 * DOT - width, dy)]);
-        let rectangle = |(dx, dy): (i32, i32)| (x + dx, y + dy, x + dx + width, y + dy + LABEL_HEIGHT);
-        let free = |&offset: &(i32, i32)| {
-            let (left, top, right, bottom) = rectangle(offset);
-            let inside = left > 0 && right < SIZE.0 as i32 && top > 0 && bottom < SIZE.1 as i32;
-            inside && self.0.iter().all(|r| right <= r.0 || r.2 <= left || bottom <= r.1 || r.3 <= top)
-        };
-        let offset = offsets.find(free).unwrap_or((2 * DOT, -LABEL_HEIGHT / 2));
-        self.0.push(rectangle(offset));
-        offset
-    }
 }
 
 /// Short titles for charts: the name and first two settings of every row, and the further settings that
@@ -330,25 +303,4 @@ fn error_by_position(comparison: &Comparison, backend: SVGBackend<'_>) -> Drawn<
     }
     legend(&mut chart, SeriesLabelPosition::UpperRight)?;
     Ok(root.present()?)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn labels_of_crowded_points_do_not_overlap() {
-        let points: Vec<(i32, i32)> = (0..25).map(|i| (500 + 3 * (i % 5), 300 + 4 * (i / 5))).collect();
-        let mut labels = Labels(points.iter().map(|&at| Labels::dot(at)).collect());
-        for &at in &points {
-            labels.place(at, 20);
-        }
-        let overlap = |a: &(i32, i32, i32, i32), b: &(i32, i32, i32, i32)| {
-            a.0 < b.2 && b.0 < a.2 && a.1 < b.3 && b.1 < a.3
-        };
-        let placed = &labels.0[points.len()..];
-        for (i, a) in placed.iter().enumerate() {
-            assert!(placed[..i].iter().all(|b| !overlap(a, b)), "label {i}");
-        }
-    }
 }

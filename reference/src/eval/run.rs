@@ -249,35 +249,3 @@ fn answers(decoder: &mut Decoder, mut cache: Box<dyn KvCache>, ask: &[u32], answ
     }
     Ok(true)
 }
-
-#[cfg(test)]
-mod tests {
-    use std::path::Path;
-
-    use super::*;
-    use kv_methods::calibrated;
-
-    #[test]
-    fn a_shared_prompt_fills_caches_as_their_own_models_do() {
-        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/parity/fixtures/gqa");
-        let model = Arc::new(Model::load(&path).unwrap());
-        let tokens: Vec<u32> = (0..200_u32).map(|i| (i * i + 7 * i) % 96).collect();
-        let rope = Arc::new(Rope::new(&model.config, tokens.len()));
-        for spec in ["zack:exact=f32", "zack:prompt=cut:exact=f32"] {
-            let method = spec.parse::<Method>().unwrap().fitted(&model.config).unwrap();
-            assert!(method.changes_weights(), "{spec}");
-            let profile = calibrated(&model, &rope, &tokens, std::slice::from_ref(&method)).unwrap();
-            let (prompt, next) = (&tokens[..150], tokens[150]);
-            let shared = SharedPrompt::run(&model, &rope, prompt, [&method]).unwrap();
-            let alone = SharedPrompt::run(&model, &rope, prompt, []).unwrap();
-            let [one, other] = [shared, alone].map(|run| {
-                let Prepared { model, mut cache } = run.fill(&method, &model, &rope, &profile).unwrap();
-                Decoder::new(model, rope.clone()).step(next, cache.as_mut()).unwrap().to_vec()
-            });
-            let largest = one.iter().fold(0.0_f32, |m, x| m.max(x.abs()));
-            let differences = one.iter().zip(&other).map(|(a, b)| (a - b).abs());
-            let difference = differences.fold(0.0_f32, f32::max);
-            assert!(difference <= 1e-3 * largest, "{spec}: {difference} of {largest}");
-        }
-    }
-}

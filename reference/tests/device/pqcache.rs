@@ -14,7 +14,7 @@ use kv_reference::eval::score_text;
 
 use crate::support::{
     batches_generate_what_sequences_do, decoder, divergence, diverges_as_on_the_cpu, equals_dense, gpu,
-    model, profile, prompts_in_chunks_are_whole_prompts, teacher_forced,
+    model, profile, prompts_in_chunks_are_whole_prompts, steps_over_hashed_rows, teacher_forced,
 };
 
 #[test]
@@ -218,20 +218,6 @@ fn what_does_not_fit_is_an_error_with_numbers() {
 #[test]
 fn hashed_rows_at_full_width() {
     let Some(gpu) = gpu("pqcache hashed weights") else { return };
-    let weights =
-        Arc::new(Weights::random(&gpu, "llama-3.1-70b/8", Element::Bf16, WeightLayout::Packed).unwrap());
-    let method: Method = "pqcache:tokens=512:exact=bf16".parse().unwrap();
-    let cache = method_cache(&gpu, &method, &weights.config, Element::Bf16, None, 2, 20_096).unwrap();
-    let config = &weights.config;
-    let rows = config.n_layers * 2 * config.n_kv_heads;
-    assert_eq!(cache.host_bytes(), 4 * rows * (20_096 - 4) * config.head_dim);
-    let mut decoder = Decoder::new(gpu, weights, cache, 2).unwrap();
-    decoder.fill_random(20_000).unwrap();
-    for _ in 0..96 {
-        decoder.step().unwrap();
-    }
-    let fetched = decoder.fetched_rows().unwrap();
-    assert!((512 * rows as u64..=96 * 512 * rows as u64).contains(&fetched), "{fetched} rows fetched");
-    assert!(decoder.logits().unwrap().iter().all(|x| x.is_finite()));
-    assert!(decoder.step().is_err(), "the cache is full");
+    let (fetched, rows) = steps_over_hashed_rows(&gpu, "pqcache:tokens=512:exact=bf16");
+    assert!((512 * rows..=96 * 512 * rows).contains(&fetched), "{fetched} rows fetched");
 }

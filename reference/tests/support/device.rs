@@ -7,6 +7,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use kv_device::Gpu;
+use kv_gpu::Element;
 use kv_llama_gpu::{Decoder, WeightLayout, Weights};
 use kv_methods::{Method, Prepared, Profile, calibrated};
 use kv_model::{Model, Rope};
@@ -202,6 +203,24 @@ pub fn prompts_in_chunks_are_whole_prompts(gpu: &Arc<Gpu>, spec: &str) {
         println!("{spec} in chunks of {chunk}: KL {kl:.1e}, top-1 {top1:.4}; loss on the CPU {loss:.1e}");
         assert!(kl <= 1e-4 || kl <= 0.3 * loss, "{spec}: KL {kl}, loss on the CPU {loss}");
     }
+}
+
+/// 96 steps of the method, with rows on the host, over 20,000 hashed tokens of a wide model: the rows that they
+/// fetched, and the KV heads of all layers and both sequences.
+pub fn steps_over_hashed_rows(gpu: &Arc<Gpu>, spec: &str) -> (u64, u64) {
+    let weights = Arc::new(Weights::random(gpu, "llama-3.1-70b/8", Element::Bf16, WeightLayout::Packed).unwrap());
+    let (config, method): (_, Method) = (&weights.config, spec.parse().unwrap());
+    let cache = method_cache(gpu, &method, config, Element::Bf16, None, 2, 20_096).unwrap();
+    let heads = config.n_layers * 2 * config.n_kv_heads;
+    assert_eq!(cache.host_bytes(), 4 * heads * (20_096 - 4) * config.head_dim);
+    let mut decoder = Decoder::new(gpu.clone(), weights.clone(), cache, 2).unwrap();
+    decoder.fill_random(20_000).unwrap();
+    for _ in 0..96 {
+        decoder.step().unwrap();
+    }
+    assert!(decoder.logits().unwrap().iter().all(|x| x.is_finite()));
+    assert!(decoder.step().is_err(), "the cache is full");
+    (decoder.fetched_rows().unwrap(), heads as u64)
 }
 
 pub fn cosine(a: &[f32], b: &[f32]) -> f64 {

@@ -1,7 +1,7 @@
 //! Every cache satisfies the contract of `KvCache`, and equals the dense one if it is lossless.
 
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 
 use kv_llama::{Decoder, HeadFit, KvCache, Side, logits, prefill};
 use kv_methods::{Error, Method, Prepared, Profile, calibrated};
@@ -65,6 +65,9 @@ pub struct Setup {
     pub tokens: Vec<u32>,
     profile: Profile,
 }
+
+/// The setup of all methods, calibrated once.
+static ALL: LazyLock<Setup> = LazyLock::new(|| setup(&METHODS));
 
 /// A tiny random model with a profile for `methods`.
 fn setup(methods: &[&str]) -> Setup {
@@ -237,7 +240,7 @@ fn what_loses_nothing_equals_dense() {
 
 #[test]
 fn every_method_stays_near_dense() {
-    let s = setup(&METHODS);
+    let s = &ALL;
     let Prepared { model, mut cache } = s.prefilled("dense", 100);
     let expected = s.decode(&model, cache.as_mut(), 100, 130);
     for method in METHODS {
@@ -277,10 +280,12 @@ fn drops(method: &str) -> bool {
 /// Methods that drop tokens go back only as far as they hold all that is then attended to.
 #[test]
 fn truncation_goes_back_to_any_length() {
-    let s = setup(&METHODS);
+    let s = &ALL;
     for method in METHODS {
+        let Prepared { model, cache: full } = s.prefilled(method, 100);
+        let straight = s.decode(&model, full.clone_box().as_mut(), 100, 110);
         for len in [0, 3, 17, 60, 97, 100] {
-            let Prepared { model, mut cache } = s.prefilled(method, 100);
+            let mut cache = full.clone_box();
             match cache.truncate(len) {
                 Err(kv_llama::Error::Cache { .. }) if drops(method) && len < 100 => continue,
                 truncated => truncated.unwrap(),
@@ -288,8 +293,6 @@ fn truncation_goes_back_to_any_length() {
             assert_eq!(cache.seq_len(), len, "{method}");
             let again = s.decode(&model, cache.as_mut(), len, 110);
             assert_eq!(cache.seq_len(), 110);
-            let Prepared { mut cache, .. } = s.prefilled(method, 100);
-            let straight = s.decode(&model, cache.as_mut(), 100, 110);
             // Different tokens are exact, so the results are only close; at the full length nothing has
             // changed.
             let error = distance(&straight, &again);
@@ -326,7 +329,7 @@ fn what_has_dropped_tokens_goes_back_as_far_as_it_holds_them() {
 
 #[test]
 fn clones_go_their_own_way() {
-    let s = setup(&METHODS);
+    let s = &ALL;
     for method in METHODS {
         let Prepared { model, mut cache } = s.prefilled(method, 60);
         let mut copy = cache.clone_box();

@@ -18,6 +18,7 @@ mod support {
 mod caches;
 mod configurations;
 mod determinism;
+mod evaluation;
 mod headers;
 mod histories;
 mod hybrid_bound;

@@ -55,11 +55,15 @@ fn run_all(model: Model, tokens: &[u32], case: &str) {
     let profile = calibrated(&model, &rope, &tokens[..CALIBRATION], &methods)
         .unwrap_or_else(|error| panic!("{case}: calibration: {error}"));
     let (prompt, next) = tokens[CALIBRATION..][..CONTEXT + DECODE].split_at(CONTEXT);
+    let plain = Prompt::run(&model, &rope, prompt).unwrap_or_else(|error| panic!("{case}: {error}"));
     for method in &methods {
         let run = || -> kv_reference::Result<bool> {
-            let Prepared { model, mut cache } = method.prepare(&model, &rope, &profile)?;
-            Prompt::run(&model, &rope, prompt)?.fill(cache.as_mut())?;
-            let mut decoder = Decoder::new(model, rope.clone());
+            let Prepared { model: own, mut cache } = method.prepare(&model, &rope, &profile)?;
+            match Arc::ptr_eq(&own, &model) {
+                true => plain.fill(cache.as_mut())?,
+                false => Prompt::run(&own, &rope, prompt)?.fill(cache.as_mut())?,
+            }
+            let mut decoder = Decoder::new(own, rope.clone());
             let mut finite = true;
             for &token in next {
                 finite &= decoder.step(token, cache.as_mut())?.iter().all(|x| x.is_finite());

@@ -183,14 +183,17 @@ fn codebooks_of_another_text_hold_at_length() {
     });
     let (hidden, row, kv_dim) = (hidden.unwrap(), model.config.hidden_size, model.config.kv_dim());
     for method in methods {
+        let Prepared { model: own, mut cache } = method.prepare(&model, &rope, &profile).unwrap();
+        assert!(Arc::ptr_eq(&own, &model), "these are the rows of another model");
         let kls = CONTEXTS.map(|context| {
-            let Prepared { model: own, mut cache } = method.prepare(&model, &rope, &profile).unwrap();
-            assert!(Arc::ptr_eq(&own, &model), "these are the rows of another model");
-            for (l, (k, v)) in rows.iter().enumerate() {
-                cache.prefill(l, 0, &k[..context * kv_dim], &v[..context * kv_dim]).unwrap();
+            let held = cache.seq_len();
+            for (l, rows) in rows.iter().enumerate() {
+                let [k, v] = [&rows.0, &rows.1].map(|rows| &rows[held * kv_dim..context * kv_dim]);
+                cache.prefill(l, held, k, v).unwrap();
             }
+            let mut cache = cache.clone_box();
             let dense = logits(&model, &hidden[context * row..][..DECODED * row]).unwrap();
-            let mut decoder = Decoder::new(own, rope.clone());
+            let mut decoder = Decoder::new(own.clone(), rope.clone());
             let mut divergence = Divergence::default();
             for (pair, dense) in log[context..].windows(2).zip(dense.chunks_exact(model.config.vocab_size)) {
                 divergence.add(decoder.step(pair[0], cache.as_mut()).unwrap(), dense, pair[1]);
