@@ -224,6 +224,7 @@ impl Speed {
             method: method.spec(),
             context,
             batch,
+            layout: format!("{:?}", weights.layout),
             capacity,
             step_ms,
             mean_ms,

@@ -12,6 +12,8 @@ pub struct StepTimes {
     pub context: usize,
     /// Sequences.
     pub batch: usize,
+    /// Layout of the weights.
+    pub layout: String,
     /// Capacity of the cache's rows in tokens.
     pub capacity: usize,
     /// Median of a step.

@@ -51,7 +51,7 @@ const _: () = assert!(size_of::<NormArguments>() == 40 && size_of::<SwigluArgume
 
 /// The matrices of a layer, as rows.
 #[derive(Clone, Copy)]
-pub(super) struct LayerRows {
+pub(crate) struct LayerRows {
     pub qkv: DevicePtr<u16>,
     pub o: DevicePtr<u16>,
     pub gate_up: DevicePtr<u16>,
