@@ -257,7 +257,7 @@ fn places_of_a_wide_batch_are_refilled() {
         let mut decoder = decoder(&gpu, &model, spec, &Profile::default(), BATCH, 96);
         let mut texts = prompts(&tokens, BATCH);
         decoder.prefill(&texts, 64).unwrap();
-        let mut step = |decoder: &mut Decoder, texts: &mut [Vec<u32>], at: usize| {
+        let step = |decoder: &mut Decoder, texts: &mut [Vec<u32>], at: usize| {
             let fed = &tokens[at..][..BATCH];
             decoder.feed(fed).unwrap();
             decoder.step().unwrap();
