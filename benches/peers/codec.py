@@ -12,15 +12,12 @@ layers; the keys of the first ten layers and the values of two layers have twice
 of each channel of 256 tokens, plus tables, lengths and scales.
 """
 
-import argparse, json, math, os, subprocess, tempfile
+import argparse, json, math, os
 
 import pages, tables
+from programs import compared, run
 
 LEVELS = [1, 1.3, 1.6, 2, 2.6, 3.1, 4.1, 5.1, 6.1, 7.6]
-
-
-def run(command, **options):
-    return subprocess.run(command, check=True, capture_output=True, text=True, **options).stdout
 
 
 def speeds(out, folder):
@@ -194,21 +191,9 @@ def budgets(out, folder, model, text, context, decode):
     rivals += [f"cachegen:mode=channels:k={s}:v={s}" for s in (0.12, 0.25, 0.5, 1, 1.5)]
     rivals += [f"cachegen:mode=paper:k={s}:v={s}" for s in (0.05, 0.12, 0.25, 0.5)]
     rivals += [f"cachegen:mode=lmcache:bins={b}" for b in (16, 32, 64)]
-    with tempfile.NamedTemporaryFile() as file:
-        command = [
-            f"{folder}/kv",
-            "compare",
-            "--context",
-            str(context),
-            "--decode",
-            str(decode),
-            "--json",
-            file.name,
-        ]
-        command += ["--methods", ",".join(f"{spec}:window=0:batch=64" for spec in default + rivals)]
-        command += ["--model", model, "--text", text] if model else []
-        run(command)
-        rows = json.load(open(file.name))["methods"]
+    methods = [f"{spec}:window=0:batch=64" for spec in default + rivals]
+    options = ["--model", model, "--text", text] if model else []
+    rows = compared(f"{folder}/kv", methods, context, decode, *options)["methods"]
     points = [(r["bits_per_value"], max(r["kl"], 1e-9)) for r in rows[: len(default)]]
     out += [
         f"### Prompt of {context} tokens through the codec, {decode} decoded (`kv compare`)",
@@ -364,23 +349,8 @@ def far_end(out, folder, contexts, *options):
     """Settings of the default that make a prompt 8 to 20 times smaller than fp16, KVTC's range."""
 
     def compare(context, methods):
-        with tempfile.NamedTemporaryFile() as file:
-            run(
-                [
-                    f"{folder}/kv",
-                    "compare",
-                    *options,
-                    "--context",
-                    str(context),
-                    "--decode",
-                    str(FAR_DECODED),
-                    "--json",
-                    file.name,
-                    "--methods",
-                    ",".join(f"{m}:window=0:batch=64" if m != "dense:dtype=f16" else m for m in methods),
-                ]
-            )
-            return json.load(open(file.name))["methods"]
+        methods = [f"{m}:window=0:batch=64" if m != "dense:dtype=f16" else m for m in methods]
+        return compared(f"{folder}/kv", methods, context, FAR_DECODED, *options)["methods"]
 
     out += [
         f"Sizes count all that a sequence keeps: the first 4 tokens and the last, incomplete batch (32 of 64, the average) are in 16 bits. {FAR_DECODED} tokens",

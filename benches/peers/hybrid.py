@@ -13,9 +13,10 @@ rows: what a method reads to choose them (codes; of sparq r components of every 
 teacher-forced.
 """
 
-import argparse, json, math, subprocess, tempfile
+import argparse, math
 
 import tables
+from programs import compared, given
 
 SHARES = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
 EXACT = 68  # sinks and window
@@ -71,13 +72,7 @@ def specs(dim, context):
 
 
 def run(kv, model, text, context, decode, methods):
-    with tempfile.NamedTemporaryFile() as file:
-        command = [kv, "compare", "--context", str(context), "--decode", str(decode), "--json", file.name]
-        command += ["--methods", ",".join(methods)]
-        command += ["--model", model] if model else []
-        command += ["--text", text] if text else []
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        return json.load(open(file.name))["methods"]
+    return compared(kv, methods, context, decode, *given(model=model, text=text))["methods"]
 
 
 def line(row):

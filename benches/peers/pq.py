@@ -12,13 +12,14 @@ default before was 20). Recall is that of the scores' top n/10 against the exact
 to the variance; both are computed here, from decoded vectors, for both sides.
 """
 
-import argparse, json, os, statistics, subprocess, sys, tempfile, time
+import argparse, json, os, statistics, subprocess, sys, tempfile
 
 for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"):
     os.environ[variable] = "1"
 import faiss
 import numpy as np
 import tables
+from programs import median
 import torch
 
 faiss.omp_set_num_threads(1)
@@ -46,15 +47,6 @@ def keys_and_queries(n, queries, seed=20260101, rank=16):
         (queries, DIM)
     )
     return keys.astype("<f4"), q.astype("<f4")
-
-
-def median(repeats, run):
-    seconds = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
 
 
 def top(scores, k):

@@ -11,9 +11,10 @@ though offline ones serve all sequences, spread over this one context in 16 bits
 (`pqklt`), which belong to the model as its weights do.
 """
 
-import argparse, json, re, subprocess, tempfile
+import argparse, re
 
-import tables
+import programs, tables
+from programs import compared, given
 
 SCALAR = [f"{name}:k={b}:v={b}" for b in (2, 3, 4) for name in ("int4", "rotated", "lloydmax")]
 
@@ -59,13 +60,7 @@ def pqcache():
 
 
 def run(kv, model, text, context, decode, specs):
-    with tempfile.NamedTemporaryFile() as file:
-        command = [kv, "compare", "--context", str(context), "--decode", str(decode), "--json", file.name]
-        command += ["--methods", ",".join(specs)]
-        command += ["--model", model] if model else []
-        command += ["--text", text] if text else []
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        return json.load(open(file.name))["methods"]
+    return compared(kv, specs, context, decode, *given(model=model, text=text))["methods"]
 
 
 def codebook_bits(row, dim, context):
@@ -138,21 +133,7 @@ def retrieval(out, kv, model, text, dim, lengths):
         f"million:k={dim // 2}x8:v={dim // 2}x8",
     ]
     specs += [f"{name}:k={pq[b][0]}:v={pq[b][1]}" for b in ("3", "2") for name in ("million", "pqklt")]
-    command = [
-        kv,
-        "eval",
-        "--methods",
-        ",".join(specs),
-        "--lengths",
-        ",".join(map(str, lengths)),
-        "--windows",
-        "1",
-        "--trials",
-        "4",
-    ]
-    command += ["--model", model, "--text", text] if model else []
-    table = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip("\n")
-    out += ["### Retrieval (`kv eval`)", "", "```", table, "```", ""]
+    out += programs.retrieval(kv, specs, lengths, *(["--model", model, "--text", text] if model else []))
 
 
 def main():

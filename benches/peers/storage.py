@@ -9,22 +9,16 @@ of the heads of a layer, and of those of several or all layers, at equal bits; `
 the text before the prompt. Then `codec_speed` times frames without loss.
 """
 
-import argparse, json, os, subprocess, tempfile
+import argparse, json, os
 
 import tables
+from programs import compared, run
 
 LEVELS = [0.7, 1, 1.5, 2, 3]
 
 
-def run(command):
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
-
-
 def compare(folder, methods, context, decode, extra):
-    with tempfile.NamedTemporaryFile() as file:
-        command = [f"{folder}/kv", "compare", "--context", str(context), "--decode", str(decode)]
-        run(command + ["--json", file.name, "--methods", ",".join(methods)] + extra)
-        found = json.load(open(file.name))
+    found = compared(f"{folder}/kv", methods, context, decode, *extra)
     keep = ("name", "setting", "bits_per_value", "shared_bytes", "perplexity", "kl", "top1")
     rows = [{key: row[key] for key in keep} for row in found["methods"]]
     same = {"model": found["model"], "text": found["text"], "calibration": found["calibration"]}

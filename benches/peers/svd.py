@@ -12,13 +12,14 @@ the prompt's tokens between 4 sinks and a window of 64 are compressed, perplexit
 bits are all that is kept, exact tokens included, over the numbers cached.
 """
 
-import argparse, json, math, os, statistics, subprocess, tempfile, time
+import argparse, json, math, os, statistics, tempfile, time
 
 for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[variable] = "1"
 import faiss
 import numpy as np
-import tables
+import programs, tables
+from programs import compared, given, median, run
 import torch
 import torch.nn.functional as F
 
@@ -26,19 +27,6 @@ faiss.omp_set_num_threads(1)
 torch.set_num_threads(1)
 faiss.cvar.distance_compute_blas_threshold = 20
 DIM = 128
-
-
-def median(repeats, run):
-    seconds = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
-
-
-def run(command):
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def table(out, head, rows):
@@ -331,24 +319,8 @@ PARTS = (0.9, 0.75, 0.6, 0.5)
 
 
 def compare(folder, model, text, context, decode, specs, profile=None):
-    with tempfile.NamedTemporaryFile() as file:
-        command = [
-            f"{folder}/kv",
-            "compare",
-            "--context",
-            str(context),
-            "--decode",
-            str(decode),
-            "--json",
-            file.name,
-            "--methods",
-            ",".join(specs),
-        ]
-        command += ["--model", model] if model else []
-        command += ["--text", text] if text else []
-        command += ["--profile", profile] if profile else []
-        run(command)
-        return json.load(open(file.name))["methods"]
+    options = given(model=model, text=text, profile=profile)
+    return compared(f"{folder}/kv", specs, context, decode, *options)["methods"]
 
 
 HEAD = ["method", "setting", "bits", "perplexity", "KL", "top-1", "needle"]
@@ -477,20 +449,7 @@ def retrieval(out, folder, model, text, lengths):
         + [f"zack:k={p}:v={p}{more}" for p in (0.75, 0.5) for more in ("", ":basis=stacked", ":bits=4")]
         + ["snapkv:tokens=0.5"]
     )
-    command = [
-        f"{folder}/kv",
-        "eval",
-        "--methods",
-        ",".join(specs),
-        "--lengths",
-        ",".join(map(str, lengths)),
-        "--windows",
-        "1",
-        "--trials",
-        "4",
-    ]
-    command += ["--model", model, "--text", text] if model else []
-    out += ["### Retrieval (`kv eval`)", "", "```", run(command).strip("\n"), "```", ""]
+    out += programs.retrieval(f"{folder}/kv", specs, lengths, *(["--model", model, "--text", text] if model else []))
 
 
 def section(out, folder, name, model, text, other, path, length, context, decode, pairs, lengths):
