@@ -31,7 +31,7 @@ const CAPACITY: usize = 320;
 
 /// Prompts of 1 to 67 tokens.
 fn prompts(tokens: &[u32], batch: usize) -> Vec<Vec<u32>> {
-    (0..batch).map(|i| tokens[61 * i..][..1 + 29 * i % 67].to_vec()).collect()
+    (0..batch).map(|i| tokens[53 * i..][..1 + 29 * i % 67].to_vec()).collect()
 }
 
 /// The logits of the last `count` tokens of a sequence, on the CPU.
