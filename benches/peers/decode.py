@@ -52,11 +52,11 @@ PREFILL_CASES = [
     ("llama-3.1-8b", 512, 8192, 8),
     ("llama-3.1-8b", 1000, 8192, 8),
 ]
-METHODS = "dense:dtype=bf16,million:exact=bf16,hybrid:keys=rotated:exact=bf16:rows-on=device"
+METHODS = "dense:dtype=bf16,million:exact=bf16,sq:exact=bf16,hybrid:exact=bf16:rows-on=device"
 # Prompts also fill caches that keep exact rows of all tokens on the host.
-PREFILL_METHODS = METHODS + ",hybrid:keys=rotated:exact=bf16,pqcache:tokens=2048:exact=bf16"
+PREFILL_METHODS = METHODS + ",hybrid:exact=bf16,pqcache:tokens=2048:exact=bf16"
 # Of many sequences, exact rows next to codes leave no room.
-SMALL_METHODS = "dense:dtype=bf16,million:exact=bf16"
+SMALL_METHODS = "dense:dtype=bf16,million:exact=bf16,sq:exact=bf16"
 PEERS = pages.PEERS
 # transformers is another engine's loop, not another cache, and float32 is not a competitor: one case is enough for them.
 ONE_CASE = ("transformers", "float32")
@@ -414,12 +414,14 @@ def main():
     parser.add_argument("results")
     parser.add_argument("--cases", default="", help="indices of cases, separated by commas")
     parser.add_argument("--prefill", action="store_true", help="time prompts instead of steps")
+    parser.add_argument("--name", help="of the results, instead of decode or prefill")
     parser.add_argument("--commit", default=None)
     arguments = parser.parse_args()
     commit = arguments.commit or tables.commit()
     name, cases, run_case = ("decode", CASES, case)
     if arguments.prefill:
         name, cases, run_case = ("prefill", PREFILL_CASES, prefill_case)
+    name = arguments.name or name
     chosen = [int(i) for i in arguments.cases.split(",") if i] or range(len(cases))
     results = []
     for i in chosen:
