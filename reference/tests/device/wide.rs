@@ -32,7 +32,11 @@ const CAPACITY: usize = 320;
 /// The least cosine, and the least mean, of logits that differ by the rounding of other sums: which rows a
 /// step selects, and which codebooks a prompt trains, change more by it than codes do.
 fn enough(spec: &str) -> (f64, f64) {
-    if ["hybrid", "pqcache"].iter().any(|name| spec.starts_with(name)) { (0.95, 0.995) } else { (0.98, 0.999) }
+    if ["hybrid", "pqcache"].iter().any(|name| spec.starts_with(name)) {
+        (0.95, 0.995)
+    } else {
+        (0.98, 0.999)
+    }
 }
 
 /// Prompts of 1 to 67 tokens.
