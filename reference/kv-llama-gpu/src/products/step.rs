@@ -24,9 +24,9 @@ pub(crate) struct StepRows {
 /// The products of a batch's steps.
 pub(crate) enum StepProducts {
     /// With packed weights.
-    Fused { layers: FusedLayers, qkv: Gemv, output: Gemv },
+    Fused { layers: Box<FusedLayers>, qkv: Gemv, output: Gemv },
     /// With rows.
-    Rows { layers: RowLayers, append: Append },
+    Rows { layers: Box<RowLayers>, append: Append },
 }
 
 impl StepProducts {
@@ -43,12 +43,12 @@ impl StepProducts {
         let gemv = |output| gemv(context, hidden, (batch, reserved), (Input::Residual, output));
         match context.weights.layout {
             WeightLayout::Packed => Ok(Self::Fused {
-                layers: FusedLayers::new(context, batch, reserved)?,
+                layers: Box::new(FusedLayers::new(context, batch, reserved)?),
                 qkv: gemv(Output::Rope)?,
                 output: gemv(Output::Store)?,
             }),
             WeightLayout::Rows => {
-                let layers = RowLayers::new(context, batch)?;
+                let layers = Box::new(RowLayers::new(context, batch)?);
                 layers.warm_up(context, residual, attended, logits, batch)?;
                 Ok(Self::Rows { layers, append: Append::new(context)? })
             }
