@@ -1,5 +1,5 @@
 """Python writes, reads and computes what Rust and C do, bit for bit: the files of ``../../same_bytes``, from the
-inputs of ``../../c/tests/across_languages.rs``, which says why they do not depend on the machine."""
+inputs of ``../../c/tests/main/across_languages.rs``, which says why they do not depend on the machine."""
 
 from pathlib import Path
 

@@ -5,14 +5,8 @@
 //!
 //! Inputs are such that no sum is rounded and every query sees one token alone, whose score exceeds all
 //! others by more than 87: results do not depend on the order of sums, and so not on the machine.
-//! `KVC_WRITE_SAME_BYTES=1 cargo test --test across_languages` writes the files anew, after a change of a
+//! `KVC_WRITE_SAME_BYTES=1 cargo test --test main across` writes the files anew, after a change of a
 //! format.
-
-#![allow(
-    clippy::undocumented_unsafe_blocks,
-    clippy::unwrap_used,
-    reason = "the test is a caller from C, whose every line is unsafe"
-)]
 
 use std::path::Path;
 use std::ptr::null_mut;
@@ -23,6 +17,8 @@ use kv_attend::{Attention, Backend, ElementType, Rows, Window, Workspace};
 use kv_owners::sq::{Basis, Bits};
 use kvc::*;
 use pq_core::{CodebookBuf, HeadBooks, HeadCodes, PqShape};
+
+use super::support::{ok, rows_of, saved};
 
 const DIM: usize = 16;
 const TOKENS: usize = 60;
@@ -84,19 +80,6 @@ where
     }
 }
 
-fn rows(data: &[f32]) -> kvc_rows {
-    let (len, rows) = (data.len(), data.len() / DIM);
-    kvc_rows { data: data.as_ptr().cast(), len, rows, components: DIM, stride: DIM, element: KVC_F32 }
-}
-
-fn saved(save: impl Fn(*mut u8, usize, *mut usize) -> i32) -> Vec<u8> {
-    let mut len = 0;
-    assert_eq!(save(null_mut(), 0, &mut len), KVC_TOO_SHORT);
-    let mut bytes = vec![0; len];
-    assert_eq!(save(bytes.as_mut_ptr(), len, &mut len), KVC_OK);
-    bytes
-}
-
 /// C appends and saves to an empty cache, and attends to what it restores. Frees the caches.
 unsafe fn check_c(
     kind: &str,
@@ -105,16 +88,16 @@ unsafe fn check_c(
 ) {
     let (k, v) = (keys(), values(2, TOKENS));
     unsafe {
-        assert_eq!(kvc_cache_append(cache, &rows(&k), &rows(&v)), KVC_OK);
+        ok(kvc_cache_append(cache, &rows_of(&k, DIM), &rows_of(&v, DIM)));
         let bytes = saved(|out, len, n| kvc_cache_save(cache, out, len, n));
         check(&format!("{kind}.cache"), &bytes);
         let (mut restored, mut workspace) = (null_mut(), null_mut());
-        assert_eq!(load(bytes.as_ptr(), bytes.len(), &mut restored), KVC_OK);
-        assert_eq!(kvc_workspace_new(&mut workspace), KVC_OK);
+        ok(load(bytes.as_ptr(), bytes.len(), &mut restored));
+        ok(kvc_workspace_new(&mut workspace));
         let by = kvc_attention { scale: 1.0, softcap: 0.0, window: 0 };
         let (queries, mut out) = (queries(&k), vec![0.0; 3 * DIM]);
-        let attend = kvc_cache_attend(restored, workspace, &by, &rows(&queries), out.as_mut_ptr(), out.len());
-        assert_eq!(attend, KVC_OK);
+        let (queries, len) = (rows_of(&queries, DIM), out.len());
+        ok(kvc_cache_attend(restored, workspace, &by, &queries, out.as_mut_ptr(), len));
         check(&format!("{kind}.out"), &bytes_of(&out));
         kvc_workspace_free(workspace);
         kvc_cache_free(restored);
@@ -138,9 +121,9 @@ fn product_codes() {
     unsafe {
         let (mut books, mut cache) = (null_mut(), null_mut());
         let bytes = kvc_bytes { data: bytes.as_ptr(), len: bytes.len() };
-        assert_eq!(kvc_books_load(&bytes, 1, &mut books), KVC_OK);
+        ok(kvc_books_load(&bytes, 1, &mut books));
         check("pq.books", &saved(|out, len, n| kvc_books_save(books, 0, out, len, n)));
-        assert_eq!(kvc_cache_pq(books, KVC_F32, &C_WINDOW, &mut cache), KVC_OK);
+        ok(kvc_cache_pq(books, KVC_F32, &C_WINDOW, &mut cache));
         check_c("pq", cache, |data, len, out| kvc_cache_load_pq(books, data, len, out));
         kvc_books_free(books);
     }
@@ -167,11 +150,11 @@ fn scalar_codes() {
     unsafe {
         let (mut bases, mut heads, mut cache) = (null_mut(), null_mut(), null_mut());
         let bytes = kvc_bytes { data: bytes.as_ptr(), len: bytes.len() };
-        assert_eq!(kvc_bases_load(&bytes, 1, &mut bases), KVC_OK);
+        ok(kvc_bases_load(&bytes, 1, &mut bases));
         check("sq.basis", &saved(|out, len, n| kvc_bases_save(bases, 0, out, len, n)));
-        assert_eq!(kvc_heads_new(bases, frequencies.as_ptr(), DIM / 2, &bits, &mut heads), KVC_OK);
+        ok(kvc_heads_new(bases, frequencies.as_ptr(), DIM / 2, &bits, &mut heads));
         check("sq.head", &saved(|out, len, n| kvc_heads_save(heads, 0, out, len, n)));
-        assert_eq!(kvc_cache_sq(heads, KVC_F32, &C_WINDOW, &mut cache), KVC_OK);
+        ok(kvc_cache_sq(heads, KVC_F32, &C_WINDOW, &mut cache));
         check_c("sq", cache, |data, len, out| kvc_cache_load_sq(heads, data, len, out));
         kvc_heads_free(heads);
         kvc_bases_free(bases);

@@ -1,11 +1,5 @@
 //! What C saves is what Rust saves, and what either reads: codebooks, codes, caches, bases, profiles, frames.
 
-#![allow(
-    clippy::undocumented_unsafe_blocks,
-    clippy::unwrap_used,
-    reason = "the test is a caller from C, whose every line is unsafe"
-)]
-
 use std::ptr::null_mut;
 use std::sync::Arc;
 
@@ -15,6 +9,8 @@ use kv_attend::{Attention, ElementType, Rows, Window, Workspace};
 use kv_owners::sq::{Basis, Bits, Samples};
 use kvc::*;
 use pq_core::{CodebookBuf, CodesBuf, HeadBooks, HeadCodes, LayerCache, PqShape, TrainOptions};
+
+use super::support::{layer_of, nhd, ok, rows_of, saved};
 
 const HEADS: usize = 2;
 const DIM: usize = 16;
@@ -29,19 +25,6 @@ fn data(seed: u32) -> Vec<f32> {
     (0..TOKENS * HEADS * DIM).map(|i| noise() + (i % DIM) as f32 / 8.0).collect()
 }
 
-fn rows(data: &[f32], components: usize) -> kvc_rows {
-    let (len, rows) = (data.len(), data.len() / components);
-    kvc_rows { data: data.as_ptr().cast(), len, rows, components, stride: components, element: KVC_F32 }
-}
-
-fn bytes(save: impl Fn(*mut u8, usize, *mut usize) -> i32) -> Vec<u8> {
-    let mut len = 0;
-    assert_eq!(save(null_mut(), 0, &mut len), KVC_TOO_SHORT);
-    let mut bytes = vec![0; len];
-    assert_eq!(save(bytes.as_mut_ptr(), len, &mut len), KVC_OK);
-    bytes
-}
-
 const TRAINING: kvc_training = kvc_training { iterations: 4, max_rows: 0, seed: 3 };
 const WINDOW: kvc_window = kvc_window { sinks: 2, recent: 8, batch: 4 };
 const RUST_WINDOW: Window = Window { sinks: 2, recent: 8, batch: 4 };
@@ -54,10 +37,10 @@ fn options() -> TrainOptions<'static> {
 fn attended(cache: *const kvc_cache, queries: &[f32]) -> Vec<f32> {
     let (mut workspace, mut out) = (null_mut(), vec![0.0; queries.len()]);
     let by = kvc_attention { scale: 0.25, softcap: 0.0, window: 0 };
-    let queries = rows(queries, queries.len());
+    let queries = rows_of(queries, queries.len());
     unsafe {
-        assert_eq!(kvc_workspace_new(&mut workspace), KVC_OK);
-        assert_eq!(kvc_cache_attend(cache, workspace, &by, &queries, out.as_mut_ptr(), out.len()), KVC_OK);
+        ok(kvc_workspace_new(&mut workspace));
+        ok(kvc_cache_attend(cache, workspace, &by, &queries, out.as_mut_ptr(), out.len()));
         kvc_workspace_free(workspace);
     }
     out
@@ -74,19 +57,19 @@ fn product_codes() {
 
     let (mut books, mut cache, mut restored) = (null_mut(), null_mut(), null_mut());
     unsafe {
-        let (k, v) = (rows(&keys, row), rows(&values, row));
-        assert_eq!(kvc_books_train(&k, &v, HEADS, 4, 5, 4, 5, &TRAINING, &mut books), KVC_OK);
+        let (k, v) = (rows_of(&keys, row), rows_of(&values, row));
+        ok(kvc_books_train(&k, &v, HEADS, 4, 5, 4, 5, &TRAINING, &mut books));
         for (head, expected) in trained.iter().enumerate() {
-            let saved = bytes(|out, len, n| kvc_books_save(books, head, out, len, n));
+            let saved = saved(|out, len, n| kvc_books_save(books, head, out, len, n));
             assert_eq!(saved, expected.to_bytes_checked::<f32>());
         }
-        assert_eq!(kvc_cache_pq(books, KVC_F32, &WINDOW, &mut cache), KVC_OK);
-        assert_eq!(kvc_cache_append(cache, &k, &v), KVC_OK);
-        let saved = bytes(|out, len, n| kvc_cache_save(cache, out, len, n));
+        ok(kvc_cache_pq(books, KVC_F32, &WINDOW, &mut cache));
+        ok(kvc_cache_append(cache, &k, &v));
+        let saved = saved(|out, len, n| kvc_cache_save(cache, out, len, n));
         assert_eq!(saved, expected.to_bytes_checked());
         // C reads Rust's bytes, Rust those of C.
         let unchecked = expected.to_bytes();
-        assert_eq!(kvc_cache_load_pq(books, unchecked.as_ptr(), unchecked.len(), &mut restored), KVC_OK);
+        ok(kvc_cache_load_pq(books, unchecked.as_ptr(), unchecked.len(), &mut restored));
         let rust = AnyLayer::<HeadCodes>::from_bytes(&saved, &trained).unwrap();
         let queries = &data(5)[..row];
         let mut out = vec![0.0; row];
@@ -105,32 +88,29 @@ fn a_codebook_and_its_codes() {
     let shape = PqShape::new(DIM, 8, 6).unwrap();
     let trained = pq_core::train(shape, &data, &options()).unwrap();
     let expected = CodebookBuf::new(shape, &trained.centroids).unwrap();
-    let (mut book, vectors) = (null_mut(), rows(&data, DIM));
+    let (mut book, vectors) = (null_mut(), rows_of(&data, DIM));
     let mut codes = CodesBuf::new(shape);
     codes.append(&expected.view(), &data).unwrap();
     unsafe {
-        assert_eq!(kvc_codebook_train(&vectors, 8, 6, &TRAINING, &mut book), KVC_OK);
-        let saved = bytes(|out, len, n| kvc_codebook_save(book, out, len, n));
+        ok(kvc_codebook_train(&vectors, 8, 6, &TRAINING, &mut book));
+        let saved = saved(|out, len, n| kvc_codebook_save(book, out, len, n));
         assert_eq!(saved, expected.to_bytes_checked::<f32>());
         let mut len = 0;
-        assert_eq!(kvc_codebook_codes_len(book, vectors.rows, &mut len), KVC_OK);
+        ok(kvc_codebook_codes_len(book, vectors.rows, &mut len));
         let mut packed = vec![0; len];
-        assert_eq!(kvc_codebook_encode(book, &vectors, packed.as_mut_ptr(), len), KVC_OK);
+        ok(kvc_codebook_encode(book, &vectors, packed.as_mut_ptr(), len));
         assert_eq!(packed, codes.view().bytes());
         let mut decoded = vec![0.0; data.len()];
         let out = decoded.as_mut_ptr();
-        assert_eq!(kvc_codebook_decode(book, packed.as_ptr(), len, vectors.rows, out, data.len()), KVC_OK);
+        ok(kvc_codebook_decode(book, packed.as_ptr(), len, vectors.rows, out, data.len()));
         let mut rust = vec![0.0; data.len()];
         pq_core::decode_into(&expected.view(), &codes.view(), 0, &mut rust).unwrap();
         assert_eq!(decoded, rust);
         // The vector nearest in direction to a query is found.
         let query: Vec<f32> = decoded[17 * DIM..18 * DIM].to_vec();
         let (mut indices, mut found) = ([0; 20], 0);
-        let (query, at) = (rows(&query, DIM), indices.as_mut_ptr());
-        assert_eq!(
-            kvc_codebook_search(book, packed.as_ptr(), len, vectors.rows, &query, 20, at, 20, &mut found),
-            KVC_OK
-        );
+        let (query, at) = (rows_of(&query, DIM), indices.as_mut_ptr());
+        ok(kvc_codebook_search(book, packed.as_ptr(), len, vectors.rows, &query, 20, at, 20, &mut found));
         assert_eq!(found, 20);
         assert!(indices.is_sorted());
         kvc_codebook_free(book);
@@ -157,9 +137,9 @@ fn scalar_codes() {
 
     let (mut bases, mut heads, mut cache) = (null_mut(), null_mut(), null_mut());
     let samples = kvc_samples {
-        keys: rows(&keys, row),
-        queries: rows(&queries, row),
-        values: rows(&values, row),
+        keys: rows_of(&keys, row),
+        queries: rows_of(&queries, row),
+        values: rows_of(&values, row),
         frequencies: frequencies.as_ptr(),
         frequencies_len: DIM / 2,
         rotated: 1,
@@ -167,21 +147,21 @@ fn scalar_codes() {
     };
     let bits = kvc_bits { keys: 3.0, values: 3, mean_error: 0 };
     unsafe {
-        assert_eq!(kvc_bases_fit(&samples, HEADS, 32, &mut bases), KVC_OK);
-        assert_eq!(kvc_heads_new(bases, frequencies.as_ptr(), DIM / 2, &bits, &mut heads), KVC_OK);
+        ok(kvc_bases_fit(&samples, HEADS, 32, &mut bases));
+        ok(kvc_heads_new(bases, frequencies.as_ptr(), DIM / 2, &bits, &mut heads));
         for head in 0..HEADS {
             assert_eq!(
-                bytes(|out, len, n| kvc_bases_save(bases, head, out, len, n)),
+                saved(|out, len, n| kvc_bases_save(bases, head, out, len, n)),
                 fitted[head].to_bytes()
             );
             assert_eq!(
-                bytes(|out, len, n| kvc_heads_save(heads, head, out, len, n)),
+                saved(|out, len, n| kvc_heads_save(heads, head, out, len, n)),
                 shared[head].to_bytes()
             );
         }
-        assert_eq!(kvc_cache_sq(heads, KVC_F32, &WINDOW, &mut cache), KVC_OK);
-        assert_eq!(kvc_cache_append(cache, &samples.keys, &samples.values), KVC_OK);
-        assert_eq!(bytes(|out, len, n| kvc_cache_save(cache, out, len, n)), expected.to_bytes_checked());
+        ok(kvc_cache_sq(heads, KVC_F32, &WINDOW, &mut cache));
+        ok(kvc_cache_append(cache, &samples.keys, &samples.values));
+        assert_eq!(saved(|out, len, n| kvc_cache_save(cache, out, len, n)), expected.to_bytes_checked());
         let queries = &queries[..row];
         let mut out = vec![0.0; row];
         let by = Attention::scaled(0.25);
@@ -210,33 +190,17 @@ fn profiles_and_frames() {
     frame.truncate(len);
 
     let c_model = kvc_model { model_id: 9, layers: 1, heads: HEADS, head_dim: DIM, keys_rotated: 1 };
-    let rows = kvc_layer {
-        keys: keys.as_ptr().cast(),
-        keys_len: keys.len(),
-        values: values.as_ptr().cast(),
-        values_len: values.len(),
-    };
-    let c_place = kvc_place {
-        token_stride: HEADS * DIM,
-        head_stride: DIM,
-        first_token: 0,
-        pages: std::ptr::null(),
-        pages_len: 0,
-        page_tokens: 0,
-        page_stride: 0,
-    };
+    let (rows, c_place) = (layer_of(&keys, &values), nhd(HEADS, DIM));
     let mut profile = null_mut();
     unsafe {
-        let fit =
-            kvc_profile_fit(&c_model, steps.as_ptr(), 2, TOKENS, KVC_F32, &rows, 1, &c_place, &mut profile);
-        assert_eq!(fit, KVC_OK);
-        assert_eq!(bytes(|out, len, n| kvc_profile_save(profile, out, len, n)), expected.to_bytes());
+        let (steps, out) = (steps.as_ptr(), &mut profile);
+        ok(kvc_profile_fit(&c_model, steps, 2, TOKENS, KVC_F32, &rows, 1, &c_place, out));
+        assert_eq!(saved(|out, len, n| kvc_profile_save(profile, out, len, n)), expected.to_bytes());
         let (mut len, mut n) = (0, 0);
-        assert_eq!(kvc_profile_max_frame_len(profile, TOKENS, &mut len), KVC_OK);
+        ok(kvc_profile_max_frame_len(profile, TOKENS, &mut len));
         let mut made = vec![0; len];
         let out = made.as_mut_ptr();
-        let code = kvc_profile_encode(profile, 1, 0, TOKENS, KVC_F32, &rows, 1, &c_place, out, len, &mut n);
-        assert_eq!(code, KVC_OK);
+        ok(kvc_profile_encode(profile, 1, 0, TOKENS, KVC_F32, &rows, 1, &c_place, out, len, &mut n));
         assert_eq!(made[..n], frame);
         let mut decoded = [vec![0.0_f32; keys.len()], vec![0.0; values.len()]];
         let [k, v] = &mut decoded;
@@ -246,13 +210,13 @@ fn profiles_and_frames() {
             values: v.as_mut_ptr().cast(),
             values_len: v.len(),
         };
-        assert_eq!(kvc_profile_decode(profile, frame.as_ptr(), n, 0, KVC_F32, &c_place, &to), KVC_OK);
+        ok(kvc_profile_decode(profile, frame.as_ptr(), n, 0, KVC_F32, &c_place, &to));
         let mut rust = [vec![0.0_f32; keys.len()], vec![0.0; values.len()]];
         let [k, v] = &mut rust;
         expected.decode_layer_to(&Frame::parse(&frame, 1 << 20).unwrap(), 0, None, &place, k, v).unwrap();
         assert_eq!(decoded, rust);
         let mut info = std::mem::MaybeUninit::<kvc_frame>::uninit();
-        assert_eq!(kvc_frame_info(frame.as_ptr(), n, info.as_mut_ptr()), KVC_OK);
+        ok(kvc_frame_info(frame.as_ptr(), n, info.as_mut_ptr()));
         let info = info.assume_init();
         assert_eq!((info.tokens, info.level, info.model.model_id), (TOKENS, 1, 9));
         kvc_profile_free(profile);
