@@ -32,10 +32,10 @@ pub enum WeightLayout {
 }
 
 impl WeightLayout {
-    /// The faster layout for steps of a batch.
+    /// The faster layout for steps of a batch: on an H200 steps of 16 sequences take as long with either.
     #[must_use]
     pub const fn of_batch(batch: usize) -> Self {
-        if batch <= Self::Packed.most_sequences() { Self::Packed } else { Self::Rows }
+        if batch <= 16 { Self::Packed } else { Self::Rows }
     }
 
     /// Maximum sequences of a step.

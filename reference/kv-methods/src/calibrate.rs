@@ -18,7 +18,7 @@ pub(crate) use divergence::divergences;
 pub use text::CalibrationText;
 
 /// Leading tokens to skip: every method keeps the sinks exact, and their norms are outliers.
-pub(crate) const SINKS: usize = 4;
+const SINKS: usize = 4;
 
 /// Minimum number of tokens to calibrate on.
 const FEWEST: usize = 64;

@@ -70,7 +70,7 @@ fn codebooks_of_a_short_prompt_are_trained_anew() {
 #[ignore = "long: a real model under a dozen methods or more; `.ci/run` has it"]
 fn aggressive_settings_degrade_in_the_papers_order() {
     // Better first, at growing compression or at the same number of attended tokens.
-    let orders: [&[&str]; 19] = [
+    let orders: [&[&str]; 21] = [
         // PQCache, 4.2: near the oracle, far above dropping tokens, at a tenth of the tokens.
         &["oracle:ratio=0.1", "pqcache:ratio=0.1:code=2x6", "streaming:window=96"],
         &["pqcache:ratio=0.2", "pqcache:ratio=0.1", "pqcache:ratio=0.1:code=1x4"],
@@ -85,6 +85,9 @@ fn aggressive_settings_degrade_in_the_papers_order() {
         // scales.
         &["sq:k=4:v=4", "sq:k=3:v=3", "sq:k=2:v=2", "int2"],
         &["sq:k=2:v=2", "sq:k=1.5:v=2", "sq:k=1:v=1"],
+        // Bits by what errors cost the model lose less than the same bits everywhere: 2.25 and 3.13 with scales.
+        &["auto:bits=2.2", "sq:k=2:v=2"],
+        &["auto:bits=3.1", "sq:k=3:v=3"],
         &["sq:k=3:v=2", "sq:k=3:v=2:mean-error=off"],
         // Hybrid attention over codes of one bit: more rows are better, and 1 % of the rows over codes is
         // better than a tenth of the rows alone.

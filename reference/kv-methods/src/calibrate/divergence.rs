@@ -5,18 +5,24 @@ use kv_llama::ops::log_softmax;
 use kv_llama::{logits, prefill};
 use kv_model::{Model, Rope};
 
+use super::SINKS;
 use crate::Result;
 
 /// Tokens of the calibration text that the model runs over once for each side of each layer.
 const TOKENS: usize = 512;
-/// Every fourth token is compared, since the logits of a large vocabulary cost as much as a few layers.
-const STRIDE: usize = 4;
+/// The last tokens, which are compared.
+const COMPARED: usize = 64;
+/// Tokens before them that stay exact, as a window has them.
+const WINDOW: usize = 64;
+
 /// The mean divergence of the next token, in nats, that `code` causes in the keys or the values of one layer
-/// alone: what a model loses by errors that the metric of a layer, which sees the next product alone, takes
-/// for equal.
+/// alone, in the tokens between sinks and window: what a model loses by errors that the metric of a layer,
+/// which sees the next product alone, takes for equal.
 ///
 /// `code` gets layer, side and rows (n, n_kv_heads * head_dim), keys before RoPE, and replaces them by what
-/// is decoded.
+/// is decoded. As in a cache after an exact prompt, the rows of the other layers are those of the exact
+/// model: with rows that follow from the coded ones the errors of a layer seemed ten times as large, and
+/// those of a layer's neighbouring tokens the most costly.
 ///
 /// # Cost
 /// The model over 512 tokens, twice for each layer.
@@ -27,28 +33,34 @@ pub(crate) fn divergences(
     code: impl Fn(usize, Side, &mut [f32]) -> Result<()>,
 ) -> Result<Vec<Pair<f64>>> {
     let tokens = &tokens[..tokens.len().min(TOKENS)];
-    let hidden = |coded: Option<(usize, Side)>| -> Result<Vec<f32>> {
-        Ok(prefill(model, rope, tokens, &mut |l, activations| {
-            match coded {
-                Some((layer, Side::Keys)) if layer == l => code(l, Side::Keys, activations.k)?,
-                Some((layer, Side::Values)) if layer == l => code(l, Side::Values, activations.v)?,
-                _ => {}
+    let kv_dim = model.config.kv_dim();
+    let end = tokens.len().saturating_sub(COMPARED + WINDOW).max(SINKS);
+    let coded = SINKS.min(tokens.len()) * kv_dim..end.min(tokens.len()) * kv_dim;
+    let compared = tokens.len().saturating_sub(COMPARED) * model.config.hidden_size;
+    let predicted = |hidden: Vec<f32>| -> Result<Vec<Vec<f64>>> {
+        let logits = logits(model, &hidden[compared..])?;
+        Ok(logits.chunks_exact(model.config.vocab_size).map(log_softmax).collect())
+    };
+    let mut exact_rows: Vec<Pair<Vec<f32>>> = vec![];
+    let exact = predicted(prefill(model, rope, tokens, &mut |_, activations| {
+        let rows = |rows: &[f32]| rows[coded.clone()].to_vec();
+        exact_rows.push(Pair::new(rows(activations.k), rows(activations.v)));
+        Ok(())
+    })?)?;
+    let divergence = |layer: usize, side: Side| -> Result<f64> {
+        let hidden = prefill(model, rope, tokens, &mut |l, activations| {
+            let (k, v) = (&mut activations.k[coded.clone()], &mut activations.v[coded.clone()]);
+            k.copy_from_slice(&exact_rows[l].keys);
+            v.copy_from_slice(&exact_rows[l].values);
+            if l == layer {
+                code(l, side, if side == Side::Keys { k } else { v })?;
             }
             Ok(())
-        })?)
-    };
-    let rows = |hidden: &[f32]| {
-        let rows = hidden.chunks_exact(model.config.hidden_size).skip(STRIDE - 1).step_by(STRIDE);
-        rows.map(<[f32]>::to_vec).collect::<Vec<_>>()
-    };
-    let predicted = |row: &Vec<f32>| Result::Ok(log_softmax(&logits(model, row)?));
-    let exact = rows(&hidden(None)?).iter().map(predicted).collect::<Result<Vec<_>>>()?;
-    let divergence = |l: usize, side: Side| -> Result<f64> {
-        let mut sum = 0.0;
-        for (row, exact) in rows(&hidden(Some((l, side)))?).iter().zip(&exact) {
-            let coded = predicted(row)?;
-            sum += exact.iter().zip(&coded).map(|(p, q)| p.exp() * (p - q)).sum::<f64>();
-        }
+        })?;
+        let divergence = |(exact, coded): (&Vec<f64>, &Vec<f64>)| -> f64 {
+            exact.iter().zip(coded).map(|(p, q)| p.exp() * (p - q)).sum()
+        };
+        let sum: f64 = exact.iter().zip(&predicted(hidden)?).map(divergence).sum();
         Ok(sum / exact.len() as f64)
     };
     (0..model.config.n_layers).map(|l| Pair::try_of(|side| divergence(l, side))).collect()

@@ -13,7 +13,7 @@ use svd_core::{Hadamard, Rows};
 use super::decoded::{decode_keys, decode_values};
 use super::store::SqStore;
 use crate::cache::Geometry;
-use crate::calibrate::{Calibration, LayerSamples, SINKS};
+use crate::calibrate::{Calibration, LayerSamples};
 use crate::method::kind::BuildContext;
 use crate::method::settings::Settings;
 use crate::{Error, Profile, Result};
@@ -112,8 +112,8 @@ impl Bases {
         (0..config.n_kv_heads).map(basis).collect()
     }
 
-    /// Replaces one side of a layer's rows (n, n_kv_heads * head_dim) of a prompt by what codes hold: keys
-    /// before RoPE, and no sinks.
+    /// Replaces one side of a layer's rows (n, n_kv_heads * head_dim) by what codes hold: keys before RoPE,
+    /// from the start of a block on.
     pub fn decode(
         &self,
         geometry: Geometry,
@@ -125,12 +125,12 @@ impl Bases {
     ) -> Result<()> {
         let (dim, kv_dim) = (geometry.head_dim, geometry.kv_dim());
         for (head, basis) in bases.iter().enumerate() {
-            let mut decoded = geometry.head_rows(head, &rows[SINKS * kv_dim..]);
+            let mut decoded = geometry.head_rows(head, rows);
             match side {
                 Side::Keys => decode_keys(basis, rope.frequencies(), bits, &mut decoded)?,
                 Side::Values => decode_values(basis, bits, &mut decoded)?,
             }
-            let places = rows.chunks_exact_mut(kv_dim).skip(SINKS).map(|row| &mut row[head * dim..][..dim]);
+            let places = rows.chunks_exact_mut(kv_dim).map(|row| &mut row[head * dim..][..dim]);
             places.zip(decoded.chunks_exact(dim)).for_each(|(place, row)| place.copy_from_slice(row));
         }
         Ok(())
