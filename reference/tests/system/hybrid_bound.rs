@@ -112,8 +112,7 @@ fn the_error_keeps_the_bound_in_95_of_100_attentions() {
     let rope = Arc::new(Rope::new(config, calibration));
     let bounds = [0.2, 0.05, 0.02];
     let methods = bounds.map(|bound| format!("hybrid:rows=auto:bound={bound}").parse::<Method>().unwrap());
-    // What is calibrated does not depend on the bound.
-    let profile = calibrated(&model, &rope, &tokens[..calibration], &methods[..1]).unwrap();
+    let profile = calibrated(&model, &rope, &tokens[..calibration], &methods).unwrap();
     let prompt = Prompt::run(&model, &rope, &tokens[calibration..][..context]).unwrap();
     let mut rows = 0.0;
     for (method, bound) in methods.iter().zip(bounds) {
