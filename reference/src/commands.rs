@@ -1,6 +1,8 @@
 //! The command line.
 
+mod cache;
 mod calibrate;
+mod chat;
 mod compare;
 mod device;
 mod eval;
@@ -10,6 +12,10 @@ mod logits;
 mod methods;
 mod output;
 mod prefix;
+mod sampling;
+#[cfg(feature = "serve")]
+mod serve;
+mod stop;
 #[cfg(feature = "store")]
 mod store;
 mod text;
@@ -50,6 +56,9 @@ enum Command {
     Compare(compare::Compare),
     /// Continue a prompt
     Generate(Box<generate::Generate>),
+    /// Answer requests over HTTP, in the shape of OpenAI's API
+    #[cfg(feature = "serve")]
+    Serve(Box<serve::Serve>),
     /// Print the logits of every position, to check against other implementations
     Logits(logits::Logits),
     /// Perplexity, divergence and retrieval at several lengths and depths
@@ -89,6 +98,8 @@ impl Kv {
         match self.command {
             Command::Compare(command) => command.run(out),
             Command::Generate(command) => command.run(out),
+            #[cfg(feature = "serve")]
+            Command::Serve(command) => command.run(out),
             Command::Logits(command) => command.run(out),
             Command::Eval(command) => command.run(out),
             Command::Calibrate(command) => command.run(out),

@@ -13,6 +13,6 @@ mod weights;
 pub use error::{Error, Result};
 pub use gemm::check_cublas;
 pub use programs::programs;
-pub use serve::serve;
+pub use serve::Batch;
 pub use step::{CHUNK, Decoder, Part};
 pub use weights::{RANDOM_MODELS, WeightLayout, Weights};

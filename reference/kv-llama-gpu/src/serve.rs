@@ -1,109 +1,92 @@
-//! Continuous batching.
+//! The places of a batch as an engine of continuous batching.
 
-use std::collections::VecDeque;
+use kv_llama::serve::Engine;
 
 use super::Decoder;
 use crate::{Error, Result};
 
-/// A prompt, waiting or running, and the tokens that have followed it.
-struct Request {
-    prompt: usize,
-    pushed: Vec<u32>,
+/// The sequences of a [`Decoder`]'s batch. Tokens are chosen on the host: of a greedy sequence the device's
+/// choice is read, of others the logits. Both are read for all sequences at once.
+pub struct Batch {
+    decoder: Decoder,
+    chunk: usize,
+    choices: Option<Vec<Option<u32>>>, // (batch,), until the next launch
+    logits: Option<Vec<f32>>,          // (batch, vocab_size), until the next launch
 }
 
-/// Runs prompts with continuous batching: when a sequence ends, its place in the decoder's batch goes to the
-/// next prompt while the others continue. The decoder's previous sequences are discarded.
-///
-/// `push` takes the index of a prompt and its next token, and returns whether it wants another one. The
-/// tokens of a prompt come in order. If pages are missing, prompts wait until others have freed theirs; if
-/// they are missing for the next step, the running prompt that came last is put back: its pages go to the
-/// others, and later it runs again, as a prompt with the tokens that it has got (the recomputation of vLLM,
-/// arXiv 2309.06180, 4.5).
-///
-/// # Errors
-/// [`Error::Argument`] for a prompt that the decoder does not accept, and for a sequence that outgrows its
-/// place; [`kv_device::Error::Pages`] for a sequence that needs more pages than there are; those of `push`;
-/// [`Error::Blas`] and [`Error::Device`]. An error ends all prompts.
-pub fn serve(
-    decoder: &mut Decoder,
-    prompts: &[Vec<u32>],
-    chunk: usize,
-    mut push: impl FnMut(usize, u32) -> Result<bool>,
-) -> Result<()> {
-    decoder.clear()?;
-    (0..decoder.batch()).try_for_each(|place| decoder.end(place))?;
-    let mut running: Vec<Option<Request>> = (0..decoder.batch()).map(|_| None).collect();
-    let mut waiting: VecDeque<Request> =
-        (0..prompts.len()).map(|prompt| Request { prompt, pushed: vec![] }).collect();
-    loop {
-        // Places whose next tokens have not been pushed yet.
-        let mut fresh = admit(decoder, prompts, chunk, &mut running, &mut waiting)?;
-        if fresh.is_empty() {
-            if running.iter().all(Option::is_none) {
-                return Ok(());
-            }
-            step(decoder, &mut running, &mut waiting)?;
-            fresh = (0..running.len()).collect();
-        }
-        let tokens = decoder.next_tokens()?;
-        for place in fresh {
-            let Some(request) = &mut running[place] else { continue };
-            request.pushed.push(tokens[place]);
-            if !push(request.prompt, tokens[place])? {
-                decoder.end(place)?;
-                running[place] = None;
-            }
-        }
+impl Batch {
+    /// Empty places. The decoder's previous sequences are discarded; a prompt runs whole, `chunk` tokens at
+    /// once, while the other sequences wait.
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    pub fn new(mut decoder: Decoder, chunk: usize) -> Result<Self> {
+        decoder.choose(kv_llama::Sampling::GREEDY);
+        decoder.clear()?;
+        (0..decoder.batch()).try_for_each(|place| decoder.end(place))?;
+        Ok(Self { decoder, chunk, choices: None, logits: None })
+    }
+
+    /// The decoder, whose results are about to change.
+    fn launching(&mut self) -> &mut Decoder {
+        (self.choices, self.logits) = (None, None);
+        &mut self.decoder
     }
 }
 
-/// Gives idle places to waiting requests, in order, as far as there are pages. Returns these places.
-fn admit(
-    decoder: &mut Decoder,
-    prompts: &[Vec<u32>],
-    chunk: usize,
-    running: &mut [Option<Request>],
-    waiting: &mut VecDeque<Request>,
-) -> Result<Vec<usize>> {
-    let mut admitted = vec![];
-    for place in 0..running.len() {
-        if running[place].is_some() {
-            continue;
-        }
-        let Some(request) = waiting.pop_front() else { break };
-        let tokens = [&prompts[request.prompt][..], &request.pushed].concat();
-        match decoder.prefill_one(place, &tokens, chunk) {
-            Ok(()) => {
-                running[place] = Some(request);
-                admitted.push(place);
-            }
-            Err(Error::Device(kv_device::Error::Pages { .. })) if running.iter().any(Option::is_some) => {
-                waiting.push_front(request);
-                break;
-            }
-            Err(e) => return Err(e),
-        }
-    }
-    Ok(admitted)
-}
+impl Engine for Batch {
+    type Error = Error;
 
-/// Launches a step of the running requests. While there are no pages for their next tokens, the one that came
-/// last is put back. It then needs at least as many pages as it had, of which others have taken some, so it
-/// waits until others end: each step is a token for all that run.
-fn step(
-    decoder: &mut Decoder,
-    running: &mut [Option<Request>],
-    waiting: &mut VecDeque<Request>,
-) -> Result<()> {
-    loop {
-        let stepped = decoder.step();
-        let Err(Error::Device(kv_device::Error::Pages { .. })) = stepped else { return stepped };
-        let requests =
-            running.iter().enumerate().filter_map(|(place, of)| Some((of.as_ref()?.prompt, place)));
-        let (Some((_, last)), true) = (requests.clone().max(), requests.count() > 1) else { return stepped };
-        decoder.end(last)?;
-        if let Some(request) = running[last].take() {
-            waiting.push_front(request);
-        }
+    fn places(&self) -> usize {
+        self.decoder.batch()
+    }
+
+    fn capacity(&self) -> usize {
+        self.decoder.cache().capacity()
+    }
+
+    fn prefill(&mut self, place: usize, tokens: &[u32]) -> Result<usize> {
+        let chunk = self.chunk;
+        self.launching().prefill_one(place, tokens, chunk)?;
+        Ok(tokens.len())
+    }
+
+    fn step(&mut self, tokens: &[(usize, u32)]) -> Result<()> {
+        let mut fed = vec![0; self.places()]; // also to empty places, where nothing reads it
+        tokens.iter().for_each(|&(place, token)| fed[place] = token);
+        let decoder = self.launching();
+        // Also what the device has chosen: a token that it takes for the end of a text stops a sequence.
+        decoder.feed(&fed)?;
+        decoder.step()
+    }
+
+    fn logits(&mut self, place: usize) -> Result<Vec<f32>> {
+        let logits = match self.logits.take() {
+            Some(logits) => logits,
+            None => self.decoder.unchecked_logits()?,
+        };
+        let vocab = logits.len() / self.places();
+        let row = logits[place * vocab..][..vocab].to_vec();
+        self.logits = Some(logits);
+        self.decoder.check_finite(row.iter().all(|x| x.is_finite()))?;
+        Ok(row)
+    }
+
+    fn most_likely(&mut self, place: usize) -> Result<u32> {
+        let choices = match self.choices.take() {
+            Some(choices) => choices,
+            None => self.decoder.choices()?,
+        };
+        let choice = choices[place];
+        self.choices = Some(choices);
+        choice.ok_or_else(|| self.decoder.not_finite())
+    }
+
+    fn end(&mut self, place: usize) -> Result<()> {
+        self.decoder.end(place)
+    }
+
+    fn is_short_of_memory(error: &Error) -> bool {
+        matches!(error, Error::Device(kv_device::Error::Pages { .. }))
     }
 }

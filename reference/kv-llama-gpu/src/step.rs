@@ -293,8 +293,7 @@ impl Decoder {
     /// # Errors
     /// [`kv_llama::Error::Logits`] for a NaN or an infinity among them; [`Error::Device`].
     pub fn logits(&self) -> Result<Vec<f32>> {
-        let mut logits = vec![0.0; self.activations.logits.len()];
-        self.activations.logits.read_into(&self.gpu, &mut logits)?;
+        let logits = self.unchecked_logits()?;
         self.check_finite(logits.iter().all(|x| x.is_finite()))?;
         Ok(logits)
     }
@@ -305,10 +304,7 @@ impl Decoder {
     /// [`kv_llama::Error::Logits`] if a sequence's logits held a NaN or an infinity, which ends it;
     /// [`Error::Device`].
     pub fn next_tokens(&self) -> Result<Vec<u32>> {
-        let mut tokens = vec![0; self.batch];
-        self.sequences.tokens.read_into(&self.gpu, &mut tokens)?;
-        self.check_finite(!tokens.contains(&NO_TOKEN))?;
-        Ok(tokens)
+        self.choices()?.into_iter().map(|choice| choice.ok_or_else(|| self.not_finite())).collect()
     }
 
     /// The tokens that every sequence has picked since its prompt. Waits for the last step.
@@ -319,13 +315,6 @@ impl Decoder {
         let picked = self.picks.read(&self.gpu)?;
         self.check_finite(!picked.iter().any(|tokens| tokens.contains(&NO_TOKEN)))?;
         Ok(picked)
-    }
-
-    fn check_finite(&self, finite: bool) -> Result<()> {
-        match finite {
-            true => Ok(()),
-            false => Err(kv_llama::Error::Logits { model: self.weights.name.clone() }.into()),
-        }
     }
 
     /// Number of sequences.

@@ -106,6 +106,12 @@ impl<'a> TextStream<'a> {
         match *self.0 {}
     }
 
+    /// # Errors
+    /// None: there is no tokenizer.
+    pub fn bytes(&self, _: u32) -> Result<Vec<u8>> {
+        match *self.0 {}
+    }
+
     /// Nothing: there is no tokenizer.
     #[must_use]
     pub fn finish(self) -> String {

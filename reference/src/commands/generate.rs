@@ -1,36 +1,32 @@
 //! `kv generate`: continues a prompt.
 
-use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use clap::Args;
-use clap::builder::ArgPredicate;
-#[cfg(feature = "cuda")]
-use kv_device::Gpu;
+use clap::builder::NonEmptyStringValueParser;
 use kv_llama::{Decoder, HeadFit, KvCache, Sampler, Sampling};
 #[cfg(feature = "cuda")]
-use kv_llama_gpu::{WeightLayout, Weights};
-#[cfg(feature = "cuda")]
 use kv_methods::Place;
-use kv_methods::{Method, Prepared, Profile, calibrated_on};
+use kv_methods::{Method, Prepared, Profile};
 use kv_model::{Checkpoint, Message, Model, Rope, TextStream, files};
 #[cfg(feature = "cuda")]
 use kv_reference::compare::OnGpu;
-#[cfg(feature = "cuda")]
-use kv_reference::device::method_cache;
 use kv_reference::{Error, Result};
 use serde::Serialize;
 
+use super::cache::CacheArgs;
+use super::chat::Chat;
 use super::device::Placement;
 #[cfg(feature = "store")]
 use super::prefix::{KvArgs, PromptLoader};
 use super::prefix::{Prefilled, Prefix};
-use super::watchdog::{Limits, watched};
+use super::sampling::SamplingArgs;
+use super::stop::StopStrings;
 use super::{
-    DeviceArgs, Files, JsonArgs, MOST_TEXT, ModelArgs, Stdout, at_least_one, built_in_text,
-    check_profile_has_effect, few_tokens, load, no_effect, of_option, print_error, progress, read_profile,
+    Files, JsonArgs, MOST_TEXT, ModelArgs, Stdout, check_profile_has_effect, load, no_effect, of_option,
+    print_error, read_profile,
 };
 
 #[derive(Args)]
@@ -47,13 +43,8 @@ pub struct Generate {
     file: Option<PathBuf>,
     #[command(flatten)]
     model: ModelArgs,
-    /// Cache to use; with --device-memory the default is hybrid
-    #[arg(
-        long,
-        default_value = "dense:dtype=f16",
-        default_value_if("device_memory", ArgPredicate::IsPresent, Some("hybrid"))
-    )]
-    method: Method,
+    #[command(flatten)]
+    cache: CacheArgs,
     /// Put the prompt into the model's chat template, as what the user says
     #[arg(long)]
     chat: bool,
@@ -63,27 +54,14 @@ pub struct Generate {
     /// Maximum tokens to generate
     #[arg(long, value_name = "N", default_value_t = 64)]
     tokens: usize,
-    /// Tokens per prefill chunk [default: all; 8192 on a GPU]. Later chunks see earlier ones as the cache
-    /// stores them
-    #[arg(long, value_name = "N", value_parser = at_least_one)]
-    chunk: Option<NonZeroUsize>,
-    /// Sampling temperature; 0 is greedy
-    #[arg(long, default_value_t = 0.0)]
-    temperature: f64,
-    /// Sample from the most likely tokens with this total probability
-    #[arg(long, default_value_t = 1.0)]
-    top_p: f64,
-    /// Seed of the sampling
-    #[arg(long, value_name = "N", default_value_t = 0)]
-    seed: u64,
-    /// Use this profile (`kv calibrate`); without one a method that needs it calibrates on the built-in texts
-    #[arg(long, value_name = "FILE")]
-    profile: Option<PathBuf>,
+    /// End the text before this string; may be given several times
+    #[arg(long, value_name = "TEXT", value_parser = NonEmptyStringValueParser::new())]
+    stop: Vec<String>,
+    #[command(flatten)]
+    sampling: SamplingArgs,
     #[cfg(feature = "store")]
     #[command(flatten)]
     kv: KvArgs,
-    #[command(flatten)]
-    device: DeviceArgs,
     #[command(flatten)]
     json: JsonArgs,
 }
@@ -92,19 +70,6 @@ pub struct Generate {
 fn is_stdin(path: &Path) -> bool {
     ["-", "/dev/stdin", "/dev/fd/0", "/proc/self/fd/0"].iter().any(|name| path == Path::new(name))
 }
-
-/// Default tokens of a prefill chunk on a GPU.
-#[cfg(feature = "cuda")]
-const DEVICE_CHUNK: usize = kv_llama_gpu::CHUNK;
-#[cfg(not(feature = "cuda"))]
-const DEVICE_CHUNK: usize = 0;
-
-/// What a chat template may take. It is a program that may double a list again and again, which nothing else
-/// stops ([`kv_model::ChatTemplate`]).
-const TEMPLATE_LIMITS: Limits = Limits { time: Duration::from_secs(10), memory: 1 << 30 };
-
-/// Calibration tokens, from the built-in texts, for a method without a profile.
-const CALIBRATION: usize = 2048;
 
 #[derive(Serialize)]
 struct Generated<'a> {
@@ -121,22 +86,20 @@ struct Generated<'a> {
 
 impl Generate {
     pub fn run(mut self, out: &mut Stdout) -> Result<()> {
-        let sampling = Sampling::new(self.temperature, self.top_p, self.seed)?;
+        let sampling = self.sampling.sampling()?;
         let mut files = Files::default();
         files.reads("--model", &self.model.path());
         self.file.iter().filter(|path| !is_stdin(path)).for_each(|path| files.reads("--file", path));
-        self.profile.iter().for_each(|path| files.reads("--profile", path));
+        self.cache.add_to(&mut files);
         #[cfg(feature = "store")]
         self.kv.add_to(&mut files)?;
         let json = files.writes("--json", self.json.json.clone())?;
         self.check_effects()?;
         let checkpoint = self.model.open()?;
-        let chunk = self.chunk.map_or(DEVICE_CHUNK, NonZeroUsize::get);
-        let placement = self.device.place(&checkpoint.config, Some(&[self.method.clone()]), chunk)?;
-        self.method.clone_from(&placement.placed.methods()[0]);
+        let placement = self.cache.place(&checkpoint)?;
         #[cfg(feature = "store")]
-        self.kv.check(&self.method)?;
-        let profile = read_profile(self.profile.as_ref(), &checkpoint.config, &self.methods()?)?;
+        self.kv.check(&self.cache.method)?;
+        let profile = read_profile(self.cache.profile.as_ref(), &checkpoint.config, &self.methods()?)?;
         let (text, tokenizer) = (self.prompt()?, checkpoint.tokenizer()?);
         let (text, prompt) = match self.chat {
             true => {
@@ -159,14 +122,15 @@ impl Generate {
         checkpoint.check_context(length)?;
         let model = load(checkpoint)?;
         let profile = profile.map(|profile| profile.of(&model)).transpose()?;
-        let rope = Arc::new(Rope::new(&model.config, length.max(CALIBRATION.min(model.config.max_seq_len))));
-        let profile = self.calibrated(profile, &model, &rope)?;
+        let rope = Arc::new(CacheArgs::rope(&model.config, length));
+        let profile = self.cache.calibrated(profile, &model, &rope)?;
         let notes: Vec<String> = placement.note.clone().into_iter().chain(placement.placed.notes()).collect();
         let Started { model, prefilled, mut next, misfits } =
             self.start(placement, model, rope, &profile, (&prompt, sampling))?;
         notes.iter().chain(&misfits).for_each(|note| print_error(format_args!("kv: {note}\n")));
         let (mut tokens, mut token_seconds, mut shown) = (vec![], vec![], String::new());
         let mut stream = TextStream::new(model.tokenizer()?);
+        let mut stop = StopStrings::new(self.stop.clone());
         while tokens.len() < self.tokens {
             let begin = Instant::now();
             let token = next()?;
@@ -175,21 +139,21 @@ impl Generate {
             }
             tokens.push(token);
             token_seconds.push(begin.elapsed().as_secs_f64());
-            let part = stream.push(token)?;
+            let part = stop.push(&stream.push(token)?);
             shown.push_str(&part);
             out.print(part);
             // Nobody would see the rest.
-            if out.has_failed() && self.json.json.is_none() {
+            if stop.is_met() || out.has_failed() && self.json.json.is_none() {
                 break;
             }
         }
-        let rest = stream.finish();
+        let rest = stop.finish(&stream.finish());
         shown.push_str(&rest);
         out.print(rest);
         out.print("\n");
         json.write_json(&Generated {
             prompt: &text,
-            method: self.method.spec(),
+            method: self.cache.method.spec(),
             prompt_tokens: prompt.len(),
             prompt_seconds: prefilled.seconds,
             kv: prefilled.prefix,
@@ -201,17 +165,10 @@ impl Generate {
 
     /// Rejects options that the others leave without effect.
     fn check_effects(&self) -> Result<()> {
-        let is_greedy = self.temperature == 0.0;
-        if is_greedy && self.top_p != 1.0 {
-            return Err(no_effect("--top-p", "without --temperature"));
-        }
-        if is_greedy && self.seed != 0 {
-            return Err(no_effect("--seed", "without --temperature"));
-        }
-        let methods = vec![self.method.clone()];
+        let methods = vec![self.cache.method.clone()];
         #[cfg(feature = "store")]
         let methods = [methods, self.kv.levels()?].concat();
-        check_profile_has_effect(self.profile.as_ref(), &methods)
+        check_profile_has_effect(self.cache.profile.as_ref(), &methods)
     }
 
     /// The text of the prompt.
@@ -234,20 +191,13 @@ impl Generate {
     fn chat_text(&self, prompt: String, checkpoint: &Checkpoint) -> Result<String> {
         let system = self.system.iter().map(|text| Message::new("system", text));
         let messages: Vec<_> = system.chain([Message::new("user", prompt)]).collect();
-        let template = checkpoint.chat_template()?;
-        let refusal = format!(
-            "the chat template of {}: more time or memory than a conversation takes",
-            checkpoint.name
-        );
-        let render = || Ok::<_, Error>((template.render(&messages, true)?, template.left_out(&messages)?));
-        let (text, left_out) = watched(TEMPLATE_LIMITS, refusal, render)?;
+        let chat = Chat::of(checkpoint)?;
+        let (text, left_out) = chat.text(&messages)?;
         match left_out {
             None => Ok(text),
             Some(message) => {
                 let option = if message.role == "system" { "--system" } else { "the prompt" };
-                let place =
-                    format!("with --chat: the chat template of {} leaves its text out", checkpoint.name);
-                Err(no_effect(option, &place))
+                Err(no_effect(option, &format!("with --chat: {}", chat.leaves_out())))
             }
         }
     }
@@ -262,11 +212,13 @@ impl Generate {
         (prompt, sampling): (&[u32], Sampling),
     ) -> Result<Started> {
         #[cfg(feature = "store")]
-        let kv = self.kv.open(&model, self.profile.is_some().then_some(profile))?;
+        let kv = self.kv.open(&model, self.cache.profile.is_some().then_some(profile))?;
         #[cfg(not(feature = "cuda"))]
         drop(placement); // it has no GPU
         #[cfg(feature = "cuda")]
-        if let Some(OnGpu { gpu, chunk, .. }) = placement.gpu.filter(|_| self.method.place() == Place::Cuda) {
+        if let Some(OnGpu { gpu, chunk, .. }) =
+            placement.gpu.filter(|_| self.cache.method.place() == Place::Cuda)
+        {
             let run = |decoder: &mut kv_llama_gpu::Decoder| {
                 #[cfg(feature = "store")]
                 if let Some(kv) = &kv {
@@ -278,23 +230,33 @@ impl Generate {
                 Ok(Prefilled { seconds: begin.elapsed().as_secs_f64(), prefix: None })
             };
             let capacity = prompt.len() + self.tokens;
-            let (prefilled, next) = on_device(gpu, &model, &self.method, profile, (capacity, sampling), run)?;
+            let mut decoder = self.cache.device_decoder(gpu, &model, profile, (1, capacity))?;
+            if sampling.is_plain() {
+                decoder.choose(sampling);
+            }
+            let prefilled = run(&mut decoder)?;
+            let next = on_device(decoder, Sampler::after(sampling, prompt));
             return Ok(Started { model, prefilled, next, misfits: None });
         }
         #[cfg(feature = "store")]
         if let Some(kv) = &kv {
             return self.over_store(kv, model, rope, profile, (prompt, sampling));
         }
-        let Prepared { model, mut cache } = self.method.prepare(&model, &rope, profile)?;
+        let Prepared { model, mut cache } = self.cache.method.prepare(&model, &rope, profile)?;
         let mut decoder = Decoder::new(model.clone(), rope);
         let mut logits = vec![];
         let begin = Instant::now();
-        for chunk in prompt.chunks(self.chunk.map_or(prompt.len(), NonZeroUsize::get)) {
+        for chunk in prompt.chunks(self.cache.chunk()) {
             logits = decoder.prefill(chunk, cache.as_mut())?.to_vec();
         }
         let prefilled = Prefilled { seconds: begin.elapsed().as_secs_f64(), prefix: None };
         let misfits = self.misfits(cache.as_ref());
-        Ok(Started { model, prefilled, next: sampled(decoder, cache, logits, sampling), misfits })
+        Ok(Started {
+            model,
+            prefilled,
+            next: sampled(decoder, cache, logits, Sampler::after(sampling, prompt)),
+            misfits,
+        })
     }
 
     /// As [`Self::start`], with the prompt over a store of caches.
@@ -307,48 +269,32 @@ impl Generate {
         profile: &Profile,
         (prompt, sampling): (&[u32], Sampling),
     ) -> Result<Started> {
-        let Prepared { model, mut cache } = self.method.prepare(&model, &rope, profile)?;
+        let Prepared { model, mut cache } = self.cache.method.prepare(&model, &rope, profile)?;
         let mut decoder = Decoder::new(model.clone(), rope.clone());
-        let chunk = self.chunk.map_or(prompt.len(), NonZeroUsize::get);
+        let chunk = self.cache.chunk().min(prompt.len());
         let (logits, prefilled) = kv.fill(&model, &rope, &mut decoder, cache.as_mut(), (prompt, chunk))?;
         let misfits = self.misfits(cache.as_ref());
-        Ok(Started { model, prefilled, next: sampled(decoder, cache, logits, sampling), misfits })
+        Ok(Started {
+            model,
+            prefilled,
+            next: sampled(decoder, cache, logits, Sampler::after(sampling, prompt)),
+            misfits,
+        })
     }
 
     /// A warning if the method's codes do not fit the prompt.
     fn misfits(&self, cache: &dyn KvCache) -> Option<String> {
-        HeadFit::warning(&self.method.spec(), &cache.fits())
+        HeadFit::warning(&self.cache.method.spec(), &cache.fits())
     }
 
     /// All methods that take entries of the profile: that of the cache, and the levels of the store.
     fn methods(&self) -> Result<Vec<Method>> {
-        let methods = [self.method.clone()];
+        let methods = [self.cache.method.clone()];
         #[cfg(feature = "store")]
-        let methods =
-            methods.into_iter().chain(self.kv.levels()?.into_iter().filter(|level| *level != self.method));
+        let methods = methods
+            .into_iter()
+            .chain(self.kv.levels()?.into_iter().filter(|level| *level != self.cache.method));
         Ok(methods.into_iter().collect())
-    }
-
-    /// The profile, made if none is given and the method needs one.
-    fn calibrated(&self, given: Option<Profile>, model: &Model, rope: &Rope) -> Result<Profile> {
-        match given {
-            Some(profile) => {
-                if let Some(warning) = profile.beyond(rope.len()) {
-                    print_error(format_args!("kv: {warning}\n"));
-                }
-                Ok(profile)
-            }
-            None if self.method.needs_profile() => {
-                let text = built_in_text(model.tokenizer()?, CALIBRATION.min(rope.len()))?;
-                let bar = progress();
-                let n = text.tokens.len();
-                bar.set_message(format!("calibrating {} on {n} tokens", self.method.spec()));
-                let made = calibrated_on(model, rope, &text, std::slice::from_ref(&self.method));
-                bar.finish_and_clear();
-                few_tokens(made, "a --profile")
-            }
-            None => Ok(Profile::default()),
-        }
     }
 }
 
@@ -368,9 +314,9 @@ fn sampled(
     mut decoder: Decoder,
     mut cache: Box<dyn KvCache>,
     mut logits: Vec<f32>,
-    sampling: Sampling,
+    mut sampler: Sampler,
 ) -> Next {
-    let (mut sampler, mut last) = (Sampler::new(sampling), None);
+    let mut last = None;
     Box::new(move || {
         if let Some(token) = last {
             logits = decoder.step(token, cache.as_mut())?.to_vec();
@@ -381,31 +327,21 @@ fn sampled(
     })
 }
 
-/// A prefill on a GPU, done by `run`, and the tokens that the GPU samples after it.
+/// Tokens after a prompt on a GPU, which samples them itself if it can.
 #[cfg(feature = "cuda")]
-fn on_device(
-    gpu: Arc<Gpu>,
-    model: &Arc<Model>,
-    method: &Method,
-    profile: &Profile,
-    (capacity, sampling): (usize, Sampling),
-    run: impl FnOnce(&mut kv_llama_gpu::Decoder) -> Result<Prefilled>,
-) -> Result<(Prefilled, Next)> {
-    let element = method.device_element()?;
-    let cache = method_cache(&gpu, method, &model.config, element, Some(profile), 1, capacity)?;
-    let folded = method.device_model(model, profile)?;
-    let weights = Arc::new(Weights::of(&gpu, &folded, element, WeightLayout::of_batch(1))?);
-    let mut decoder = kv_llama_gpu::Decoder::new(gpu, weights, cache, 1)?;
-    decoder.choose(sampling);
-    let prefilled = run(&mut decoder)?;
-    let mut begun = false;
-    let next = move || {
-        if std::mem::replace(&mut begun, true) {
+fn on_device(mut decoder: kv_llama_gpu::Decoder, mut sampler: Sampler) -> Next {
+    let (is_plain, mut last) = (sampler.sampling().is_plain(), None);
+    Box::new(move || {
+        if let Some(token) = last {
+            if !is_plain {
+                decoder.feed(&[token])?;
+            }
             decoder.step()?;
         }
-        Ok(decoder.next_tokens()?[0])
-    };
-    Ok((prefilled, Box::new(next)))
+        let token = if is_plain { decoder.next_tokens()?[0] } else { sampler.sample(&decoder.logits()?) };
+        last = Some(token);
+        Ok(token)
+    })
 }
 
 #[cfg(test)]
@@ -424,7 +360,7 @@ mod tests {
     fn a_memory_limit_makes_hybrid_the_default() {
         let method = |options: &str| {
             let line = format!("generate prompt {options}");
-            Line::try_parse_from(line.split_whitespace()).unwrap().generate.method.spec()
+            Line::try_parse_from(line.split_whitespace()).unwrap().generate.cache.method.spec()
         };
         let spec = |text: &str| text.parse::<Method>().unwrap().spec();
         assert_eq!(method(""), spec("dense:dtype=f16"));

@@ -18,6 +18,8 @@ mod fetch;
 mod hostile;
 mod outputs;
 mod refusals;
+#[cfg(feature = "serve")]
+mod serve;
 #[cfg(feature = "store")]
 mod store_command;
 #[cfg(feature = "s3")]

@@ -1,9 +1,11 @@
 //! Sequences that take the slots of others while the batch continues compute the same as on the CPU. Without
 //! a GPU these tests are skipped, which `GPU_TESTS=require` turns into a failure.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
-use kv_llama_gpu::Error;
+use kv_llama::Sampling;
+use kv_llama::serve::{Client, Finish, Request, Scheduler, Token};
+use kv_llama_gpu::{Batch, Decoder, Error};
 use kv_methods::{Method, Prepared, Profile};
 use kv_model::{Model, Rope};
 use kv_reference::eval::score_text;
@@ -116,32 +118,65 @@ fn a_batch_outlives_its_sequences() {
     assert!(matches!(error, Error::Argument(_)), "{error}");
 }
 
+/// What a client has been given.
+struct Reader {
+    tokens: Arc<Mutex<Vec<u32>>>,
+    most: usize,
+}
+
+impl Client<Error> for Reader {
+    fn take(&mut self, token: Token) -> bool {
+        let mut tokens = self.tokens.lock().unwrap();
+        tokens.push(token.id);
+        tokens.len() < self.most
+    }
+
+    fn is_gone(&self) -> bool {
+        false
+    }
+
+    fn end(self, end: Result<Finish, Error>) {
+        end.unwrap();
+    }
+}
+
+/// The greedy texts of up to so many tokens after prompts that come at once.
+fn batched(decoder: Decoder, model: &Model, prompts: &[(Vec<u32>, usize)], logits: bool) -> Vec<Vec<u32>> {
+    let batch = Batch::new(decoder, 64).unwrap();
+    let mut scheduler = Scheduler::new(batch, model.config.eos_tokens.clone());
+    let log_probabilities = logits.then_some(0);
+    let texts = prompts.iter().map(|(prompt, most)| {
+        let (prompt, most, tokens) = (prompt.clone(), *most, Arc::default());
+        let reader = Reader { tokens: Arc::clone(&tokens), most };
+        let request = Request { prompt, most: most + 1, sampling: Sampling::GREEDY, log_probabilities };
+        scheduler.add(request, reader).unwrap();
+        tokens
+    });
+    let texts: Vec<Arc<Mutex<Vec<u32>>>> = texts.collect();
+    while scheduler.round().unwrap() {}
+    texts.into_iter().map(|text| std::mem::take(&mut *text.lock().unwrap())).collect()
+}
+
 /// A batch fed from a queue generates the same as the prompts in batches of their own, also where prompts are
-/// put back: three of them need up to 24 pages, and there are ten.
+/// put back: three of them need up to 24 pages, and there are ten. So does one whose tokens the host chooses.
 #[test]
 fn more_prompts_than_places_take_turns() {
     let Some(gpu) = gpu("queued prompts") else { return };
     let (model, tokens) = model();
-    let prompts: Vec<Vec<u32>> = (0..7).map(|i| tokens[600 * i..][..20 + 13 * i].to_vec()).collect();
+    let prompts: Vec<(Vec<u32>, usize)> =
+        (0..7).map(|i| (tokens[600 * i..][..20 + 13 * i].to_vec(), 10 + 5 * i)).collect();
     for spec in ["dense:dtype=f16", "dense:dtype=f16:pages=16:pool=160"] {
         let new = |batch| decoder(&gpu, &model, spec, &Profile::default(), batch, 200);
-        let mut queued = vec![vec![]; prompts.len()];
-        let push = |i: usize, token: u32| {
-            queued[i].push(token);
-            Ok(queued[i].len() < 10 + 5 * i && !model.config.eos_tokens.contains(&token))
-        };
-        kv_llama_gpu::serve(&mut new(3), &prompts, 64, push).unwrap();
-        for (i, (prompt, queued)) in prompts.iter().zip(&queued).enumerate() {
-            let mut alone = vec![];
-            let push = |_, token: u32| {
-                alone.push(token);
-                Ok(alone.len() < queued.len())
-            };
-            kv_llama_gpu::serve(&mut new(1), std::slice::from_ref(prompt), 64, push).unwrap();
+        let queued = batched(new(3), &model, &prompts, false);
+        let on_host = batched(new(3), &model, &prompts, true);
+        for (i, prompt) in prompts.iter().enumerate() {
+            let alone = &batched(new(1), &model, std::slice::from_ref(prompt), false)[0];
             // Attention of a batch sums in another order: a near tie may give another token.
-            let same = queued.iter().zip(&alone).take_while(|(a, b)| a == b).count();
-            println!("{spec}, prompt {i}: {same} of {} tokens alike", alone.len());
-            assert!(same >= alone.len().min(8), "{spec}, prompt {i}: {queued:?} and {alone:?}");
+            for (name, queued) in [("queued", &queued[i]), ("on the host", &on_host[i])] {
+                let same = queued.iter().zip(alone).take_while(|(a, b)| a == b).count();
+                println!("{spec}, prompt {i}, {name}: {same} of {} tokens alike", alone.len());
+                assert!(same >= alone.len().min(8), "{spec}, prompt {i}, {name}: {queued:?} and {alone:?}");
+            }
         }
     }
 }

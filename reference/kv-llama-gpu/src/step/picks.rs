@@ -7,8 +7,8 @@ use kv_gpu::{DevicePtr, Element, Grid, Kernel, Program};
 use kv_llama::Sampling;
 use kv_model::Config;
 
-use super::Sequences;
-use crate::Result;
+use super::{Decoder, Sequences};
+use crate::{Error, Result};
 
 /// Blocks per sequence of the argmax.
 const BLOCKS: usize = 32;
@@ -165,5 +165,35 @@ impl Picks {
         let grid = Grid::new([of.len(), 1, 1])?;
         // SAFETY: as above.
         Ok(unsafe { self.draw.launch(gpu.stream(), grid, DRAW_THREADS, true, &arguments) }?)
+    }
+}
+
+impl Decoder {
+    /// Logits (batch, vocab_size) of the last step: those of a sequence may hold a NaN or an infinity, and
+    /// those of an empty one are undefined. Waits for the step.
+    pub(crate) fn unchecked_logits(&self) -> Result<Vec<f32>> {
+        let mut logits = vec![0.0; self.activations.logits.len()];
+        self.activations.logits.read_into(&self.gpu, &mut logits)?;
+        Ok(logits)
+    }
+
+    /// The tokens that the next step feeds, (batch,); `None` of a sequence whose logits held a NaN or an
+    /// infinity. Waits for the last step.
+    pub(crate) fn choices(&self) -> Result<Vec<Option<u32>>> {
+        let mut tokens = vec![0; self.batch];
+        self.sequences.tokens.read_into(&self.gpu, &mut tokens)?;
+        Ok(tokens.into_iter().map(|token| (token != NO_TOKEN).then_some(token)).collect())
+    }
+
+    pub(crate) fn check_finite(&self, finite: bool) -> Result<()> {
+        match finite {
+            true => Ok(()),
+            false => Err(self.not_finite()),
+        }
+    }
+
+    /// The error of logits that hold a NaN or an infinity.
+    pub(crate) fn not_finite(&self) -> Error {
+        kv_llama::Error::Logits { model: self.weights.name.clone() }.into()
     }
 }

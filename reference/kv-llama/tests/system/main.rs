@@ -1,7 +1,8 @@
-//! The loop: against `transformers`, over a cache, and with quantized weights.
+//! The loop: against `transformers`, over a cache, with quantized weights, and for many requests.
 
 #![allow(clippy::unwrap_used, clippy::panic)] // helpers of tests, too
 
 mod exact_cache;
 mod parity;
 mod quantized;
+mod scheduler;

@@ -32,6 +32,14 @@ impl<'a> TextStream<'a> {
         Ok(complete(&mut self.held))
     }
 
+    /// The bytes that the token would add to the text: none for a special token.
+    ///
+    /// # Errors
+    /// [`Error::Argument`](crate::Error::Argument) when the token has no text.
+    pub fn bytes(&self, token: u32) -> Result<Vec<u8>> {
+        Ok(self.tokenizer.vocabulary.bytes(token, self.last)?.unwrap_or_default())
+    }
+
     /// The rest: U+FFFD if the text ends inside a character.
     #[must_use]
     pub fn finish(self) -> String {

@@ -1,0 +1,100 @@
+//! Continuous batching: requests that come and go at any time share the places of an engine.
+
+mod scheduler;
+mod sequences;
+
+use crate::{LogProbabilities, Sampling};
+pub use scheduler::Scheduler;
+pub use sequences::Sequences;
+
+/// Runs sequences, each in a place of its own. A place without a sequence is empty; its first prompt begins
+/// one.
+pub trait Engine {
+    /// What can go wrong.
+    type Error;
+
+    /// Number of places.
+    fn places(&self) -> usize;
+
+    /// Tokens of a sequence, at most.
+    fn capacity(&self) -> usize;
+
+    /// Appends the first of `tokens` to a sequence, as many as the engine runs at once, and returns their
+    /// number. The other sequences wait.
+    ///
+    /// # Errors
+    /// An error leaves the other sequences as they were; this one must [end](Self::end) unless
+    /// [memory was short](Self::is_short_of_memory), which changes nothing.
+    fn prefill(&mut self, place: usize, tokens: &[u32]) -> Result<usize, Self::Error>;
+
+    /// Appends a token to each of these sequences, which are all whose prompts have run.
+    ///
+    /// # Errors
+    /// An error ends all sequences, unless [memory was short](Self::is_short_of_memory), which changes
+    /// nothing. That of a single sequence is returned by [`Self::logits`].
+    fn step(&mut self, tokens: &[(usize, u32)]) -> Result<(), Self::Error>;
+
+    /// Logits (vocab_size,) after the last token of a sequence. They are asked for once.
+    ///
+    /// # Errors
+    /// What went wrong in this sequence.
+    fn logits(&mut self, place: usize) -> Result<Vec<f32>, Self::Error>;
+
+    /// The token with the largest logit, the first of equal ones, instead of all logits.
+    ///
+    /// # Errors
+    /// As [`Self::logits`].
+    fn most_likely(&mut self, place: usize) -> Result<u32, Self::Error>;
+
+    /// Empties a place, which may be empty.
+    ///
+    /// # Errors
+    /// An error ends all sequences.
+    fn end(&mut self, place: usize) -> Result<(), Self::Error>;
+
+    /// Whether an error says that there is no room for more tokens until other sequences end.
+    fn is_short_of_memory(error: &Self::Error) -> bool;
+}
+
+/// A prompt to continue.
+#[derive(Clone, Debug)]
+pub struct Request {
+    /// Its tokens.
+    pub prompt: Vec<u32>,
+    /// Tokens to generate, at most.
+    pub most: usize,
+    /// How they are chosen.
+    pub sampling: Sampling,
+    /// Whether each comes with its log-probability, and with those of how many most likely tokens.
+    pub log_probabilities: Option<usize>,
+}
+
+/// A generated token.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Token {
+    /// The token.
+    pub id: u32,
+    /// As asked for.
+    pub log_probabilities: Option<LogProbabilities>,
+}
+
+/// Why a text ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Finish {
+    /// The model has ended it.
+    Stop,
+    /// It has as many tokens as were asked for.
+    Length,
+}
+
+/// Whoever asked for a text. Nothing here may wait: all requests would.
+pub trait Client<E> {
+    /// Takes the next token, and returns whether it wants another one.
+    fn take(&mut self, token: Token) -> bool;
+
+    /// Whether it wants nothing any more: asked before each step, also while the request waits.
+    fn is_gone(&self) -> bool;
+
+    /// Takes the end of a text that it has not ended itself.
+    fn end(self, end: Result<Finish, E>);
+}

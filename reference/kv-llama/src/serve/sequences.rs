@@ -1,0 +1,84 @@
+//! Sequences on a CPU.
+
+use super::Engine;
+use crate::ops::argmax;
+use crate::{Decoder, Error, KvCache, Result};
+
+/// Sequences of a [`Decoder`], each with a cache of its own, which step in turn.
+pub struct Sequences {
+    decoder: Decoder,
+    empty: Box<dyn KvCache>,
+    capacity: usize,
+    chunk: usize,
+    places: Vec<Place>,
+}
+
+/// A sequence, if there is one, and its logits until they are taken.
+#[derive(Default)]
+struct Place {
+    cache: Option<Box<dyn KvCache>>,
+    after: Option<Result<Vec<f32>>>,
+}
+
+impl Sequences {
+    /// Room for `places` sequences of at most `capacity` tokens, whose caches begin as copies of `empty`.
+    /// Prompts run `chunk` tokens at once, at least one: see [`Decoder::prefill`] for what chunks change.
+    #[must_use]
+    pub fn new(
+        decoder: Decoder,
+        empty: Box<dyn KvCache>,
+        (places, capacity): (usize, usize),
+        chunk: usize,
+    ) -> Self {
+        let places = (0..places).map(|_| Place::default()).collect();
+        Self { decoder, empty, capacity, chunk: chunk.max(1), places }
+    }
+}
+
+impl Engine for Sequences {
+    type Error = Error;
+
+    fn places(&self) -> usize {
+        self.places.len()
+    }
+
+    fn capacity(&self) -> usize {
+        self.capacity
+    }
+
+    fn prefill(&mut self, place: usize, tokens: &[u32]) -> Result<usize> {
+        let Place { cache, after } = &mut self.places[place];
+        let cache = cache.get_or_insert_with(|| self.empty.clone_box());
+        let part = &tokens[..tokens.len().min(self.chunk)];
+        *after = Some(Ok(self.decoder.prefill(part, cache.as_mut())?.to_vec()));
+        Ok(part.len())
+    }
+
+    fn step(&mut self, tokens: &[(usize, u32)]) -> Result<()> {
+        for &(place, token) in tokens {
+            let Place { cache, after } = &mut self.places[place];
+            let cache = cache.as_mut().ok_or_else(|| Error::Argument(format!("place {place} is empty")))?;
+            *after = Some(self.decoder.step(token, cache.as_mut()).map(<[f32]>::to_vec));
+        }
+        Ok(())
+    }
+
+    fn logits(&mut self, place: usize) -> Result<Vec<f32>> {
+        let none = || Err(Error::Argument(format!("no logits in place {place}")));
+        self.places[place].after.take().unwrap_or_else(none)
+    }
+
+    fn most_likely(&mut self, place: usize) -> Result<u32> {
+        Ok(argmax(&self.logits(place)?) as u32)
+    }
+
+    fn end(&mut self, place: usize) -> Result<()> {
+        self.places[place] = Place::default();
+        Ok(())
+    }
+
+    /// Memory of the host is not limited.
+    fn is_short_of_memory(_: &Error) -> bool {
+        false
+    }
+}
