@@ -1,4 +1,49 @@
 //! Continuous batching: requests that come and go at any time share the places of an engine.
+//!
+//! An [`Engine`] runs sequences, a [`Scheduler`] decides which, and a [`Client`] gets the tokens of a request.
+//! Nothing here knows texts, threads or connections.
+//!
+//! # Examples
+//! ```
+//! use std::cell::RefCell;
+//! use std::rc::Rc;
+//! use std::sync::Arc;
+//!
+//! use kv_llama::serve::{Client, Finish, Request, Scheduler, Sequences, Token};
+//! use kv_llama::{Decoder, Error, ExactCache, Result, Sampling};
+//! use kv_model::{Model, Rope};
+//!
+//! struct Reader(Rc<RefCell<Vec<u32>>>);
+//!
+//! impl Client<Error> for Reader {
+//!     fn take(&mut self, token: Token) -> bool {
+//!         self.0.borrow_mut().push(token.id);
+//!         true
+//!     }
+//!
+//!     fn is_gone(&self) -> bool {
+//!         false
+//!     }
+//!
+//!     fn end(self, end: Result<Finish>) {
+//!         assert_eq!(end.unwrap(), Finish::Length);
+//!     }
+//! }
+//!
+//! let model = Arc::new(Model::load("../assets/tiny-llama-12m".as_ref())?);
+//! let rope = Arc::new(Rope::new(&model.config, 64));
+//! let empty = Box::new(ExactCache::new(&model.config, &rope));
+//! let engine = Sequences::new(Decoder::new(model, rope), empty, (2, 64), 16);
+//! let mut scheduler = Scheduler::new(engine, vec![]);
+//! let texts: [Rc<RefCell<Vec<u32>>>; 3] = Default::default();
+//! for (text, prompt) in texts.iter().zip([vec![11, 97], vec![5], vec![42, 7, 30]]) {
+//!     let request = Request { prompt, most: 4, sampling: Sampling::GREEDY, log_probabilities: None };
+//!     scheduler.add(request, Reader(text.clone()))?;
+//! }
+//! while scheduler.round()? {}
+//! assert!(texts.iter().all(|text| text.borrow().len() == 4));
+//! # Ok::<(), Error>(())
+//! ```
 
 mod scheduler;
 mod sequences;

@@ -84,7 +84,7 @@ impl<E: Engine, C: Client<E::Error>> Scheduler<E, C> {
         self.begin_waiting();
         self.prefill()?;
         self.step()?;
-        Ok(!self.waiting.is_empty() || self.running().next().is_some())
+        Ok(!self.is_idle())
     }
 
     /// Whether nothing runs or waits.

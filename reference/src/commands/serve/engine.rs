@@ -24,7 +24,9 @@ pub struct Door {
 }
 
 /// A place in the queue, until it is dropped.
-pub struct Ticket(OwnedSemaphorePermit);
+pub struct Ticket {
+    _permit: OwnedSemaphorePermit,
+}
 
 /// Where requests arrive.
 pub struct Inbox(Receiver<(Request, Port)>);
@@ -43,7 +45,7 @@ const MOST_REQUESTS: u32 = 1 << 20;
 impl Door {
     /// A place for a request, unless all are taken.
     pub fn enter(&self) -> Option<Ticket> {
-        self.room.clone().try_acquire_owned().ok().map(Ticket)
+        self.room.clone().try_acquire_owned().ok().map(|permit| Ticket { _permit: permit })
     }
 
     /// Hands a request to the engine. It ends when the receiver is dropped.

@@ -31,6 +31,17 @@ impl Fields {
         self.take(name)?.ok_or_else(|| ApiError::field(name, "is missing"))
     }
 
+    /// Takes a field that may only have the value which changes nothing.
+    pub fn neutral(&mut self, name: &'static str, value: impl Into<Value>) -> Result<(), ApiError> {
+        let value = value.into();
+        let same =
+            |given: &Value| *given == value || given.as_f64().is_some_and(|x| Some(x) == value.as_f64());
+        match self.take::<Value>(name)?.is_none_or(|given| same(&given)) {
+            true => Ok(()),
+            false => Err(ApiError::field(name, format!("only {value} is supported"))),
+        }
+    }
+
     /// Rejects a field that nobody has taken, and which would be without effect.
     pub fn finish(self) -> Result<(), ApiError> {
         match self.0.iter().find(|(_, value)| !value.is_null()) {

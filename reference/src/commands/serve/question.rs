@@ -137,9 +137,12 @@ impl Question {
         if log_probabilities.is_some_and(|n| n > MOST_LIKELY) {
             return Err(ApiError::field("logprobs", format!("must be at most {MOST_LIKELY} tokens")));
         }
-        if fields.take("n")?.is_some_and(|n: u64| n != 1) {
-            return Err(ApiError::field("n", "only 1 answer is given"));
-        }
+        // Clients send these with the values that change nothing.
+        fields.neutral("n", 1)?;
+        fields.neutral("best_of", 1)?;
+        fields.neutral("echo", false)?;
+        fields.neutral("frequency_penalty", 0)?;
+        fields.neutral("presence_penalty", 0)?;
         let _: Option<String> = fields.take("user")?; // says who asks
         let (most, also) = (fields.take("max_tokens")?, fields.take("max_completion_tokens")?);
         if most.is_some() && also.is_some() && most != also {

@@ -48,19 +48,25 @@ impl Candidate {
 }
 
 /// How long a client may leave parts unread before its request is dropped.
-const PATIENCE: Duration = Duration::from_secs(30);
+pub const PATIENCE: Duration = Duration::from_secs(30);
 
 /// Parts that wait for the client; tokens wait before them.
 const PARTS: usize = 16;
 
-/// Makes the text of a request's tokens. If the client leaves, or reads nothing for long, the request ends.
-pub fn read(model: Arc<Model>, stop: Vec<String>, events: Receiver<Event>) -> Receiver<Part> {
+/// Makes the text of a request's tokens. If the client leaves, or reads nothing for as long as `patience`, the
+/// request ends.
+pub fn read(
+    model: Arc<Model>,
+    stop: Vec<String>,
+    events: Receiver<Event>,
+    patience: Duration,
+) -> Receiver<Part> {
     let (parts, receiver) = channel(PARTS);
     tokio::spawn(async move {
-        if let Err(e) = forward(&model, stop, events, &parts).await {
+        if let Err(e) = forward(&model, stop, events, (&parts, patience)).await {
             // Who is there gets it: the channel has been read from, or the client is gone.
             let end = Some(End { finish: Err(e.to_string()), tokens: 0 });
-            let _ = parts.send_timeout(Part { end, ..Part::default() }, PATIENCE).await;
+            let _ = parts.send_timeout(Part { end, ..Part::default() }, patience).await;
         }
     });
     receiver
@@ -70,7 +76,7 @@ async fn forward(
     model: &Model,
     stop: Vec<String>,
     mut events: Receiver<Event>,
-    parts: &Sender<Part>,
+    (parts, patience): (&Sender<Part>, Duration),
 ) -> Result<()> {
     let tokenizer = model.tokenizer()?;
     let (mut stream, mut stop, mut part, mut tokens) =
@@ -91,7 +97,7 @@ async fn forward(
         if stop.is_met() {
             break Ok(Finish::Stop);
         }
-        if !part.text.is_empty() && parts.send_timeout(std::mem::take(&mut part), PATIENCE).await.is_err() {
+        if !part.text.is_empty() && parts.send_timeout(std::mem::take(&mut part), patience).await.is_err() {
             return Ok(());
         }
     };
@@ -101,7 +107,7 @@ async fn forward(
         finish = Ok(Finish::Stop);
     }
     part.end = Some(End { finish, tokens });
-    let _ = parts.send_timeout(part, PATIENCE).await; // the client may be gone
+    let _ = parts.send_timeout(part, patience).await; // the client may be gone
     Ok(())
 }
 
@@ -112,4 +118,34 @@ fn scored(stream: &TextStream<'_>, token: &Token) -> Result<Option<Scored>> {
         |id: u32, log_probability: f64| Ok(Candidate { bytes: stream.bytes(id)?, log_probability });
     let top = top.iter().map(|&(id, log_probability)| candidate(id, log_probability));
     Ok(Some(Scored { token: candidate(token.id, *own)?, top: top.collect::<Result<_>>()? }))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+
+    /// The part that is left of a request whose client reads nothing, and who gave up.
+    #[test]
+    fn a_client_that_reads_nothing_loses_its_request() {
+        let shipped = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets/tiny-llama-12m");
+        let model = Arc::new(Model::load(&shipped).unwrap());
+        let token = Token { id: model.tokenizer().unwrap().words()[0], log_probabilities: None };
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+        runtime.block_on(async {
+            let (events, receiver) = channel(1000);
+            let mut parts = read(model, vec![], receiver, Duration::from_millis(100));
+            for _ in 0..PARTS + 10 {
+                events.send(Event::Token(token.clone())).await.unwrap();
+            }
+            events.closed().await; // the engine sees that nobody waits
+            let mut left = 0;
+            while let Some(part) = parts.recv().await {
+                assert!(part.end.is_none());
+                left += 1;
+            }
+            assert_eq!(left, PARTS);
+        });
+    }
 }

@@ -28,7 +28,7 @@ use super::answer::Writer;
 use super::engine::Door;
 use super::error::{ApiError, json_response};
 use super::question::{Prompt, Question};
-use super::reader::{Part, read};
+use super::reader::{End, PATIENCE, Part, read};
 
 /// What all requests share.
 pub struct Served {
@@ -168,7 +168,7 @@ async fn answer(shared: &Arc<Shared>, question: Question) -> Result<Response, Ap
     }
     let Question { sampling, log_probabilities, stop, stream, include_usage, .. } = question;
     let events = door.send(Request { prompt, most, sampling, log_probabilities }, ticket);
-    let mut parts = read(model.clone(), stop, events);
+    let mut parts = read(model.clone(), stop, events, PATIENCE);
     let number = shared.answers.fetch_add(1, Ordering::Relaxed);
     let mut writer = Writer::new(is_chat, number, &model.name, length);
     if stream {
@@ -210,7 +210,7 @@ async fn collect(parts: &mut Receiver<Part>) -> Result<Part, ApiError> {
         whole.text.push_str(&part.text);
         whole.scored.extend(part.scored);
         match part.end {
-            Some(super::reader::End { finish: Err(e), .. }) => return Err(ApiError::failed(e)),
+            Some(End { finish: Err(e), .. }) => return Err(ApiError::failed(e)),
             Some(end) => return Ok(Part { end: Some(end), ..whole }),
             None => {}
         }
