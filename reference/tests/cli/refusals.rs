@@ -80,6 +80,7 @@ fn what_the_header_rules_out() {
         (&["compare", "--device", "cpu", "--profile", short], "short.txt: is not a profile"),
         (&["generate", "", "--device", "cpu"], "the prompt is empty"),
         (&["generate", "We", "--device", "cpu", "--chat"], "has no chat template"),
+        (&["generate", "We", "--repetition-penalty", "0"], "repetition penalty 0 is not a number above 0"),
         (&["logits", "--tokens", "1,999999"], "token 999999 is outside the vocabulary"),
     ] {
         refused_at_once(model.path(), args, what);

@@ -21,7 +21,11 @@ struct Server {
 
 impl Server {
     fn start(options: &[&str]) -> Self {
-        let args = [&["serve", "--port", "0", "--device", "cpu"], options].concat();
+        Self::start_on("cpu", options)
+    }
+
+    fn start_on(device: &str, options: &[&str]) -> Self {
+        let args = [&["serve", "--port", "0", "--device", device], options].concat();
         let mut child = kv(&args).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         let mut line = String::new();
         BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
@@ -137,12 +141,17 @@ const PROMPT: &str = "We, the people of the United States, in order to form";
 
 /// What `kv generate` says after a prompt.
 fn generated(options: &[&str]) -> Value {
+    generated_on("cpu", options).unwrap()
+}
+
+/// The same on a device; none if it fails.
+fn generated_on(device: &str, options: &[&str]) -> Option<Value> {
     let folder = tempfile::tempdir().unwrap();
     let json = folder.path().join("json");
-    let args = [&["generate", PROMPT, "--device", "cpu", "--json", text(&json)], options].concat();
+    let args = [&["generate", PROMPT, "--device", device, "--json", text(&json)], options].concat();
     let output = run("generate", kv(&args));
-    assert!(output.status.success(), "{output:?}");
-    serde_json::from_slice(&std::fs::read(json).unwrap()).unwrap()
+    assert!(device == "cuda" || output.status.success(), "{output:?}");
+    output.status.success().then(|| serde_json::from_slice(&std::fs::read(json).unwrap()).unwrap())
 }
 
 #[test]
@@ -164,6 +173,20 @@ fn answers_are_those_of_generate() {
         let options = format!("{options} --tokens 24 --method {method}");
         let expected = generated(&options.split(' ').collect::<Vec<_>>());
         assert_eq!(text_of(&server.completion(&drawn)), expected["text"], "{method}, drawn");
+    }
+}
+
+/// Also where the host chooses the tokens from the logits. Without a GPU it is skipped.
+#[test]
+fn a_gpu_answers_as_generate_does_there() {
+    for method in ["dense:dtype=f16", "int4"] {
+        let Some(expected) = generated_on("cuda", &["--tokens", "16", "--method", method]) else { return };
+        let server = Server::start_on("cuda", &["--method", method, "--context", "512", "--sequences", "1"]);
+        for (temperature, top_k) in [(0, 0), (1, 1)] {
+            let body =
+                json!({ "prompt": PROMPT, "max_tokens": 16, "temperature": temperature, "top_k": top_k });
+            assert_eq!(text_of(&server.completion(&body)), expected["text"], "{method}, top-k {top_k}");
+        }
     }
 }
 
@@ -289,7 +312,8 @@ fn what_is_wrong_with_a_request_is_said_in_json() {
     let response = server.post("/v1/chat/completions", &no_template);
     assert_eq!(response.status, 400);
     assert!(response.body.contains("has no chat template"), "{}", response.body);
-    // It still answers.
+    // It still answers, also to tokens.
+    assert_eq!(server.completion(&json!({ "prompt": [5, 6, 7] }))["usage"]["prompt_tokens"], 3);
     assert_eq!(server.request("GET", "/health", b"").json()["status"], "ok");
     assert_eq!(server.request("GET", "/v1/models", b"").json()["data"][0]["id"], "tiny-llama-12m");
     assert_eq!(text_of(&server.completion(&greedy("We", 4))), text_of(&server.completion(&greedy("We", 4))));
@@ -420,19 +444,21 @@ fn a_conversation_is_written_by_the_model_s_template() {
     }
     for (messages, what) in [
         (json!([]), "must be 1 to 256"),
+        (json!(vec![json!({ "role": "user", "content": "a".repeat(9000) }); 250]), "are too many"),
         (json!([{ "role": "user" }]), "content"),
         (json!([{ "role": "user", "content": [{ "type": "image_url", "text": "a" }] }]), "content must be"),
         (json!([{ "role": "tool", "content": "a" }]), "leaves its text out"),
     ] {
         let response = server.post("/v1/chat/completions", &json!({ "messages": messages }));
-        assert_eq!(response.status, 400, "{messages}: {}", response.body);
-        assert!(response.body.contains(what), "{messages}: {}", response.body);
+        assert_eq!(response.status, 400, "{what}: {}", response.body);
+        assert!(response.body.contains(what), "{what}: {}", response.body);
     }
 }
 
 #[test]
 fn options_that_cannot_serve_are_refused() {
     refused("no such address", &["serve", "--device", "cpu", "--host", "203.0.113.1"], "--host 203.0.113.1");
+    refused("no profile", &["serve", "--profile", "/nowhere"], "--profile has no effect");
     refused("a long context", &["serve", "--device", "cpu", "--context", "99999"], "exceed the context of");
     let server = Server::start(&[]);
     let port = server.address.rsplit(':').next().unwrap();

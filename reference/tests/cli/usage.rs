@@ -16,6 +16,7 @@ fn arguments_that_do_not_parse_get_a_whole_message() {
         ("a context that is not a number", &["compare", "--context", "many"], &["many", "--context <N>"]),
         ("a token that is not a number", &["logits", "--tokens", "1,x"], &["'x'", "--tokens <LIST>"]),
         ("a negative context", &["compare", "--context", "-1"], &["'-1'", "--context <N>"]),
+        ("a stop string without a text", &["generate", "a", "--stop", ""], &["--stop <TEXT>"]),
         ("a prompt twice", &["generate", "a", "--file", "b"], &["[PROMPT]", "--file"]),
         (
             "a chunk of nothing",
@@ -148,6 +149,8 @@ fn options_without_effect_are_refused() {
     for (args, what) in [
         (&["generate", "a", "--top-p", "0.9"][..], "--top-p has no effect without --temperature"),
         (&["generate", "a", "--seed", "3"], "--seed has no effect without --temperature"),
+        (&["generate", "a", "--top-k", "3"], "--top-k has no effect without --temperature"),
+        (&["generate", "a", "--min-p", "0.1"], "--min-p has no effect without --temperature"),
         (
             &["generate", "a", "--profile", "/nowhere"],
             "--profile has no effect on these methods, which need none",

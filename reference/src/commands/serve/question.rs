@@ -34,8 +34,10 @@ pub enum Prompt {
 /// Default tokens of a completion.
 const DEFAULT_TOKENS: usize = 16;
 
-/// Messages of a conversation, at most: a template runs once for each to see that it leaves none out.
+/// Messages of a conversation, at most, and bytes that a template writes for them: it runs once for each to see
+/// that it leaves none out, and must end in time.
 const MOST_MESSAGES: usize = 256;
+const MOST_WRITTEN: usize = 128 << 20;
 
 /// Most likely tokens whose log-probabilities may be asked for.
 const MOST_LIKELY: usize = 20;
@@ -120,7 +122,13 @@ impl Question {
             }
         };
         let messages = messages.into_iter().map(|message| Message::new(message.role, text(message.content)));
-        let prompt = Prompt::Chat(messages.collect());
+        let messages: Vec<Message> = messages.collect();
+        let bytes: usize = messages.iter().map(|message| message.role.len() + message.content.len()).sum();
+        if messages.len().saturating_mul(bytes) > MOST_WRITTEN {
+            let what = format!("{} messages of together {bytes} bytes are too many", messages.len());
+            return Err(ApiError::field("messages", what));
+        }
+        let prompt = Prompt::Chat(messages);
         let (is_asked, top) = (fields.take("logprobs")?.unwrap_or(false), fields.take("top_logprobs")?);
         if top.is_some() && !is_asked {
             return Err(ApiError::field("top_logprobs", "needs logprobs"));
