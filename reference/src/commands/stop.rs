@@ -1,6 +1,6 @@
 //! Strings that end a text.
 
-/// Ends a text that comes in parts before the first of several strings, which may lie across parts. What may
+/// Ends a text that comes in parts before the first complete one of several strings, which may lie across parts. What may
 /// begin one of them is held back until more is known.
 pub struct StopStrings {
     strings: Vec<String>,
@@ -20,10 +20,14 @@ impl StopStrings {
             return String::new();
         }
         self.held.push_str(part);
-        let first = self.strings.iter().filter_map(|string| self.held.find(string.as_str())).min();
-        if let Some(first) = first {
+        // The string that is complete first, whatever the parts are.
+        let found = self.strings.iter().filter_map(|string| {
+            let start = self.held.find(string.as_str())?;
+            Some((start + string.len(), start))
+        });
+        if let Some((_, start)) = found.min() {
             self.is_met = true;
-            self.held.truncate(first);
+            self.held.truncate(start);
             return std::mem::take(&mut self.held);
         }
         let kept = self.strings.iter().map(|string| self.begun(string)).max().unwrap_or(0);
