@@ -13,7 +13,7 @@ use std::num::NonZeroUsize;
 use std::sync::Arc;
 use std::thread;
 
-use clap::Args;
+use clap::{Args, value_parser};
 use kv_llama::Decoder;
 use kv_llama::serve::{Engine, Sequences};
 #[cfg(feature = "cuda")]
@@ -46,11 +46,11 @@ pub struct Serve {
     #[arg(long, default_value_t = 8000)]
     port: u16,
     /// Sequences that run at once
-    #[arg(long, value_name = "N", default_value = "4", value_parser = at_least_one)]
-    sequences: NonZeroUsize,
+    #[arg(long, value_name = "N", default_value_t = 4, value_parser = value_parser!(u32).range(1..=1024))]
+    sequences: u32,
     /// Requests that wait for them; more are refused
-    #[arg(long, value_name = "N", default_value_t = 64)]
-    queue: usize,
+    #[arg(long, value_name = "N", default_value_t = 64, value_parser = value_parser!(u32).range(..=1_000_000))]
+    queue: u32,
     /// Tokens of a sequence, the prompt included [default: those of the model, but at most 8192]
     #[arg(long, value_name = "N", value_parser = at_least_one)]
     context: Option<NonZeroUsize>,
@@ -84,10 +84,10 @@ impl Serve {
         let profile = self.cache.calibrated(profile, &model, &rope)?;
         let notes: Vec<String> = placement.note.clone().into_iter().chain(placement.placed.notes()).collect();
         notes.iter().for_each(|note| print_error(format_args!("kv: {note}\n")));
-        let (door, inbox) = engine::door(self.sequences.get().saturating_add(self.queue));
+        let (door, inbox) = engine::door(self.sequences + self.queue);
         let served = Served { model: model.clone(), chat, context, door };
         let opening = Opening { listener, served, inbox };
-        let sequences = (self.sequences.get(), context);
+        let sequences = (self.sequences as usize, context);
         #[cfg(not(feature = "cuda"))]
         drop(placement); // it has no GPU
         #[cfg(feature = "cuda")]

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
-use crate::support::kv::{finished, kv, refused, run, text};
+use crate::support::kv::{finished, kv, refused, run, text, usage_refused};
 
 /// Longer than anything here takes, even on a busy machine.
 const LONGEST: Duration = Duration::from_secs(240);
@@ -348,8 +348,7 @@ fn a_client_that_leaves_frees_its_place() {
 #[test]
 fn a_slow_reader_stalls_nobody() {
     let server = Server::start(&["--sequences", "2"]);
-    let long =
-        json!({ "prompt": "We", "max_tokens": 800, "temperature": 0, "logprobs": 20, "stream": true });
+    let long = json!({ "prompt": "We", "max_tokens": 800, "temperature": 0, "logprobs": 20, "stream": true });
     let unread = server.send("POST", "/v1/completions", long.to_string().as_bytes());
     for _ in 0..3 {
         assert_eq!(server.completion(&greedy("The", 20))["usage"]["completion_tokens"], 20);
@@ -458,6 +457,8 @@ fn a_conversation_is_written_by_the_model_s_template() {
 #[test]
 fn options_that_cannot_serve_are_refused() {
     refused("no such address", &["serve", "--device", "cpu", "--host", "203.0.113.1"], "--host 203.0.113.1");
+    usage_refused("no sequences", &["serve", "--sequences", "0"], &["--sequences <N>", "1..=1024"]);
+    usage_refused("too many", &["serve", "--queue", "4000000000"], &["--queue <N>"]);
     refused("no profile", &["serve", "--profile", "/nowhere"], "--profile has no effect");
     refused("a long context", &["serve", "--device", "cpu", "--context", "99999"], "exceed the context of");
     let server = Server::start(&[]);

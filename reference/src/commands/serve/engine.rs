@@ -32,15 +32,11 @@ pub struct Ticket {
 pub struct Inbox(Receiver<(Request, Port)>);
 
 /// A door for `size` requests, and the inbox behind it.
-pub fn door(size: usize) -> (Door, Inbox) {
+pub fn door(size: u32) -> (Door, Inbox) {
     let (sender, receiver) = mpsc::channel();
-    let size = u32::try_from(size).unwrap_or(u32::MAX).min(MOST_REQUESTS);
     let room = Arc::new(Semaphore::new(size as usize));
     (Door { inbox: sender, room, size }, Inbox(receiver))
 }
-
-/// Requests that run and wait, at most.
-const MOST_REQUESTS: u32 = 1 << 20;
 
 impl Door {
     /// A place for a request, unless all are taken.
