@@ -58,7 +58,8 @@ impl CacheArgs {
     /// Where the method runs; it is then fitted to the model there.
     pub fn place(&mut self, checkpoint: &Checkpoint) -> Result<Placement> {
         let chunk = self.chunk.map_or(DEVICE_CHUNK, NonZeroUsize::get);
-        let placement = self.device.place(&checkpoint.config, Some(&[self.method.clone()]), chunk)?;
+        let placement =
+            self.device.place(&checkpoint.config, Some(std::slice::from_ref(&self.method)), chunk)?;
         self.method.clone_from(&placement.placed.methods()[0]);
         Ok(placement)
     }

@@ -1,7 +1,7 @@
 //! The engine's side: requests come in through a door, and tokens go out.
 
 use std::sync::Arc;
-use std::sync::mpsc::{self, Receiver, Sender, TryRecvError};
+use std::sync::mpsc::{self, Receiver, Sender};
 
 use kv_llama::serve::{Client, Engine, Finish, Request, Scheduler, Token};
 use kv_reference::{Error, Result};
@@ -95,11 +95,9 @@ impl Inbox {
                 let Ok((request, port)) = self.0.recv() else { return Ok(()) };
                 scheduler.add(request, port)?;
             }
-            loop {
-                match self.0.try_recv() {
-                    Ok((request, port)) => scheduler.add(request, port)?,
-                    Err(TryRecvError::Empty | TryRecvError::Disconnected) => break,
-                }
+            // Those that have come meanwhile; when nobody can send any more, the loop ends above.
+            while let Ok((request, port)) = self.0.try_recv() {
+                scheduler.add(request, port)?;
             }
             scheduler.round()?;
         }
