@@ -10,7 +10,7 @@ use clap::builder::ArgPredicate;
 #[cfg(feature = "cuda")]
 use kv_device::Gpu;
 #[cfg(feature = "cuda")]
-use kv_llama_gpu::Weights;
+use kv_llama_gpu::{WeightLayout, Weights};
 use kv_methods::{Method, Profile, calibrated_on};
 use kv_model::{Checkpoint, Config, Model, Rope};
 use kv_reference::Result;
@@ -107,7 +107,8 @@ impl CacheArgs {
     ) -> Result<kv_llama_gpu::Decoder> {
         let element = self.method.device_element()?;
         let cache = method_cache(&gpu, &self.method, &model.config, element, Some(profile), batch, capacity)?;
-        let weights = Arc::new(Weights::of(&gpu, &*self.method.device_model(model, profile)?, element)?);
+        let (folded, layout) = (self.method.device_model(model, profile)?, WeightLayout::of_batch(batch));
+        let weights = Arc::new(Weights::of(&gpu, &folded, element, layout)?);
         Ok(kv_llama_gpu::Decoder::new(gpu, weights, cache, batch)?)
     }
 }

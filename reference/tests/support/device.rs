@@ -208,7 +208,8 @@ pub fn prompts_in_chunks_are_whole_prompts(gpu: &Arc<Gpu>, spec: &str) {
 /// 96 steps of the method, with rows on the host, over 20,000 hashed tokens of a wide model: the rows that they
 /// fetched, and the KV heads of all layers and both sequences.
 pub fn steps_over_hashed_rows(gpu: &Arc<Gpu>, spec: &str) -> (u64, u64) {
-    let weights = Arc::new(Weights::random(gpu, "llama-3.1-70b/8", Element::Bf16, WeightLayout::Packed).unwrap());
+    let weights =
+        Arc::new(Weights::random(gpu, "llama-3.1-70b/8", Element::Bf16, WeightLayout::Packed).unwrap());
     let (config, method): (_, Method) = (&weights.config, spec.parse().unwrap());
     let cache = method_cache(gpu, &method, config, Element::Bf16, None, 2, 20_096).unwrap();
     let heads = config.n_layers * 2 * config.n_kv_heads;
