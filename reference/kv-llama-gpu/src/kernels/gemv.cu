@@ -43,8 +43,8 @@ struct Arguments {
     const float* squares; // NORM: [column][N_IN / 16, rounded up]
     float* residual;      // ADD: [column][row]; STORE: the output, [column][stride]
     const float* norm;    // ADD: [row], weights of the norm that follows
-    u16* out;           // ADD: residual * norm; SWIGLU: [column][row / 2]; ROPE: queries [column][query head][HEAD_DIM];
-                        // HEADS: [column][row]
+    u16* out;           // ADD: residual * norm; SWIGLU: [column][row / 2]; HEADS: [column][row];
+                        // ROPE: queries [column][query head][HEAD_DIM]
     float* squares_out; // ADD: [column][row / 16, rounded up]
     u16* keys;          // ROPE: element [sequence or page][head][capacity][HEAD_DIM], rotated
     u16* values;        // the same of values

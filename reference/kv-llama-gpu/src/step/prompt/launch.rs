@@ -51,8 +51,8 @@ impl Decoder {
         state.products.begin(&self.context(), state.residual.pointer(), tokens.len())
     }
 
-    /// Appends a piece to a layer of its sequence, and attends. At the end of the model only the last token of
-    /// a prompt attends.
+    /// Appends a piece to a layer of its sequence, and attends. At the end of the model only the last token
+    /// of a prompt attends.
     pub(super) fn run_piece(
         &mut self,
         state: &Prompts,

@@ -64,8 +64,8 @@ impl Segment {
     }
 }
 
-/// Prompts in segments, in order. A prompt is cut into chunks of `chunk` tokens; a group has as many chunks of
-/// one prompt or several as have no more tokens in all than that, or than a step.
+/// Prompts in segments, in order. A prompt is cut into chunks of `chunk` tokens; a group has as many chunks
+/// of one prompt or several as have no more tokens in all than that, or than a step.
 pub(super) fn segments(prompts: &[Prompt<'_>], chunk: usize) -> Vec<Segment> {
     let room = chunk.max(MOST_COLUMNS);
     let mut segments = vec![Segment::default()];
