@@ -9,6 +9,10 @@
 // The floor is writing D floats a row. Tensor cores multiply the rows with a map whose fragments stay in registers, a
 // slice of its columns for each warp. Rows and map are sums of two bf16 numbers, which have 16 bits of the mantissa and
 // the exponents of f32; of the four products that of the low parts is left out.
+//
+// N.B. On an H200 a step of the 8B shape over 131,072 tokens, in 2 bits and blocks of 64 tokens, took 8.6 ms with f32
+// products, a thread holding a column of the map, and takes 6.5; of four sequences 30.3 and 13.9, of which blocks of
+// 256 tokens, with a quarter of the rows, take 8.9. Next: the integers that `sq::Attend` makes of these floats, here.
 #include "element.cuh"
 #include "primitives_sm80.cuh"
 #include "turn.cuh"
