@@ -356,7 +356,7 @@ fn a_slow_reader_stalls_nobody() {
     // And gets all of it when it reads at last.
     std::thread::sleep(Duration::from_millis(500));
     let response = Response::read(unread);
-    assert!(matches!(response.events().last().unwrap()["choices"][0]["finish_reason"].as_str(), Some(_)));
+    assert!(response.events().last().unwrap()["choices"][0]["finish_reason"].is_string());
 }
 
 #[cfg(unix)]
