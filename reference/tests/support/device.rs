@@ -134,7 +134,8 @@ pub fn equals_dense(gpu: &Arc<Gpu>, spec: &str, cosine_at_least: f64) {
 }
 
 /// A batch generates the same as its launches one by one, every time, and up to `same` tokens the same as
-/// each sequence alone: attention of a batch sums in another order.
+/// each sequence alone: attention of a batch sums in another order. Prompts run in turn, since those that run
+/// together round otherwise than each alone (`wide`).
 pub fn batches_generate_what_sequences_do(
     gpu: &Arc<Gpu>,
     model: &Arc<Model>,
@@ -146,7 +147,8 @@ pub fn batches_generate_what_sequences_do(
         [(3000, 7), (4000, 200), (5000, 91), (100, 1)].map(|(at, len)| tokens[at..][..len].to_vec()).to_vec();
     let generate = |prompts: &[Vec<u32>], eager: bool| {
         let mut decoder = decoder(gpu, model, spec, profile, prompts.len(), 300);
-        decoder.prefill(prompts, 64).unwrap();
+        (0..prompts.len()).for_each(|i| decoder.end(i).unwrap());
+        prompts.iter().enumerate().for_each(|(i, prompt)| decoder.prefill_one(i, prompt, 64).unwrap());
         for _ in 1..40 {
             if eager { decoder.step_eagerly() } else { decoder.step() }.unwrap();
         }
