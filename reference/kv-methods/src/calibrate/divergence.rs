@@ -10,10 +10,9 @@ use crate::Result;
 
 /// Tokens of the calibration text that the model runs over once for each side of each layer.
 const TOKENS: usize = 512;
-/// The last tokens, which are compared.
-const COMPARED: usize = 64;
-/// Tokens before them that stay exact, as a window has them.
-const WINDOW: usize = 64;
+/// The last tokens are compared, and as many before them stay exact, as a window has them: at most so many,
+/// and a quarter of a short text.
+const RECENT: usize = 64;
 
 /// The mean divergence of the next token, in nats, that `code` causes in the keys or the values of one layer
 /// alone, in the tokens between sinks and window: what a model loses by errors that the metric of a layer,
@@ -23,6 +22,8 @@ const WINDOW: usize = 64;
 /// is decoded. As in a cache after an exact prompt, the rows of the other layers are those of the exact
 /// model: with rows that follow from the coded ones the errors of a layer seemed ten times as large, and
 /// those of a layer's neighbouring tokens the most costly.
+///
+/// There are at least [`Calibration::check_tokens`](super::Calibration::check_tokens) tokens.
 ///
 /// # Cost
 /// The model over 512 tokens, twice for each layer.
@@ -34,9 +35,9 @@ pub(crate) fn divergences(
 ) -> Result<Vec<Pair<f64>>> {
     let tokens = &tokens[..tokens.len().min(TOKENS)];
     let kv_dim = model.config.kv_dim();
-    let end = tokens.len().saturating_sub(COMPARED + WINDOW).max(SINKS);
-    let coded = SINKS.min(tokens.len()) * kv_dim..end.min(tokens.len()) * kv_dim;
-    let compared = tokens.len().saturating_sub(COMPARED) * model.config.hidden_size;
+    let recent = RECENT.min(tokens.len() / 4);
+    let coded = SINKS * kv_dim..(tokens.len() - 2 * recent) * kv_dim;
+    let compared = (tokens.len() - recent) * model.config.hidden_size;
     let predicted = |hidden: Vec<f32>| -> Result<Vec<Vec<f64>>> {
         let logits = logits(model, &hidden[compared..])?;
         Ok(logits.chunks_exact(model.config.vocab_size).map(log_softmax).collect())

@@ -31,7 +31,7 @@ pub(super) const AUTO: Registration = Registration {
 ",
     examples: &[
         "auto:bits=8:block=32:exact=f32:window=4",
-        "auto:loss=1e-6:block=32:exact=f32:window=4:batch=10",
+        "auto:bits=8:block=32:exact=f32:window=4:batch=10",
     ],
     parse: |s| {
         let by_loss = s.is_first(["loss", "bits"])?;
@@ -244,5 +244,51 @@ impl Kind for Auto {
     fn stores(&self, context: &BuildContext<'_>) -> Result<Vec<Box<dyn Store>>> {
         let bits = self.bits(context)?;
         context.layers(|l| self.bases.store(context, l, &bits[l]))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Method, calibrated, fixture};
+
+    fn method(spec: &str, model: &Model) -> Method {
+        spec.parse::<Method>().unwrap().fitted(&model.config).unwrap()
+    }
+
+    /// Also after the shortest calibration, and with layers that are exact.
+    #[test]
+    fn budgets_are_spent_and_not_overspent() {
+        let model = fixture::model();
+        let rope = Arc::new(Rope::new(&model.config, 64));
+        let tokens: Vec<u32> = (0..64_u32).map(|i| (i * i + 7 * i) % 96).collect();
+        for (bits, more) in [(1.5, ""), (2.3, ":block=32"), (3.0, ":exact-layers=0"), (5.0, ":block=256")] {
+            let of = method(&format!("auto:bits={bits}{more}"), &model);
+            let profile = calibrated(&model, &rope, &tokens, std::slice::from_ref(&of)).unwrap();
+            let block = of.window.batch;
+            let auto = Auto { target: Target::Bits(bits), bases: Bases { block } };
+            let chosen = auto.bits(&of.context(&model.config, &rope, &profile)).unwrap();
+            let dim = model.config.head_dim;
+            let coded = (0..model.config.n_layers).filter(|l| !more.contains("exact") || *l > 0);
+            let stored = coded.map(|l| {
+                let of = &chosen[l];
+                (auto.stored_of_keys(dim, of.keys).unwrap() + auto.stored_of_values(dim, of.values).unwrap())
+                    / 2.0
+            });
+            let stored: Vec<f64> = stored.collect();
+            let mean = stored.iter().sum::<f64>() / stored.len() as f64;
+            assert!(mean <= bits + 1e-9 && mean > bits - 0.6, "{bits}{more}: {mean}");
+        }
+    }
+
+    #[test]
+    fn a_loss_that_no_bits_have_is_refused() {
+        let model = fixture::model();
+        let rope = Arc::new(Rope::new(&model.config, 64));
+        let tokens: Vec<u32> = (0..64_u32).map(|i| (i * i + 7 * i) % 96).collect();
+        let of = method("auto:loss=1e-30", &model);
+        let profile = calibrated(&model, &rope, &tokens, std::slice::from_ref(&of)).unwrap();
+        let error = of.prepare(&Arc::new(model), &rope, &profile).err().unwrap().to_string();
+        assert!(error.contains("loss=") && error.contains("the least loss is"), "{error}");
     }
 }
