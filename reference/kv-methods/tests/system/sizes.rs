@@ -116,10 +116,11 @@ const WINDOWS: [(&str, usize); 5] = [
 ];
 
 /// What a method may say that refuses sizes.
-const REFUSALS: [(&str, &str); 5] = [
+const REFUSALS: [(&str, &str); 6] = [
     ("streaming:", "sinks=0 and window=0 leave no token to attend to"),
     ("q8_0", "blocks of 32 components do not divide heads of "),
     ("q4_0", "blocks of 32 components do not divide heads of "),
+    ("auto", "bits=3: codes of this model have at least "), // in heads of a few components most is padding
     ("auto", "heads of 320 components: at most 256 have scalar codes"),
     ("sq", "heads of 320 components: at most 256 have scalar codes"),
 ];
