@@ -32,8 +32,8 @@ pub fn programs(capability: (i32, i32)) -> Vec<Program> {
         }
         let heads = [(64, 3), (128, 1), (128, 4), (128, 16)];
         programs.extend(heads.map(|(dim, group)| merge::program(element, dim, group)));
-        // N.B. With 256 components `prepare`, `restore` and `map_values` spill up to 576 bytes: a thread holds a
-        // column of a map.
+        // N.B. With 256 components `prepare`, `restore` and `map_values` spill up to 576 bytes: a thread holds
+        // a column of a map.
         programs.extend([64, 96, 128].map(|dim| sq::program(element, dim)));
         programs.extend(heads.map(|(dim, group)| sq::queries::program(element, dim, group)));
         programs.extend([(96, 2), (256, 8)].map(|(dim, group)| sq::queries::program(element, dim, group)));

@@ -1,5 +1,5 @@
-// Scalar codes between the products and attention: the rows of a block in the basis of its codes and back, and the exact
-// rows behind a block that has left.
+// Scalar codes between the products and attention: the rows of a block in the basis of its codes and back, and the
+// exact rows behind a block that has left.
 //
 // CPU twin: transform_keys of pq_core::sq. Compile-time shape: ELEMENT of rows (1 for f16, 2 for bf16), HEAD_DIM.
 //

@@ -1,10 +1,10 @@
 // The queries of a step in the dual basis of every block of scalar codes, rotated by minus the position of its middle.
 //
-// CPU twin: Queries of pq_core::sq. Compile-time shape: ELEMENT of queries (1 for f16, 2 for bf16), HEAD_DIM, GROUP query
-// heads of a key/value head, WARPS of a block of threads.
+// CPU twin: Queries of pq_core::sq. Compile-time shape: ELEMENT of queries (1 for f16, 2 for bf16), HEAD_DIM, GROUP
+// query heads of a key/value head, WARPS of a block of threads.
 //
-// Launch: grid (any number, heads * SLICES, sequences), WARPS warps: blocks of threads take tiles of rows in turn. A row
-// is a query rotated for one block of tokens.
+// Launch: grid (any number, heads * SLICES, sequences), WARPS warps: blocks of threads take tiles of rows in turn. A
+// row is a query rotated for one block of tokens.
 //
 // The floor is writing D floats a row. Tensor cores multiply the rows with a map whose fragments stay in registers, a
 // slice of its columns for each warp. Rows and map are sums of two bf16 numbers, which have 16 bits of the mantissa and
