@@ -1,7 +1,7 @@
 //! Strings that end a text.
 
-/// Ends a text that comes in parts before the first complete one of several strings, which may lie across parts. What may
-/// begin one of them is held back until more is known.
+/// Ends a text that comes in parts before the first complete one of several strings, which may lie across
+/// parts. What may begin one of them is held back until more is known.
 pub struct StopStrings {
     strings: Vec<String>,
     held: String,

@@ -166,8 +166,8 @@ fn answers_are_those_of_generate() {
         let usage = json!({ "prompt_tokens": prompt, "completion_tokens": 24, "total_tokens": prompt + 24 });
         assert_eq!(answer["usage"], usage);
         let drawn = json!({
-            "prompt": PROMPT, "n": 1, "presence_penalty": 0.0, "max_tokens": 24, "temperature": 0.8, "top_k": 20, "min_p": 0.01, "seed": 7,
-            "repetition_penalty": 1.2
+            "prompt": PROMPT, "n": 1, "presence_penalty": 0.0, "max_tokens": 24, "temperature": 0.8,
+            "top_k": 20, "min_p": 0.01, "seed": 7, "repetition_penalty": 1.2
         });
         let options = "--temperature 0.8 --top-k 20 --min-p 0.01 --seed 7 --repetition-penalty 1.2";
         let options = format!("{options} --tokens 24 --method {method}");
@@ -180,7 +180,11 @@ fn answers_are_those_of_generate() {
 #[test]
 fn a_gpu_answers_as_generate_does_there() {
     for method in ["dense:dtype=f16", "int4"] {
-        let Some(expected) = generated_on("cuda", &["--tokens", "16", "--method", method]) else { return };
+        let Some(expected) = generated_on("cuda", &["--tokens", "16", "--method", method]) else {
+            // As the tests of devices.
+            assert!(std::env::var("GPU_TESTS").as_deref() != Ok("require"), "kv generate on a GPU: {method}");
+            return;
+        };
         let server = Server::start_on("cuda", &["--method", method, "--context", "512", "--sequences", "1"]);
         for (temperature, top_k) in [(0, 0), (1, 1)] {
             let body =

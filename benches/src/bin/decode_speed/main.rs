@@ -50,7 +50,7 @@ struct Speed {
     /// Sequences of a batch, at most 512
     #[arg(long, value_name = "LIST", value_delimiter = ',', default_values_t = [1])]
     batches: Vec<usize>,
-    /// Hold weights in rows for any batch, as batches above 32 do
+    /// Hold weights in rows for any batch, as batches above 16 do
     #[arg(long)]
     rows: bool,
     /// Fraction of the selected rows that count as resident on the device, 0 to 1: random queries lack the

@@ -188,9 +188,9 @@ impl StepCache for ZackCache {
     ) -> Result<()> {
         let (rows, lengths) = ((self.rows(layer), None), sequences.exact_lengths);
         let log_sum_exp = Some(self.scratch.log_sum_exps[0].pointer());
-        // SAFETY: exact rows are at most those of the window. The change of basis, which runs before, writes
-        // none of what is read before the PDL wait, and has itself waited for queries and rows; the caller's
-        // contract.
+        // SAFETY: exact rows are at most those of the window. This kernel reads lengths, ranks
+        // and offsets before its PDL wait: the change of basis, which runs before it, writes none of them, and
+        // has waited for the kernels that write queries and rows; the caller's contract.
         unsafe {
             self.exact.launch(gpu, rows, lengths, queries, out, log_sum_exp)?;
             self.launch_stored(gpu, layer, sequences, queries)?;

@@ -4,7 +4,8 @@
 //! A metric of one layer, such as the one that orders the components of keys, does not know what the layers
 //! after it make of an error. Calibration measures that: the divergence of the next token with one side of one
 //! layer coded. Losses of other bits follow from the distortion of the codes, those of all sides add up, and
-//! the sum is the loss to expect of a text like that of the calibration.
+//! the sum is the loss to expect of a text like that of the calibration. As in `sq`, keys that do not fit the
+//! profile have more bits, beyond the budget.
 
 mod allocation;
 
@@ -80,7 +81,7 @@ const LEAST_KEY_BITS: f32 = 0.125;
 /// Bits at which losses are measured.
 const MEASURED: u32 = 2;
 
-/// What is left of the loss of values whose blocks keep the mean of their errors, at 1 and at 2 bits.
+/// The loss of values with mean errors ([`Bits::mean_error`]) over that without, at 1 and at 2 bits.
 const WITH_MEAN_ERROR: [f64; 2] = [0.5, 0.7];
 
 /// One side of one layer: the bits that it may have.

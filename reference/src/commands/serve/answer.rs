@@ -96,7 +96,10 @@ impl Writer {
             return Value::Null;
         }
         if self.is_chat {
-            let one = |Candidate { bytes, log_probability }: &Candidate, text: String| json!({ "token": text, "logprob": finite(*log_probability), "bytes": bytes });
+            let one = |Candidate { bytes, log_probability }: &Candidate, text: String| {
+                let logprob = finite(*log_probability);
+                json!({ "token": text, "logprob": logprob, "bytes": bytes })
+            };
             let content = scored.iter().map(|Scored { token, top }| {
                 let mut entry = one(token, token.text());
                 entry["top_logprobs"] = top.iter().map(|other| one(other, other.text())).collect();

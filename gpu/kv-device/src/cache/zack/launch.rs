@@ -120,9 +120,9 @@ impl ZackCache {
             workspace: self.scratch.workspace.pointer(),
         };
         // SAFETY: the buffers have the lengths of `new`, and lengths are at most the capacity. Ranks are
-        // multiples of `DeviceCuts::MULTIPLE`, or the method is refused; offsets and sums are theirs. The
-        // change of basis, which runs before, writes none of what is read before the PDL wait, and has itself
-        // waited for queries and rows.
+        // multiples of `DeviceCuts::MULTIPLE`, or the method is refused; offsets and sums are theirs. This
+        // kernel reads lengths, ranks and offsets before its PDL wait: the change of basis, which runs before it,
+        // writes none of them, and has waited for the kernels that write queries and rows.
         Ok(unsafe { self.kernels.attend.launch(gpu.stream(), &arguments) }?)
     }
 
