@@ -78,6 +78,7 @@ fn programs() -> Result<Vec<Program>, Box<dyn Error>> {
         codec::Encode::join_program(),
     ];
     programs.extend(scalar.programs(DEVICES[1].1)?);
+    programs.push(scalar.queries_program(DEVICES[1].1)?);
     programs.extend(
         [planes.transform_program(), planes.points_program(), planes.quantize_program()]
             .into_iter()

@@ -7,7 +7,10 @@ mod gpu;
 use gpu::{Gpu, Result, numbers};
 use half::f16;
 use kv_gpu::Element;
-use kv_gpu::sq::{Attend, AttendArguments, AttendShape, CodedBlocks, Encode, EncodeShape, Side};
+use kv_gpu::sq::{
+    Attend, AttendArguments, AttendShape, CodedBlocks, Encode, EncodeShape, IntegerQueries, Queries,
+};
+use kv_gpu::sq::{QueriesArguments, Side};
 
 fn main() -> Result<()> {
     let gpu = Gpu::open()?;
@@ -60,7 +63,35 @@ fn main() -> Result<()> {
         unsafe { encode.launch(gpu.stream().cu_stream(), rows.pointer, &coded)? };
     }
 
-    let queries = gpu.upload(&numbers(blocks * group * dim))?; // in the dual basis of each block
+    // Queries after RoPE, relative to each block and in the dual of the keys' basis, as integers.
+    let queries = gpu.upload(&numbers(group * dim).into_iter().map(f16::from_f32).collect::<Vec<_>>())?;
+    let basis: Vec<f32> = (0..dim * dim).map(|i| if i % (dim + 1) == 0 { 1.0 } else { 0.0 }).collect();
+    let mut dual = vec![0.0; shape.dual_table().table_len()];
+    shape.dual_table().table_into(&basis, &mut dual)?;
+    let frequencies: Vec<f32> = (0..dim / 2).map(|i| 1e4_f32.powf(-2.0 * i as f32 / dim as f32)).collect();
+    let (duals, frequencies) = (gpu.upload(&dual)?, gpu.upload(&frequencies)?);
+    let words = gpu.zeros::<u32>(blocks * group * IntegerQueries::words_len(dim))?;
+    let units = gpu.zeros::<f32>(blocks * group * 2)?;
+    let integers = IntegerQueries { words: words.pointer, units: units.pointer, blocks };
+    let arguments = QueriesArguments {
+        batch: 1,
+        heads: 1,
+        queries: queries.pointer.cast(),
+        duals: duals.pointer,
+        frequencies: frequencies.pointer,
+        first: 0,
+        steps: steps.pointer,
+        key_tables: tables.pointer,
+        lengths: lengths.pointer,
+        blocks,
+        pages: None,
+        scale: 1.0 / (dim as f32).sqrt(),
+        out: integers,
+        pdl: false,
+    };
+    // SAFETY: as above.
+    unsafe { Queries::new(&gpu, shape)?.launch(gpu.stream().cu_stream(), &arguments)? };
+
     let attend = Attend::new(&gpu, shape)?;
     let workspace = gpu.zeros::<u8>(attend.workspace_len(1, 1))?;
     let out = gpu.zeros::<f16>(group * dim)?;
@@ -69,17 +100,14 @@ fn main() -> Result<()> {
         heads: 1,
         blocks,
         keys: key_words.pointer,
-        steps: steps.pointer,
         values: value_words.pointer,
         norms: norms.pointer,
         mean_errors: Some(errors.pointer),
         addends: None,
         key_tables: tables.pointer,
-        queries: queries.pointer,
-        query_blocks: blocks,
+        queries: integers,
         lengths: lengths.pointer,
         pages: None,
-        scale: 1.0 / (dim as f32).sqrt(),
         out: out.pointer.cast(),
         log_sum_exp: None,
         pdl: false,

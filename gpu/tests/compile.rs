@@ -344,7 +344,11 @@ fn attention_on_scalar_codes() {
         })
     };
     let shapes = || shapes.into_iter().enumerate().flat_map(of_shape);
-    check(|shared_memory| shapes().flat_map(|shape| shape.programs(shared_memory).unwrap()).collect(), true);
+    let programs = |shape: sq::AttendShape, shared_memory| {
+        let [few, many] = shape.programs(shared_memory).unwrap();
+        [few, many, shape.queries_program(shared_memory).unwrap()]
+    };
+    check(|shared_memory| shapes().flat_map(|shape| programs(shape, shared_memory)).collect(), true);
 }
 
 #[test]

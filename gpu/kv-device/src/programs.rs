@@ -35,8 +35,6 @@ pub fn programs(capability: (i32, i32)) -> Vec<Program> {
         // N.B. With 256 components `prepare`, `restore` and `map_values` spill up to 576 bytes: a thread holds
         // a column of a map.
         programs.extend([64, 96, 128].map(|dim| sq::program(element, dim)));
-        programs.extend(heads.map(|(dim, group)| sq::queries::program(element, dim, group)));
-        programs.extend([(96, 2), (256, 8)].map(|(dim, group)| sq::queries::program(element, dim, group)));
         // N.B. With 16 queries of a head `attend` of int4 spills 8 bytes for sm_90.
         programs.extend(heads[..3].iter().map(|&(dim, group)| int4::program(element, dim, group)));
         programs.extend(heads.map(|(dim, group)| bases::program(element, dim, group)));

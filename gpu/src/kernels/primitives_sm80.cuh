@@ -157,6 +157,9 @@ __device__ __forceinline__ u16* swizzled(u16* tile, int row, int chunk) {
 __device__ __forceinline__ void cp_async_16(void* shared, const void* global) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(smem_address(shared)), "l"(global) : "memory");
 }
+__device__ __forceinline__ void cp_async_8(void* shared, const void* global) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(smem_address(shared)), "l"(global) : "memory");
+}
 // Writes zeros if not `valid` (a source size of 0); `global` must then still be a device address.
 __device__ __forceinline__ void cp_async_16_zfill(void* shared, const void* global, bool valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem_address(shared)), "l"(global),

@@ -65,3 +65,11 @@ __device__ __forceinline__ u32 prmt(u32 a, u32 b, u32 selector) {
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(picked) : "r"(a), "r"(b), "r"(selector));
     return picked;
 }
+
+// The low bytes of four numbers, the first in the low byte; their second bytes.
+__device__ __forceinline__ u32 pack_low_bytes(u32 x0, u32 x1, u32 x2, u32 x3) {
+    return prmt(prmt(x0, x1, 0x0040), prmt(x2, x3, 0x0040), 0x5410);
+}
+__device__ __forceinline__ u32 pack_second_bytes(u32 x0, u32 x1, u32 x2, u32 x3) {
+    return prmt(prmt(x0, x1, 0x0051), prmt(x2, x3, 0x0051), 0x5410);
+}

@@ -4,7 +4,7 @@ use cudarc::driver::sys::CUstream;
 use half::f16;
 use pq_core::sq;
 
-use super::KeyTable;
+use super::{DualTable, IntegerQueries, KeyTable};
 use crate::compile::source;
 use crate::device::Kernel;
 use crate::launch::Operation;
@@ -108,8 +108,14 @@ impl AttendShape {
         KeyTable::new(self.dim, self.key_slots)
     }
 
+    /// The layout of the duals of the keys' bases.
+    #[must_use]
+    pub const fn dual_table(&self) -> DualTable {
+        DualTable::new(self.dim)
+    }
+
     /// The bits of every component of the keys, 0 if they differ.
-    const fn key_width(&self) -> usize {
+    pub(super) const fn key_width(&self) -> usize {
         if self.uniform_keys { self.key_slots * 16 / self.dim } else { 0 }
     }
 
@@ -174,7 +180,9 @@ impl Plan {
     /// `SHARED` of the kernel.
     fn shared_bytes(&self) -> usize {
         let (dim, queries) = (self.shape.dim, self.shape.queries());
-        let of_warp = STAGES * self.stage_bytes() + 4 * queries * (dim + RESULT_PADDING) + 2 * queries * dim;
+        let results = 4 * queries * (dim + RESULT_PADDING);
+        let blocks = 2 * queries * (2 * dim + 8); // one is copied while another one is used
+        let of_warp = STAGES * self.stage_bytes() + results + blocks;
         let table = if self.shape.uniform_keys { 0 } else { self.shape.key_table().table_len() };
         self.warps * of_warp + (table.next_multiple_of(4) + 16) * 4
     }
@@ -217,8 +225,6 @@ pub struct AttendArguments {
     /// Words (pages or batch, heads, blocks, [`words_len`](pq_core::sq::Shape::words_len) of a block): codes
     /// of the keys.
     pub keys: DevicePtr<u32>,
-    /// Bytes (pages or batch, heads, blocks, dim): steps of the keys.
-    pub steps: DevicePtr<u8>,
     /// Words (pages or batch, heads, blocks, [`words_len`](pq_core::sq::Shape::words_len) of a block): codes
     /// of the values.
     pub values: DevicePtr<u32>,
@@ -233,18 +239,13 @@ pub struct AttendArguments {
     /// `u32` (heads, [`KeyTable::table_len`]): where the codes of keys are. Not read if all have the same
     /// bits.
     pub key_tables: DevicePtr<u32>,
-    /// `f32` (batch, heads, `query_blocks`, group, dim): the queries in the dual basis of each block: rotated
-    /// by minus the position of its middle, times the dual of the keys' basis.
-    pub queries: DevicePtr<f32>,
-    /// Blocks that `queries` has room for, the same for all sequences.
-    pub query_blocks: usize,
+    /// What [`Queries`](super::Queries) has written for each block.
+    pub queries: IntegerQueries,
     /// `u32` (batch,): the number of coded tokens of each sequence. The kernel reads them, so that a captured
     /// graph stays valid as sequences grow.
     pub lengths: DevicePtr<u32>,
     /// The page table, given if and only if the shape has pages.
     pub pages: Option<Pages>,
-    /// Factor of the scores: `1 / sqrt(head_dim)`, if the queries are not scaled.
-    pub scale: f32,
     /// Elements (batch, heads, group, dim), fully written, in the basis of the values. A sequence without
     /// tokens gives zeros.
     pub out: DevicePtr<AnyElement>,
@@ -266,11 +267,11 @@ pub struct AttendArguments {
 struct KernelArguments {
     keys: DevicePtr<u32>,
     values: DevicePtr<u32>,
-    steps: DevicePtr<u8>,
     norms: DevicePtr<u8>,
     mean_errors: Option<DevicePtr<f16>>,
     addends: Option<DevicePtr<f16>>,
-    queries: DevicePtr<f32>,
+    queries: DevicePtr<u32>,
+    units: DevicePtr<f32>,
     key_tables: DevicePtr<u32>,
     lengths: DevicePtr<u32>,
     pages: Option<DevicePtr<u32>>,
@@ -285,11 +286,10 @@ struct KernelArguments {
     max_pages: u32,
     query_blocks: u32,
     addend_tiles: u32,
-    scale: f32,
     value_step: f32,
 }
 
-const _: () = assert!(size_of::<KernelArguments>() == 152);
+const _: () = assert!(size_of::<KernelArguments>() == 144);
 
 /// Decode attention over scalar codes, `pq_core::sq::attend_into`, for a ragged batch.
 ///
@@ -388,11 +388,11 @@ impl Attend {
         let kernel_arguments = KernelArguments {
             keys: a.keys,
             values: a.values,
-            steps: a.steps,
             norms: a.norms,
             mean_errors: a.mean_errors,
             addends: a.addends.map(|addends| addends.values),
-            queries: a.queries,
+            queries: a.queries.words,
+            units: a.queries.units,
             key_tables: a.key_tables,
             lengths: a.lengths,
             pages: a.pages.map(|pages| pages.table),
@@ -405,9 +405,8 @@ impl Attend {
             group: shape.group as u32,
             blocks: in_32_bits("blocks", a.blocks)?,
             max_pages: in_32_bits("pages", max_pages)?,
-            query_blocks: in_32_bits("blocks of queries", a.query_blocks)?,
+            query_blocks: in_32_bits("blocks of queries", a.queries.blocks)?,
             addend_tiles: in_32_bits("tiles of addends", a.addends.map_or(0, |addends| addends.tiles))?,
-            scale: a.scale * std::f32::consts::LOG2_E,
             value_step: step,
         };
         // SAFETY: the structure is the kernel's argument; the caller upholds the contract of its pointers.

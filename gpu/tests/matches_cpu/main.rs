@@ -23,6 +23,7 @@ mod pq_train;
 mod sq_attend;
 mod sq_decode;
 mod sq_encode;
+mod sq_queries;
 mod svd_attend;
 mod svd_gram;
 mod svd_prefill;

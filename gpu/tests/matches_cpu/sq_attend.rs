@@ -2,7 +2,7 @@
 
 use half::f16;
 use kv_gpu::pq::{Addends, Pages};
-use kv_gpu::sq::{Attend, AttendArguments, AttendShape};
+use kv_gpu::sq::{Attend, AttendArguments, AttendShape, IntegerQueries};
 use kv_gpu::{Device, Element, Error};
 use pq_core::sq::{self, Block, Keys, Shape, TILE, Values};
 use pq_core::{Backend, SoftmaxStats};
@@ -27,7 +27,7 @@ struct Coded {
     values: Vec<u32>,
     norms: Vec<u8>,
     error: Vec<f16>,
-    queries: Vec<f32>, // (group, dim)
+    queries: Vec<f32>, // (group, dim), in the dual basis
     addends: Vec<f16>, // (group, n)
 }
 
@@ -79,6 +79,39 @@ fn key_shape(shape: &AttendShape, random: &mut Random) -> (Shape, Vec<f32>) {
     let mut order = vec![0; dim];
     let shape = sq::allot(&sigma, slots, &mut order).unwrap();
     (shape, order.iter().map(|&i| sigma[i]).collect())
+}
+
+/// The queries (group, dim) of a block as integers, and their units and offsets: what `Queries` writes.
+fn integers(coded: &Coded, keys: Shape, shape: &AttendShape) -> (Vec<u32>, Vec<f32>) {
+    let steps: Vec<f32> = coded.steps.iter().map(|&s| ((f32::from(s) - 128.0) / 8.0).exp2()).collect();
+    // Codes of one width are at the top of their bytes.
+    let key_scale = if shape.uniform_keys { f32::from(1_u16 << (8 - keys.widths()[0])) } else { 1.0 };
+    let (mut words, mut units) = (vec![], vec![]);
+    for query in coded.queries.chunks_exact(shape.dim) {
+        let products: Vec<f32> = query.iter().zip(&steps).map(|(q, step)| q * step).collect();
+        // A product that is none is the largest.
+        let top = products
+            .iter()
+            .fold(0.0, |top: f32, x| if top.is_nan() || x.is_nan() { f32::NAN } else { top.max(x.abs()) });
+        let unit = if top.is_finite() { top / QUERY_LIMIT as f32 } else { f32::NAN };
+        let z: Vec<i32> = products
+            .iter()
+            .map(|x| if unit > 0.0 { (x / unit).round_ties_even() as i32 } else { 0 })
+            .collect();
+        let packed = |quad: &[i32], byte: &dyn Fn(i32) -> i32| {
+            u32::from_le_bytes([0, 1, 2, 3].map(|i| byte(quad[i]) as u8))
+        };
+        for quad in z.chunks_exact(4) {
+            words.extend([packed(quad, &|z| (z + 128) >> 8), packed(quad, &|z| z)]);
+        }
+        let levels: i32 = z
+            .chunks_exact(4)
+            .zip(keys.widths())
+            .map(|(quad, &width)| quad.iter().sum::<i32>() * (1 - (1 << width)))
+            .sum();
+        units.extend([unit / key_scale, 0.5 * unit * levels as f32].map(|x| x * std::f32::consts::LOG2_E));
+    }
+    (words, units)
 }
 
 /// The formula, over decoded rows: output and log-sum-exp of a query, and how far the scores of the
@@ -209,7 +242,7 @@ fn run(device: &Device, random: &mut Random, case: &Case<'_>) {
         let all = places * heads * of_place;
         let (mut keys, mut values) =
             (vec![0xdddd_dddd_u32; all * key_len], vec![0xdddd_dddd_u32; all * value_len]);
-        let (mut steps, mut norms) = (vec![0xff_u8; all * dim], vec![0xff_u8; all * block]);
+        let mut norms = vec![0xff_u8; all * block];
         let mut errors = vec![f16::NAN; all * dim];
         for (pair, blocks) in coded.iter().enumerate() {
             for (b, coded) in blocks.iter().enumerate() {
@@ -217,18 +250,21 @@ fn run(device: &Device, random: &mut Random, case: &Case<'_>) {
                 let at = (place * heads + pair % heads) * of_place + at;
                 keys[at * key_len..][..coded.keys.len()].copy_from_slice(&coded.keys);
                 values[at * value_len..][..coded.values.len()].copy_from_slice(&coded.values);
-                steps[at * dim..][..dim].copy_from_slice(&coded.steps);
                 norms[at * block..][..coded.n].copy_from_slice(&coded.norms);
                 errors[at * dim..][..dim].copy_from_slice(&coded.error);
             }
         }
         let words = [keys, values].map(|words| Buffer::new(device, &words));
-        (words, [steps, norms].map(|bytes| Buffer::new(device, &bytes)), Buffer::new(device, &errors))
+        (words, Buffer::new(device, &norms), Buffer::new(device, &errors))
     };
-    let mut queries = vec![f32::NAN; batch * heads * blocks * group * dim];
+    let rows = batch * heads * blocks * group;
+    let (mut words, mut units) = (vec![0xdddd_dddd_u32; rows * dim / 2], vec![f32::NAN; rows * 2]);
     for (pair, of_pair) in coded.iter().enumerate() {
         for (b, coded) in of_pair.iter().enumerate() {
-            queries[(pair * blocks + b) * group * dim..][..group * dim].copy_from_slice(&coded.queries);
+            let (of_block, first) =
+                (integers(coded, of_heads[pair % heads].0, &shape), (pair * blocks + b) * group);
+            words[first * dim / 2..][..of_block.0.len()].copy_from_slice(&of_block.0);
+            units[first * 2..][..of_block.1.len()].copy_from_slice(&of_block.1);
         }
     }
     let tiles = blocks * block / TILE + random.below(3);
@@ -241,13 +277,15 @@ fn run(device: &Device, random: &mut Random, case: &Case<'_>) {
             }
         }
     }
-    let (queries, tables) = (Buffer::new(device, &queries), Buffer::new(device, &tables));
+    let (query_words, units) = (Buffer::new(device, &words), Buffer::new(device, &units));
+    let queries = IntegerQueries { words: query_words.pointer(), units: units.pointer(), blocks };
+    let tables = Buffer::new(device, &tables);
     let addends = Buffer::new(device, &addends);
     let lengths_there = Buffer::new(device, &lengths.iter().map(|&n| n as u32).collect::<Vec<u32>>());
     let workspace = Buffer::new(device, &vec![0_u8; attend.workspace_len(batch, heads)]);
     let pdl = random.below(2) == 1;
-    type Arrays = ([Buffer<u32>; 2], [Buffer<u8>; 2], Buffer<f16>);
-    let launch = |attend: &Attend, (words, bytes, errors): &Arrays, blocks_of_place, pages| {
+    type Arrays = ([Buffer<u32>; 2], Buffer<u8>, Buffer<f16>);
+    let launch = |attend: &Attend, (words, norms, errors): &Arrays, blocks_of_place, pages| {
         let out = Buffer::new(device, &vec![u16::MAX; batch * heads * group * dim]); // NaN
         let log_sum_exp = Buffer::new(device, &vec![f32::NAN; batch * heads * group]);
         let arguments = AttendArguments {
@@ -255,17 +293,14 @@ fn run(device: &Device, random: &mut Random, case: &Case<'_>) {
             heads,
             blocks: blocks_of_place,
             keys: words[0].pointer(),
-            steps: bytes[0].pointer(),
             values: words[1].pointer(),
-            norms: bytes[1].pointer(),
+            norms: norms.pointer(),
             mean_errors: shape.mean_errors.then(|| errors.pointer()),
             addends: shape.addends.then(|| Addends { values: addends.pointer(), tiles }),
             key_tables: tables.pointer(),
-            queries: queries.pointer(),
-            query_blocks: blocks,
+            queries,
             lengths: lengths_there.pointer(),
             pages,
-            scale: 1.0,
             out: out.pointer().cast(),
             log_sum_exp: Some(log_sum_exp.pointer()),
             pdl,
@@ -405,10 +440,11 @@ fn a_long_tail_keeps_its_weight() {
     table.table_into(&keys, &mut table_words).unwrap();
     let words = [|c: &Coded| c.keys.clone(), |c: &Coded| c.values.clone()]
         .map(|of| Buffer::new(&device, &coded.iter().flat_map(of).collect::<Vec<u32>>()));
-    let bytes = [|c: &Coded| c.steps.clone(), |c: &Coded| c.norms.clone()]
-        .map(|of| Buffer::new(&device, &coded.iter().flat_map(of).collect::<Vec<u8>>()));
-    let queries: Vec<f32> = coded.iter().flat_map(|c| c.queries.clone()).collect();
-    let (queries, table_words) = (Buffer::new(&device, &queries), Buffer::new(&device, &table_words));
+    let norms = Buffer::new(&device, &coded.iter().flat_map(|c| c.norms.clone()).collect::<Vec<u8>>());
+    let (query_words, units): (Vec<_>, Vec<_>) = coded.iter().map(|c| integers(c, keys, &shape)).unzip();
+    let (query_words, units) =
+        (Buffer::new(&device, &query_words.concat()), Buffer::new(&device, &units.concat()));
+    let table_words = Buffer::new(&device, &table_words);
     let (lengths, out) = (Buffer::new(&device, &[n as u32]), Buffer::new(&device, &vec![u16::MAX; dim]));
     let workspace = Buffer::new(&device, &vec![0_u8; attend.workspace_len(1, 1)]);
     let arguments = AttendArguments {
@@ -416,17 +452,14 @@ fn a_long_tail_keeps_its_weight() {
         heads: 1,
         blocks,
         keys: words[0].pointer(),
-        steps: bytes[0].pointer(),
         values: words[1].pointer(),
-        norms: bytes[1].pointer(),
+        norms: norms.pointer(),
         mean_errors: None,
         addends: None,
         key_tables: table_words.pointer(),
-        queries: queries.pointer(),
-        query_blocks: blocks,
+        queries: IntegerQueries { words: query_words.pointer(), units: units.pointer(), blocks },
         lengths: lengths.pointer(),
         pages: None,
-        scale: 1.0,
         out: out.pointer().cast(),
         log_sum_exp: None,
         pdl: false,

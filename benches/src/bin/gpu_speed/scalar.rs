@@ -4,7 +4,7 @@ use cudarc::driver::result::memcpy_dtod_async;
 use cudarc::driver::{CudaSlice, DeviceRepr, ValidAsZeroBits};
 use half::f16;
 use kv_gpu::Element;
-use kv_gpu::sq::{Attend, AttendArguments, AttendShape};
+use kv_gpu::sq::{Attend, AttendArguments, AttendShape, IntegerQueries, Queries, QueriesArguments};
 use pq_core::SoftmaxStats;
 use pq_core::sq::{self, Shape};
 
@@ -90,8 +90,12 @@ fn time(
     let value_words: Vec<u32> = (0..values.words_len(n)).map(|_| noise()).collect();
     let steps: Vec<u8> = (0..blocks * DIM).map(|_| 120 + noise() as u8 % 16).collect();
     let norms: Vec<u8> = (0..n).map(|_| 100 + noise() as u8 % 64).collect();
-    let queries: Vec<f32> =
-        (0..blocks * group * DIM).map(|_| (noise() % 2001) as f32 / 1000.0 - 1.0).collect();
+    // The same for all blocks: in this basis, with frequencies of 0.
+    let queries: Vec<f16> =
+        (0..group * DIM).map(|_| f16::from_f32((noise() % 2001) as f32 / 1000.0 - 1.0)).collect();
+    let basis: Vec<f32> = (0..DIM * DIM).map(|i| if i % (DIM + 1) == 0 { 1.0 } else { 0.0 }).collect();
+    let mut dual = vec![0.0; shape.dual_table().table_len()];
+    shape.dual_table().table_into(&basis, &mut dual).unwrap();
     let table = shape.key_table();
     let mut table_words = vec![0; table.table_len()];
     table.table_into(&keys, &mut table_words).unwrap();
@@ -104,27 +108,52 @@ fn time(
         (0..copies).map(|_| [&one_keys, &one_values].map(|one| repeat(watch, one, places))).collect();
     let bytes_there = [&steps, &norms].map(|bytes| repeat(watch, &watch.upload(bytes), places));
     let queries_there = repeat(watch, &watch.upload(&queries), places);
+    let (duals, frequencies) = (watch.upload(&dual.repeat(heads)), watch.zeros::<f32>(DIM / 2));
+    let rows = places * blocks * group;
+    let query_words = watch.zeros::<u32>(rows * IntegerQueries::words_len(DIM));
+    let units = watch.zeros::<f32>(rows * 2);
+    let integers =
+        IntegerQueries { words: watch.pointer(&query_words), units: watch.pointer(&units), blocks };
     let tables = watch.upload(&table_words.repeat(heads));
     let lengths = watch.upload(&vec![n as u32; batch]);
     let workspace = watch.zeros::<u8>(attend.workspace_len(batch, heads));
     let out = watch.zeros::<f16>(batch * query_heads * DIM);
     let scale = 1.0 / (DIM as f32).sqrt();
+    let transform = Queries::new(&watch.gpu, shape).unwrap();
+    let query_arguments = |pdl: bool| QueriesArguments {
+        batch,
+        heads,
+        queries: watch.pointer(&queries_there).cast(),
+        duals: watch.pointer(&duals),
+        frequencies: watch.pointer(&frequencies),
+        first: 0,
+        steps: watch.pointer(&bytes_there[0]),
+        key_tables: watch.pointer(&tables),
+        lengths: watch.pointer(&lengths),
+        blocks,
+        pages: None,
+        scale,
+        out: integers,
+        pdl,
+    };
+    let query_times = [false, true].map(|pdl| {
+        let arguments = query_arguments(pdl);
+        // SAFETY: the buffers have the shapes that the arguments require, and outlive the graph.
+        watch.time(16, |_, stream| unsafe { transform.launch(stream, &arguments) })
+    });
     let arguments = |copy: usize, pdl: bool| AttendArguments {
         batch,
         heads,
         blocks,
         keys: watch.pointer(&codes[copy][0]),
-        steps: watch.pointer(&bytes_there[0]),
         values: watch.pointer(&codes[copy][1]),
         norms: watch.pointer(&bytes_there[1]),
         mean_errors: None,
         addends: None,
         key_tables: watch.pointer(&tables),
-        queries: watch.pointer(&queries_there),
-        query_blocks: blocks,
+        queries: integers,
         lengths: watch.pointer(&lengths),
         pages: None,
-        scale,
         out: watch.pointer(&out).cast(),
         log_sum_exp: None,
         pdl,
@@ -149,7 +178,7 @@ fn time(
         let (key_words, value_words) = (of(&key_words, &keys), of(&value_words, &values));
         let of_keys = sq::Keys::new(keys, BLOCK, &steps[b * DIM..][..DIM], &key_words).unwrap();
         let of_values = sq::Values::new(values, &norms[b * BLOCK..][..BLOCK], &value_words).unwrap();
-        let scaled: Vec<f32> = queries[b * group * DIM..][..group * DIM].iter().map(|x| x * scale).collect();
+        let scaled: Vec<f32> = queries.iter().map(|x| x.to_f32() * scale).collect();
         let block = sq::Block::new(of_keys, of_values).unwrap();
         sq::attend_into(&scaled, &block, &mut scratch, &mut expected, &mut stats).unwrap();
     }
@@ -161,4 +190,7 @@ fn time(
 
     watch.report(&name, &shape_name, read as f64, us);
     watch.report(&format!("{name}, overlapped"), &shape_name, read as f64, us_pdl);
+    let (name, written) = (name.replace("attend", "queries"), (rows * (2 * DIM + 8)) as f64);
+    watch.report(&name, &shape_name, written, query_times[0]);
+    watch.report(&format!("{name}, overlapped"), &shape_name, written, query_times[1]);
 }

@@ -2,7 +2,7 @@
 
 mod codes;
 mod launch;
-pub(crate) mod queries;
+mod queries;
 mod transform;
 
 use kv_attend::owner::{Footprint, Pair, Side};
@@ -23,7 +23,7 @@ use crate::timed::Timed;
 use crate::{Error, Result};
 use codes::{Codes, encoder};
 use queries::BlockQueries;
-use transform::BlockRows;
+use transform::{BlockRows, HeadData};
 
 /// `prepare`, `restore`, `close_up` and `map_values`.
 pub(crate) fn program(element: Element, head_dim: usize) -> Program {
@@ -110,16 +110,16 @@ impl SqCache {
     ) -> Result<Self> {
         let &CacheShape { heads: n_kv_heads, group, head_dim, element, batch, .. } = sizes;
         let attend = Attend::new(&gpu.device, kernel(sizes, plan))?;
-        let codes = Codes::new(gpu, sizes, plan, heads)?;
+        let data = HeadData::new(sizes, plan, heads)?;
+        let codes = Codes::new(gpu, sizes, plan, &data)?;
         let n_heads = n_kv_heads * group;
-        let program = program(element, head_dim);
-        let kernel = |name| gpu.device.kernel(&program, name, 0);
+        let close_up = gpu.device.kernel(&program(element, head_dim), "close_up", 0)?;
         let sums = || Buffer::zeros(gpu, batch * n_heads);
         let cache = Self {
             exact: FullRank::new(gpu, sizes, false)?,
             merge: Merge::new(gpu, element, head_dim, group)?,
-            queries: BlockQueries::new(gpu, sizes, window_shape(sizes), codes.blocks)?,
-            close_up: kernel("close_up")?,
+            queries: BlockQueries::new(gpu, sizes, kernel(sizes, plan), &data.duals, codes.blocks)?,
+            close_up,
             window: Window::new(gpu, window_shape(sizes))?,
             scratch: Scratch {
                 out: Buffer::zeros(gpu, batch * n_heads * head_dim)?,
@@ -215,7 +215,7 @@ impl StepCache for SqCache {
         unsafe {
             self.exact.launch(gpu, rows, lengths, queries, out, Some(log_sum_exps[0]))?;
             self.codes.transform.means.launch(gpu, layer, sequences, queries)?;
-            self.queries.launch(gpu, layer, &self.codes.transform, sequences, queries)?;
+            self.queries.launch(gpu, layer, &self.codes, &self.window.shape, sequences, queries)?;
             self.launch_coded(gpu, layer, sequences)?;
             self.merge.launch(gpu, heads * self.group, batch, &parts)
         }
@@ -244,14 +244,14 @@ impl StepCache for SqCache {
         let shape = self.window.shape;
         Footprint {
             kept: self.codes.bytes_of(shape.stored(tokens)) + shape.exact_bytes(tokens),
-            working: self.queries.bytes() + self.codes.transform.working_bytes(),
-            shared: self.codes.shared_bytes(),
+            working: self.queries.working_bytes() + self.codes.transform.working_bytes(),
+            shared: self.queries.shared_bytes() + self.codes.shared_bytes(),
             ..Footprint::default()
         }
     }
 
     fn bytes(&self) -> usize {
-        self.window.bytes() + self.codes.bytes() + self.queries.bytes()
+        self.window.bytes() + self.codes.bytes() + self.queries.working_bytes() + self.queries.shared_bytes()
     }
 }
 

@@ -7,9 +7,9 @@
 // QUERIES query heads of a group; a larger group has several slices (blockIdx.y). The entries of the work
 // (scheduler.cuh) are the KV heads of all sequences, its units tiles of 32 tokens. Each warp takes consecutive tiles of
 // the block's part, since tiles of the same block of tokens share its queries.
+#include "softmax_reduce.cuh"
 #include "sq_attend/queries.cuh"
 #include "sq_attend/values.cuh"
-#include "softmax_reduce.cuh"
 
 // The cost of another sequence or head in a block, in tiles.
 constexpr u32 ENTRY_COST = 5 * WARPS;
@@ -18,8 +18,8 @@ constexpr u32 LEAST_TILES = 4;
 
 // Places in shared memory, in words.
 constexpr int RESULTS = WARPS * STAGES * STAGE / 4, QUERIES_AT = RESULTS + WARPS * QUERIES * RESULT,
-              TABLE = QUERIES_AT + WARPS * QUERY_WORDS, WORK = TABLE + (KEY_WIDTH ? 0 : (KeyTable::WORDS + 3) / 4 * 4),
-              SHARED = (WORK + 16) * 4;
+              TABLE = QUERIES_AT + WARPS * 2 * QUERY_WORDS,
+              WORK = TABLE + (KEY_WIDTH ? 0 : (KeyTable::WORDS + 3) / 4 * 4), SHARED = (WORK + 16) * 4;
 static_assert(SHARED <= SHARED_BYTES, "the host reserves enough");
 static_assert(sizeof(Work) <= 16 * 4, "room for the plan");
 
@@ -67,6 +67,10 @@ __device__ __forceinline__ void attend_entry(const Arguments& a, Work& work) {
               end = min(work.to - ENTRY_COST, (length + TILE - 1) / TILE), tiles = max(end, begin) - begin;
     u32 tile = begin + tiles * lane.warp / WARPS;
     const u32 tile_end = begin + tiles * (lane.warp + 1) / WARPS;
+    const u32 first_query = blockIdx.y * QUERIES, live = min(a.group - first_query, (u32)QUERIES);
+    const u64 first_row = (u64)work.entry * a.query_blocks * a.group + first_query;
+    BlockQueries queries(a, first_row, live, shared + QUERIES_AT + lane.warp * (2 * QUERY_WORDS), lane);
+    if (warp_uniform(tile < tile_end)) queries.copy(tile / BLOCK_TILES, lane);
     Ring ring(shared + lane.warp * (STAGES * STAGE / 4), a, sequence, head, tile, tile_end, lane);
 
     const KeyTable table{shared + TABLE};
@@ -78,30 +82,22 @@ __device__ __forceinline__ void attend_entry(const Arguments& a, Work& work) {
     __syncthreads();
 #endif
 
-    const u32 first_query = blockIdx.y * QUERIES, live = min(a.group - first_query, (u32)QUERIES);
-    const u64 query_block = (u64)work.entry * a.query_blocks; // the entry's first
-    u32* query_words = shared + QUERIES_AT + lane.warp * QUERY_WORDS;
     float* results = reinterpret_cast<float*>(shared + RESULTS) + lane.warp * QUERIES * RESULT;
     // 256: the smallest norm is 2^-8.
     Sums sums(results, a.value_step * (1.f / (65280.f * 256 * ValueCodes::SCALE)), lane);
     KeyProducts keys(table);
-    BlockQueries queries;
     const u16* error = nullptr; // of the block of the tiles so far
     bool is_new = true;         // the block of tokens
     while (warp_uniform(tile < tile_end)) {
         const u16* next_error = error;
+        const u32 stage = ring.wait();
         if (warp_uniform(is_new)) {
             const u32 block = tile / BLOCK_TILES;
-            const u64 place = place_of(a, sequence, head, block);
-            const float* rows = a.queries + ((query_block + block) * a.group + first_query) * D;
-            queries.load(rows, a.steps + place * D, live, a.scale, table, query_words, lane);
-            keys.begin_block(query_words, lane);
-            if ((block + 1) * BLOCK_TILES < tile_end)
-                prefetch_global_l2(reinterpret_cast<const u8*>(rows + a.group * D), live * D * 4, lane.lane, LANES);
-            if (MEAN_ERRORS) next_error = a.errors + place * D;
+            keys.begin_block(queries.begin_block(block, lane), lane);
+            if (warp_uniform((block + 1) * BLOCK_TILES < tile_end)) queries.copy(block + 1, lane);
+            if (MEAN_ERRORS) next_error = a.errors + place_of(a, sequence, head, block) * D;
             if (!error) error = next_error; // the first tile has none before it
         }
-        const u32 stage = ring.wait();
         ring.copy(a, sequence, head, lane);
         int products[SETS][2][4];
         keys.multiply(products, stage, lane);

@@ -24,8 +24,6 @@ __device__ __forceinline__ uint4 key_row(u32 keys, const Lane& lane) {
 }
 
 #if KEY_WIDTH
-constexpr int KEY_SCALE = UniformCodes<KEY_SLOTS, KEY_WIDTH>::SCALE; // of the products
-
 struct KeyProducts {
     u32 queries[SETS][PARTS]; // B operands: quad l + 4 p, column g
 
@@ -35,8 +33,7 @@ struct KeyProducts {
     __device__ __forceinline__ void begin_block(const u32* words, const Lane& lane) {
 #pragma unroll
         for (int i = 0; i < SETS * PARTS; i++)
-            queries[i / PARTS][i % PARTS] =
-                words[(i / PARTS * QUADS + i % PARTS * COLUMNS + lane.l) * 8 + lane.g];
+            queries[i / PARTS][i % PARTS] = words[(i / PARTS * QUADS + i % PARTS * COLUMNS + lane.l) * 8 + lane.g];
     }
 
     // sums[set][i]: of tokens 4 g + 2 i and 4 g + 2 i + 1 with the two limbs of query l.
@@ -82,8 +79,6 @@ struct KeyProducts {
     }
 };
 #else
-constexpr int KEY_SCALE = 1;
-
 struct KeyProducts {
     const KeyTable table;
     const u8* queries; // the block's integers, from column g of quad 0

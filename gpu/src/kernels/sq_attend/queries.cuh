@@ -1,83 +1,60 @@
-// The queries of a block of tokens as integers: B operands of the products with keys.
-//
-// CPU twin: `round_query` of pq_core::sq. A component times its step is z units, and z = 256 high + low, with high in
-// -64 to 64 and low in -128 to 127: the limbs of query q are columns 2 q and 2 q + 1 of an MMA, which a group of four
-// fills. A sum of 256 products of z with a byte is below 2^31. (A sixteenth bit would fit, too, but scores would no
-// longer be those of the CPU.) The score is (sum + offset) * unit, where the offset moves the codes to their levels: c
-// + 1/2 - 2^(b - 1).
+// The queries of a block of tokens, B operands of the products with keys: `sq_queries` makes them. The limbs of query q
+// are columns 2 q and 2 q + 1 of an MMA, which a group of four fills. A warp copies them a block ahead.
 #pragma once
 #include "sq_attend/keys.cuh"
 
-constexpr float QUERY_LIMIT = 16256; // 127 * 128
-constexpr int QUERY_WORDS = SETS * QUADS * 8; // of a warp, [set][quad][column]
+constexpr int QUERY_UNITS = SETS * QUADS * 8; // place of units and offsets, after the words [set][quad][column]
+constexpr int QUERY_WORDS = QUERY_UNITS + QUERIES * 2; // of a block
 
-// Factor and offset of the scores of query l of each set.
 struct BlockQueries {
-    float unit[SETS], offset[SETS];
+    float unit[SETS], offset[SETS]; // of the scores of query l of each set
 
-    // Rounds the `live` queries of a slice, the others being zeros, and stores them in `words`. Called by the warp.
-    __device__ __forceinline__ void load(const float* queries, const u8* steps, u32 live, float scale,
-                                         const KeyTable& table, u32* words, const Lane& lane) {
-        constexpr int OF_LANE = (QUADS + LANES - 1) / LANES; // quads
-        float step[OF_LANE][4];
+    // The `live` queries of a slice, from its first row in the first block on; `buffers` has room for two blocks. The
+    // other columns are zeros.
+    __device__ __forceinline__ BlockQueries(const Arguments& a, u64 first_row, u32 live, u32* buffers, const Lane& lane)
+        : words(a.queries + first_row * QUADS), units(a.units + first_row), group(a.group), live(live),
+          buffers(buffers) {
+        for (u32 i = live * QUADS + lane.lane; i < QUERIES * QUADS; i += LANES)
+            *two(0, i / QUADS, i % QUADS) = *two(1, i / QUADS, i % QUADS) = make_uint2(0, 0);
+        if (lane.lane >= live && lane.lane < QUERIES)
+            *of_query(0, lane.lane) = *of_query(1, lane.lane) = make_float2(0, 0);
+    }
+
+    // Starts to copy those of a block, as a part of the ring's next copy.
+    __device__ __forceinline__ void copy(u32 block, const Lane& lane) const {
+        const u64 row = (u64)block * group;
 #pragma unroll
-        for (int i = 0; i < OF_LANE; i++) {
-            const int quad = lane.lane + i * LANES;
-            const u32 codes = quad < QUADS ? __ldg(reinterpret_cast<const u32*>(steps) + quad) : 0;
+        for (int q = 0; q < QUERIES; q++)
 #pragma unroll
-            for (int j = 0; j < 4; j++) // 2^(code / 8 - 16), the code in the mantissa of 2^23
-                step[i][j] = exp2_approx(__uint_as_float(prmt(codes, 0x4b000000, 0x7440 + j)) * .125f - 1048592.f);
-        }
-        __syncwarp(); // all lanes have read the queries of the block before
+            for (int first = 0; first < QUADS; first += LANES) {
+                const int quad = first + lane.lane;
+                if (q < live && quad < QUADS) cp_async_8(two(block % 2, q, quad), words + (row + q) * QUADS + quad);
+            }
+        if (lane.lane < live) cp_async_8(of_query(block % 2, lane.lane), units + row + lane.lane);
+    }
+
+    // Takes a block whose copy has ended, and returns its words.
+    __device__ __forceinline__ const u32* begin_block(u32 block, const Lane& lane) {
 #pragma unroll
         for (int set = 0; set < SETS; set++) {
-            float x[4][OF_LANE][4];
-#pragma unroll
-            for (int q = 0; q < 4; q++)
-#pragma unroll
-                for (int i = 0; i < OF_LANE; i++) {
-                    const int quad = lane.lane + i * LANES;
-                    float4 four = make_float4(0, 0, 0, 0);
-                    if (quad < QUADS && 4 * set + q < live)
-                        four = __ldg(reinterpret_cast<const float4*>(queries + (4 * set + q) * D) + quad);
-                    x[q][i][0] = four.x * step[i][0], x[q][i][1] = four.y * step[i][1];
-                    x[q][i][2] = four.z * step[i][2], x[q][i][3] = four.w * step[i][3];
-                }
-#pragma unroll
-            for (int q = 0; q < 4; q++) {
-                u32 largest = 0; // bits of a magnitude, which are in the order of the magnitudes; NaN is the largest
-#pragma unroll
-                for (int i = 0; i < OF_LANE * 4; i++)
-                    largest = max(largest, __float_as_uint(x[q][i / 4][i % 4]) & 0x7fffffffu);
-                const float top = __uint_as_float(__reduce_max_sync(FULL, largest));
-                const float per_unit = top > 0 ? __fdividef(QUERY_LIMIT, top) : 0;
-                u32 sum = 0;
-#pragma unroll
-                for (int i = 0; i < OF_LANE; i++) {
-                    u32 z[4], high[4], of_quad = 0; // low bits of floats of 1.5 * 2^23, to which z is added
-#pragma unroll
-                    for (int j = 0; j < 4; j++) {
-                        z[j] = __float_as_uint(x[q][i][j] * per_unit + 12582912.f);
-                        high[j] = z[j] + 128, of_quad += z[j] - 0x4b400000u;
-                    }
-                    const int quad = lane.lane + i * LANES;
-                    if (quad < QUADS)
-                        *reinterpret_cast<uint2*>(words + (set * QUADS + quad) * 8 + 2 * q) =
-                            make_uint2(pack_second_bytes(high[0], high[1], high[2], high[3]),
-                                       pack_low_bytes(z[0], z[1], z[2], z[3]));
-#if KEY_WIDTH
-                    sum += of_quad;
-#else
-                    if (quad < QUADS) sum += of_quad * table.offset(quad);
-#endif
-                }
-                sum = __reduce_add_sync(FULL, sum);
-                // NaN if a component is not finite.
-                const float one = top < infinity() ? top * (scale / QUERY_LIMIT) : top * 0;
-                constexpr float LEVEL = KEY_WIDTH ? .5f * (1 - (1 << KEY_WIDTH)) : .5f;
-                if (lane.l == q) unit[set] = one * (1.f / KEY_SCALE), offset[set] = one * (LEVEL * (int)sum);
-            }
+            const float2 both = *of_query(block % 2, 4 * set + lane.l);
+            unit[set] = both.x, offset[set] = both.y;
         }
-        __syncwarp();
+        return buffers + block % 2 * QUERY_WORDS;
+    }
+
+  private:
+    const uint2* words;
+    const float2* units;
+    u32 group, live;
+    u32* buffers;
+
+    // The limbs of a quad, and unit and offset.
+    __device__ __forceinline__ uint2* two(u32 buffer, int query, int quad) const {
+        u32* words = buffers + buffer * QUERY_WORDS + (query / 4 * QUADS + quad) * 8;
+        return reinterpret_cast<uint2*>(words + query % 4 * 2);
+    }
+    __device__ __forceinline__ float2* of_query(u32 buffer, int query) const {
+        return reinterpret_cast<float2*>(buffers + buffer * QUERY_WORDS + QUERY_UNITS + query * 2);
     }
 };

@@ -17,13 +17,13 @@ constexpr int RESULT = D + 4; // floats of a result row: components, maximum, su
 constexpr int VALUE_SLOTS = PARTS * VALUE_BITS;
 
 struct Arguments {
-    const u32* keys;   // [page or sequence][head][block][tile of block][vector][16]
-    const u32* values; // the same
-    const u8* steps;   // [page or sequence][head][block][D]
-    const u8* norms;   // [page or sequence][head][block][BLOCK]
-    const u16* errors; // f16 [page or sequence][head][block][D]
+    const u32* keys;      // [page or sequence][head][block][tile of block][vector][16]
+    const u32* values;    // the same
+    const u8* norms;      // [page or sequence][head][block][BLOCK]
+    const u16* errors;    // f16 [page or sequence][head][block][D]
     const u16* addends;   // f16 [sequence][head][tile of sequence][query of group][TILE], in units of the score
-    const float* queries; // [sequence][head][block of sequence][query of group][D], in the dual basis of the block
+    const uint2* queries; // [sequence][head][block of sequence][query of group][quad]: high and low limbs
+    const float2* units;  // [sequence][head][block of sequence][query of group]: unit and offset of the scores
     const u32* tables;    // [head][KeyTable::WORDS]; not read if KEY_WIDTH
     const u32* lengths;   // [sequence]
     const u32* pages;     // PAGED: [sequence][max_pages]
@@ -35,7 +35,6 @@ struct Arguments {
     u32 blocks, max_pages; // blocks of tokens of a page or sequence, and pages of a sequence
     u32 query_blocks;      // blocks of tokens of a sequence's queries
     u32 addend_tiles;      // tiles of a sequence's addends
-    float scale;           // factor of the scores, times log2(e)
     float value_step;      // between the levels of a value of norm 1
 };
 
@@ -59,11 +58,3 @@ struct Lane {
         keep_in_register(keys), keep_in_register(values), keep_in_register(later_values);
     }
 };
-
-// The low bytes of four numbers, the first in the low byte; their second bytes.
-__device__ __forceinline__ u32 pack_low_bytes(u32 x0, u32 x1, u32 x2, u32 x3) {
-    return prmt(prmt(x0, x1, 0x0040), prmt(x2, x3, 0x0040), 0x5410);
-}
-__device__ __forceinline__ u32 pack_second_bytes(u32 x0, u32 x1, u32 x2, u32 x3) {
-    return prmt(prmt(x0, x1, 0x0051), prmt(x2, x3, 0x0051), 0x5410);
-}

@@ -16,7 +16,7 @@ use crate::cache::window::WindowShape;
 use crate::gpu::Gpu;
 use crate::hashed::{RANDOM_CODES, fill_codes};
 use crate::memory::Buffer;
-use crate::plan::{Heads, ScalarHead, ScalarPlan};
+use crate::plan::ScalarPlan;
 use crate::shape::CacheShape;
 
 /// Codes of all complete blocks of a batch.
@@ -43,17 +43,11 @@ pub(super) const fn encoder(shape: &CacheShape, plan: &ScalarPlan, side: Side) -
 }
 
 impl Codes {
-    /// No codes; the transforms of the heads, or hashed ones.
+    /// No codes.
     ///
     /// # Errors
     /// [`Error::Gpu`](crate::Error::Gpu).
-    pub fn new(
-        gpu: &Gpu,
-        sizes: &CacheShape,
-        plan: &ScalarPlan,
-        heads: Option<&Heads<ScalarHead>>,
-    ) -> Result<Self> {
-        let heads = HeadData::new(sizes, plan, heads)?;
+    pub fn new(gpu: &Gpu, sizes: &CacheShape, plan: &ScalarPlan, heads: &HeadData) -> Result<Self> {
         let shape = window_shape(sizes);
         let WindowShape { n_layers, batch, head_dim: dim, leaving: block, .. } = shape;
         let blocks = (shape.stored(shape.capacity) / block).max(1);
@@ -78,7 +72,7 @@ impl Codes {
             scales: Pair::new(Buffer::zeros(gpu, all_blocks * dim)?, Buffer::zeros(gpu, all_blocks * block)?),
             mean_errors: plan.mean_errors.then(|| Buffer::zeros(gpu, all_blocks * dim)).transpose()?,
             tables: Buffer::of(gpu, &tables)?,
-            transform: Transform::new(gpu, sizes, plan, &heads, blocks)?,
+            transform: Transform::new(gpu, sizes, plan, heads, blocks)?,
             table_len: table.table_len(),
             blocks,
             shape,

@@ -49,23 +49,20 @@ impl SqCache {
     /// # Safety
     /// As [`DeviceCache::attend`](crate::DeviceCache::attend).
     pub(super) unsafe fn launch_coded(&self, gpu: &Gpu, layer: usize, sequences: &Sequences) -> Result<()> {
-        let WindowShape { batch, heads, head_dim, .. } = self.window.shape;
+        let WindowShape { batch, heads, .. } = self.window.shape;
         let arguments = AttendArguments {
             batch,
             heads,
             blocks: self.codes.blocks,
             keys: self.codes.words(Side::Keys, layer, 0),
-            steps: self.codes.scales(Side::Keys, layer, 0),
             values: self.codes.words(Side::Values, layer, 0),
             norms: self.codes.scales(Side::Values, layer, 0),
             mean_errors: self.codes.mean_errors(layer, 0),
             addends: Some(self.codes.transform.means.addends()),
             key_tables: self.codes.tables(layer),
-            queries: self.queries.pointer(),
-            query_blocks: self.queries.blocks(),
+            queries: self.queries.integers(),
             lengths: sequences.coded_lengths,
             pages: None,
-            scale: 1.0 / (head_dim as f32).sqrt(),
             out: self.scratch.out.pointer().cast(),
             log_sum_exp: Some(self.scratch.log_sum_exps[1].pointer()),
             pdl: true,

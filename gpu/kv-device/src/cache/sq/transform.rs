@@ -30,7 +30,7 @@ pub(super) struct HeadData {
     value_means: Vec<f32>,  // head_dim
     value_scales: Vec<f32>, // one
     bases: Vec<f32>,        // head_dim, head_dim: columns in the order of the codes
-    duals: Vec<f32>,        // head_dim, head_dim
+    pub duals: Vec<f32>,    // head_dim, head_dim
     pub shapes: Vec<Shape>, // of the codes of keys
 }
 
@@ -182,11 +182,6 @@ impl Transform {
         all.pointer().offset(layer * self.shape.heads * self.shape.head_dim * self.shape.head_dim)
     }
 
-    /// Dual bases of a layer.
-    pub fn duals(&self, layer: usize) -> DevicePtr<f32> {
-        self.maps(&self.duals, layer)
-    }
-
     /// The rows of each sequence.
     pub fn counts(&self) -> DevicePtr<u32> {
         self.counts.pointer()
@@ -209,7 +204,7 @@ impl Transform {
 
     /// Writes rows of a layer from transformed ones.
     pub fn restore(&self, gpu: &Gpu, layer: usize, rows: &BlockRows, most: usize) -> Result<()> {
-        self.launch(gpu, &self.restore, self.duals(layer), layer, rows, most)
+        self.launch(gpu, &self.restore, self.maps(&self.duals, layer), layer, rows, most)
     }
 
     /// Launches `prepare` or `restore` between rows and `transformed`.
