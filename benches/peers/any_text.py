@@ -3,7 +3,7 @@
 
     cargo build --release -p kv-reference
     python benches/peers/any_text.py target/release/kv benches/results --wikitext WIKITEXT [--text NAME=FILE]... \\
-        [--model NAME=PATH:LENGTHS:DECODE:TRIALS]... [--only NAME] [--texts N]
+        [--model NAME=PATH:LENGTHS:DECODE:TRIALS]... [--only NAME] [--methods A,B] [--own LENGTHS] [--texts N] [--device auto]
 
 Every method has a profile of WIKITEXT alone, of its first 4,096 tokens, and runs over texts of other kinds; methods of which
 something is fitted run again with a profile of the text itself, from the 4,096 tokens before the prompt, over the same tokens.
@@ -11,7 +11,8 @@ Texts of the repository: speeches in lines of 72 characters, code (its Rust sour
 adds others, such as plays or another script. A model is `--model NAME=PATH:2048+8192:128:8`: prompts of 2,048 and 8,192 tokens, 128
 tokens decoded, 8 facts to find at half the depth of a prompt, pass keys and lines; without any it is the shipped model. `--only`
 runs one model and keeps the stored results of the others; `--texts N` takes the first N texts. `--methods A,B` runs methods of the
-list alone, after a change of them: the stored rows of the others stay, and the new ones name their commit.
+list alone, at lengths that are new or after a change of them: the stored rows of the others stay, and the new ones name their
+commit. Profiles of the texts themselves are made for the lengths of `--own`, by default all.
 
 Before a text is run the script asserts, on 512 tokens of it, that the exact cache has no divergence, that bytes are those of each
 format, and that of one family more bits have less divergence.
@@ -62,10 +63,11 @@ def check(bench, text, methods):
         assert kls == sorted(kls), (order, kls)
 
 
-def measure(bench, text, methods, length, decode, trials):
+def measure(bench, text, methods, length, decode, trials, with_own):
     """The rows of one text at one length."""
     rows = bench.eval(text, methods, length, decode, trials)
-    own = bench.eval(text, [method for method in methods if METHODS[method]], length, decode, 0, profile=False)
+    fitted = [method for method in methods if METHODS[method]] if with_own else []
+    own = bench.eval(text, fitted, length, decode, 0, profile=False) if fitted else {}
     return [
         {
             "method": method,
@@ -93,6 +95,7 @@ def main():
     parser.add_argument("--model", action="append", default=[], metavar="NAME=PATH:LENGTHS:DECODE:TRIALS")
     parser.add_argument("--only")
     parser.add_argument("--methods")
+    parser.add_argument("--own", help="lengths, such as 2048+8192")
     args = parser.parse_args()
 
     unseen, models = texts.chosen(args), texts.models(("", "2048+8192", 128, 8), args.model)
@@ -104,18 +107,19 @@ def main():
         if args.only not in (None, name):
             continue
         with tempfile.TemporaryDirectory() as folder:
-            bench = texts.Bench(args.kv, model, folder)
+            bench = texts.Bench(args.kv, model, folder, args.device)
             bench.calibrate(args.wikitext, [method for method in methods if METHODS[method]])
-            made = {"date": tables.today(), "commit": tables.commit(), "decode": decode, "runs": []}
+            made = {"date": tables.today(), "commit": tables.commit(), "decode": decode, "device": args.device, "runs": []}
             if args.methods:
-                made = done[name]
+                made = done.get(name, made)
             for text, content in unseen.items():
                 file = bench.file(content)
                 check(bench, file, methods)
                 for length in map(int, lengths.split("+")):
-                    rows = measure(bench, file, methods, length, decode, trials)
-                    if args.methods:
-                        run = next(run for run in made["runs"] if (run["text"], run["length"]) == (text, length))
+                    with_own = args.own is None or str(length) in args.own.split("+")
+                    rows = measure(bench, file, methods, length, decode, trials, with_own)
+                    run = next((run for run in made["runs"] if (run["text"], run["length"]) == (text, length)), None)
+                    if run:
                         run["rows"] = merged(run["rows"], rows)
                     else:
                         made["runs"].append({"text": text, "length": length, "rows": rows})

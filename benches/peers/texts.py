@@ -14,6 +14,7 @@ def parser():
     made.add_argument("--wikitext", required=True)
     made.add_argument("--text", action="append", default=[], metavar="NAME=FILE")
     made.add_argument("--texts", type=int)
+    made.add_argument("--device", default="cpu", help="of `kv eval`: with auto, methods without kernels run on the CPU")
     return made
 
 
@@ -50,8 +51,8 @@ def own_texts():
 class Bench:
     """Runs of `kv` on one model, with files in a folder."""
 
-    def __init__(self, kv, path, folder):
-        self.kv, self.folder = kv, folder
+    def __init__(self, kv, path, folder, device="cpu"):
+        self.kv, self.folder, self.device = kv, folder, device
         self.model = ["--model", path] if path else []
         self.profile = os.path.join(folder, "profile")
 
@@ -74,7 +75,7 @@ class Bench:
     def eval(self, text, methods, length, decode, trials, profile=True, calibration=CALIBRATION):
         """A row for every method; the last tokens of the calibration are those before the prompt."""
         arguments = ["--text", text, "--methods", ",".join(methods), "--lengths", length, "--decode", decode]
-        arguments += ["--trials", trials, "--depths", 0.5, "--windows", 0, "--calibration", calibration, "--device", "cpu"]
+        arguments += ["--trials", trials, "--depths", 0.5, "--windows", 0, "--calibration", calibration, "--device", self.device]
         arguments += ["--profile", self.profile] if profile else []
         return dict(zip(methods, self.run("eval", *arguments)["rows"]))
 
