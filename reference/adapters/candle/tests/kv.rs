@@ -86,7 +86,7 @@ impl Profile {
     fn product(&self, config: &Config) -> Vec<PqCache> {
         let window = Window { sinks: 4, recent: 64, batch: 1 };
         let book = |side: &str, layer: usize, head: usize| {
-            let centroids = self.part(&format!("million/64x8/0/{side}/{layer}/{head}/centroids"));
+            let centroids = self.part(&format!("million/64x8/8/0/{side}/{layer}/{head}/centroids"));
             CodebookBuf::new(PqShape::new(config.head_dim(), 64, 8).unwrap(), &centroids).unwrap()
         };
         let books = |layer, head| Arc::new(HeadBooks::new(book("k", layer, head), book("v", layer, head)));

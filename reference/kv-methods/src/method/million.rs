@@ -51,8 +51,9 @@ struct Million {
 
 impl Million {
     fn key(&self, side: Side, l: usize, head: usize, part: &str) -> String {
+        let Self { iterations, outliers, .. } = self;
         let (code, letter) = (self.codes[side], side.letter());
-        format!("million/{code}/{}/{letter}/{l}/{head}/{part}", self.outliers)
+        format!("million/{code}/{iterations}/{outliers}/{letter}/{l}/{head}/{part}")
     }
 
     /// The codebooks of layer `l`, one pair per KV head.

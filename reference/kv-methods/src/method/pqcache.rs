@@ -77,7 +77,7 @@ words!(Codebooks, "prompt" => Codebooks::Prompt, "profile" => Codebooks::Profile
 
 impl Quantizer {
     fn key(&self, l: usize, head: usize) -> String {
-        format!("pqcache/{}/{l}/{head}/centroids", self.code)
+        format!("pqcache/{}/{}/{l}/{head}/centroids", self.code, self.iterations)
     }
 
     /// The codebooks of layer `l`, one per KV head.

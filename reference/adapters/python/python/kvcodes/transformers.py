@@ -54,6 +54,9 @@ FEWEST = 64
 SEED = 0x6B76
 """Of the training of codebooks; that of ``kv calibrate``."""
 
+ITERATIONS = 8
+"""Of the training of codebooks; the default of ``kv calibrate``, whose entries name it."""
+
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Models whose RoPE rotates component ``i`` with ``i + head_dim / 2``, all of them."""
 
@@ -155,7 +158,7 @@ class Calibration:
     def _product(self, geometry: _Geometry, layer: int, settings: dict[str, Any]) -> ProductQuantizer:
         def book(side: str, head: int) -> Codebook:
             m, nbits = settings[side]
-            name = f"million/{m}x{nbits}/0/{side}/{layer}/{head}/centroids"
+            name = _codebook(side, m, nbits, layer, head)
             if m < 1 or geometry.dim % m or not 1 <= nbits <= 12:
                 raise ArgumentError(
                     f"{side}=({m}, {nbits}) does not divide heads of {geometry.dim} components"
@@ -233,6 +236,11 @@ def _mixed(texts: list[list[int]], n: int) -> list[int]:
     return [id for at in range(0, turns, 128) for text in texts for id in text[at : at + 128]]
 
 
+def _codebook(side: str, m: int, nbits: int, layer: int, head: int) -> str:
+    """The name of the entry."""
+    return f"million/{m}x{nbits}/{ITERATIONS}/0/{side}/{layer}/{head}/centroids"
+
+
 def _parts(name: str, basis: Basis) -> dict[str, torch.Tensor]:
     """The entries of a head's basis."""
     parts = {
@@ -261,8 +269,8 @@ def _fit_product(
     rows = {"k": _rotate(copies, positions, geometry.frequencies), "v": values}
     entries = {}
     for side, (m, nbits) in books.items():
-        book = Codebook.train(rows[side].contiguous(), m, nbits, iterations=8, seed=SEED)
-        entries[f"million/{m}x{nbits}/0/{side}/{layer}/{head}/centroids"] = _tensor(book.centroids)
+        book = Codebook.train(rows[side].contiguous(), m, nbits, iterations=ITERATIONS, seed=SEED)
+        entries[_codebook(side, m, nbits, layer, head)] = _tensor(book.centroids)
     return entries
 
 
