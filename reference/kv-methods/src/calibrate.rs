@@ -14,7 +14,6 @@ use svd_core::{Gram, MapBuf, NoRope, PostRope, PreRope, RopeSide, Rows};
 
 use crate::cache::Geometry;
 use crate::{Error, Method, Profile, Result};
-pub(crate) use divergence::divergences;
 pub use text::CalibrationText;
 
 /// Leading tokens to skip: every method keeps the sinks exact, and their norms are outliers.
@@ -27,8 +26,10 @@ const FEWEST: usize = 64;
 /// tokens of another text 1 to 4 times the KL of four (12 M, 4.1 bits a component).
 const COPIES: usize = 4;
 
-/// Samples of every layer over one text.
-pub struct Calibration {
+/// Samples of every layer of a model over one text.
+pub struct Calibration<'a> {
+    pub(crate) model: &'a Model,
+    pub(crate) rope: &'a Rope,
     pub(crate) tokens: Vec<u32>,
     pub(crate) layers: Vec<LayerSamples>,
     pub(crate) shared: Shared,
@@ -68,7 +69,7 @@ pub(crate) struct LayerSamples {
     pub residual_rms: f64, // of the residual stream after the layer (for the last layer, before it); never 0
 }
 
-impl Calibration {
+impl<'a> Calibration<'a> {
     /// Rejects too few tokens to calibrate on.
     ///
     /// # Errors
@@ -81,7 +82,7 @@ impl Calibration {
     ///
     /// # Errors
     /// [`Error::FewTokens`] for fewer than 64; errors of [`prefill`].
-    pub fn gather(model: &Model, rope: &Rope, tokens: &[u32]) -> Result<Self> {
+    pub fn gather(model: &'a Model, rope: &'a Rope, tokens: &[u32]) -> Result<Self> {
         Self::check_tokens(tokens.len())?;
         let mut layers: Vec<LayerSamples> = vec![];
         prefill(model, rope, tokens, &mut |l, activations| {
@@ -95,7 +96,29 @@ impl Calibration {
             });
             Ok(())
         })?;
-        Ok(Self { tokens: tokens.to_vec(), layers, shared: Shared::default() })
+        Ok(Self { model, rope, tokens: tokens.to_vec(), layers, shared: Shared::default() })
+    }
+
+    /// What `fit` makes of each layer and KV head, in their order. Heads are fitted in parallel.
+    pub(crate) fn of_heads<T: Send>(
+        &self,
+        fit: impl Fn(usize, usize) -> Result<T> + Sync,
+    ) -> Result<Vec<(usize, usize, T)>> {
+        let of_layer = |l| (0..self.model.config.n_kv_heads).map(move |head| (l, head));
+        let heads: Vec<(usize, usize)> = (0..self.layers.len()).flat_map(of_layer).collect();
+        heads.into_par_iter().map(|(l, head)| Ok((l, head, fit(l, head)?))).collect()
+    }
+
+    /// Second moment of the rows of `W_O` that multiply a head's values, over its group of query heads.
+    pub(crate) fn output_gram(&self, l: usize, head: usize) -> Result<Gram<NoRope>> {
+        let config = &self.model.config;
+        let mut gram = Gram::new(config.head_dim)?;
+        let weight = self.model.layers[l].attention.o.weight.to_f32();
+        for query_head in head * config.gqa_group()..(head + 1) * config.gqa_group() {
+            let weight = Rows::contiguous(&weight, config.q_dim())?;
+            gram.add_rows(weight.columns(query_head * config.head_dim, config.head_dim)?)?;
+        }
+        Ok(gram)
     }
 }
 
@@ -121,7 +144,7 @@ pub fn calibrated_on(
     if methods.iter().any(Method::needs_profile) {
         methods.iter().try_for_each(|method| method.fitted(&model.config).map(drop))?;
         let samples = Calibration::gather(model, rope, &text.tokens)?;
-        methods.iter().try_for_each(|method| method.calibrate(model, rope, &samples, &mut profile))?;
+        methods.iter().try_for_each(|method| method.calibrate(&samples, &mut profile))?;
     }
     Ok(profile)
 }
@@ -172,18 +195,6 @@ fn rms(x: &[f32]) -> f64 {
     let squares: f64 = x.iter().map(|&x| f64::from(x) * f64::from(x)).sum();
     let rms = (squares / x.len() as f64).sqrt();
     if rms > LEAST { rms } else { 1.0 }
-}
-
-/// Second moment of the rows of `W_O` that multiply a head's values, over its group of query heads.
-pub(crate) fn output_gram(model: &Model, l: usize, head: usize) -> Result<Gram<NoRope>> {
-    let config = &model.config;
-    let mut gram = Gram::new(config.head_dim)?;
-    let weight = model.layers[l].attention.o.weight.to_f32();
-    for query_head in head * config.gqa_group()..(head + 1) * config.gqa_group() {
-        let weight = Rows::contiguous(&weight, config.q_dim())?;
-        gram.add_rows(weight.columns(query_head * config.head_dim, config.head_dim)?)?;
-    }
-    Ok(gram)
 }
 
 /// The mean of rows (n, dim).

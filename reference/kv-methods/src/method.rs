@@ -140,14 +140,8 @@ impl Method {
     ///
     /// # Errors
     /// [`Error::Argument`] when the setting does not fit the model; errors of the cores.
-    pub fn calibrate(
-        &self,
-        model: &Model,
-        rope: &Rope,
-        samples: &Calibration,
-        profile: &mut Profile,
-    ) -> Result<()> {
-        self.fitted(&model.config)?.kind.calibrate(model, rope, samples, profile)
+    pub fn calibrate(&self, samples: &Calibration<'_>, profile: &mut Profile) -> Result<()> {
+        self.fitted(&samples.model.config)?.kind.calibrate(samples, profile)
     }
 
     /// An empty cache for `model`, with positions from `rope`.

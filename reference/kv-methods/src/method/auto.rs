@@ -13,14 +13,14 @@ use std::fmt::Display;
 use std::sync::Arc;
 
 use kv_attend::owner::Pair;
-use kv_model::{Config, Model, Rope};
+use kv_model::Config;
 use kv_owners::sq::{Basis, Bits};
 use pq_core::sq::Shape;
 
 use super::kind::{BuildContext, Kind, Registration};
 use super::sq::bases::Bases;
 use crate::cache::{Geometry, Store};
-use crate::calibrate::{Calibration, divergences};
+use crate::calibrate::Calibration;
 use crate::{Error, Profile, Result};
 use allocation::{Budget, Choice, allocate, total};
 
@@ -218,22 +218,16 @@ impl Kind for Auto {
         true
     }
 
-    fn calibrate(
-        &self,
-        model: &Model,
-        rope: &Rope,
-        samples: &Calibration,
-        profile: &mut Profile,
-    ) -> Result<()> {
-        self.bases.calibrate(model, rope, samples, profile)?;
-        let (key, geometry) = (self.key(), Geometry::of(&model.config));
+    fn calibrate(&self, samples: &Calibration<'_>, profile: &mut Profile) -> Result<()> {
+        self.bases.calibrate(samples, profile)?;
+        let (key, config) = (self.key(), &samples.model.config);
         let losses = samples.shared.get(&key, || {
-            let layers = 0..model.config.n_layers;
+            let layers = 0..config.n_layers;
             let bases =
-                layers.map(|l| self.bases.of_layer(&model.config, profile, l)).collect::<Result<Vec<_>>>()?;
-            divergences(model, rope, &samples.tokens, |l, side, rows| {
-                let bits = Bits::uniform(MEASURED);
-                self.bases.decode(geometry, rope.layer(l), &bases[l], side, &bits, rows)
+                layers.map(|l| self.bases.of_layer(config, profile, l)).collect::<Result<Vec<_>>>()?;
+            samples.divergences(|l, side, rows| {
+                let (rope, bits) = (samples.rope.layer(l), Bits::uniform(MEASURED));
+                self.bases.decode(Geometry::of(config), rope, &bases[l], side, &bits, rows)
             })
         })?;
         // Rounding may make a divergence of next to nothing negative.
@@ -250,6 +244,8 @@ impl Kind for Auto {
 
 #[cfg(test)]
 mod tests {
+    use kv_model::{Model, Rope};
+
     use super::*;
     use crate::{Method, calibrated, fixture};
 

@@ -11,7 +11,7 @@ use codec_core::{FitOptions, LayerRows, ModelInfo, Place, PlaneBuf, PredictorKin
 use kv_attend::owner::{Pair, Side};
 #[cfg(feature = "cuda")]
 use kv_device::plan::{Bitstream, Plan};
-use kv_model::{Config, Model, Rope};
+use kv_model::Config;
 
 use super::kind::{BuildContext, Kind, LOSSLESS, Registration};
 #[cfg(feature = "cuda")]
@@ -141,20 +141,14 @@ impl Kind for CacheGen {
     }
 
     /// Fits a plane to the keys and one to the values of every layer, or group of layers.
-    fn calibrate(
-        &self,
-        model: &Model,
-        rope: &Rope,
-        samples: &Calibration,
-        profile: &mut Profile,
-    ) -> Result<()> {
-        let config = &model.config;
+    fn calibrate(&self, samples: &Calibration<'_>, profile: &mut Profile) -> Result<()> {
+        let config = &samples.model.config;
         let info = self.model_info(config);
         let transforms = match self.mode {
             Mode::Transform { bits, shares, over } => {
                 let heads = if over == Over::Head { 1 } else { info.heads };
                 let name = format!("cachegen/{over:?}/{shares:?}/rotations");
-                let make = || Rotations::of(model, rope, samples, heads, shares);
+                let make = || Rotations::of(samples, heads, shares);
                 samples.shared.get(&name, make)?.planes(bits)?
             }
             _ => vec![],

@@ -5,7 +5,6 @@
 use std::sync::Arc;
 
 use kv_attend::owner::Pair;
-use kv_model::{Model, Rope};
 
 use super::kind::{BuildContext, Kind, Registration};
 #[cfg(feature = "cuda")]
@@ -83,14 +82,14 @@ impl Kind for Floats {
         self.scale == Scale::Calibrated
     }
 
-    fn calibrate(&self, _: &Model, rope: &Rope, samples: &Calibration, profile: &mut Profile) -> Result<()> {
+    fn calibrate(&self, samples: &Calibration<'_>, profile: &mut Profile) -> Result<()> {
         if self.scale == Scale::One {
             return Ok(());
         }
         // A text of zeros has a scale, too.
         let largest = |rows: &[f32]| rows.iter().fold(f32::MIN_POSITIVE, |largest, x| largest.max(x.abs()));
         for (l, layer) in samples.layers.iter().enumerate() {
-            let keys = rotated_keys(rope.layer(l), &layer.keys);
+            let keys = rotated_keys(samples.rope.layer(l), &layer.keys);
             profile.put_floats(entry(l), vec![largest(&keys), largest(&layer.values)]);
         }
         Ok(())

@@ -13,7 +13,9 @@ use kv_attend::owner::Pair;
 #[cfg(feature = "cuda")]
 use kv_device::plan::{HybridPlan, Plan};
 use kv_llama::{Fetched, Footprint, HeadFit};
-use kv_model::{Config, Model, Rope};
+#[cfg(feature = "cuda")]
+use kv_model::Model;
+use kv_model::{Config, Rope};
 #[cfg(feature = "cuda")]
 use pq_core::Window;
 use pq_core::{Hybrid, HybridScratch, RowBudget, TokenBudget, hybrid_attend_into, hybrid_select_into};
@@ -128,14 +130,8 @@ impl Kind for HybridKind {
         home.or(self.offload.device_setting())
     }
 
-    fn calibrate(
-        &self,
-        model: &Model,
-        rope: &Rope,
-        samples: &Calibration,
-        profile: &mut Profile,
-    ) -> Result<()> {
-        self.codes.calibrate(model, rope, samples, profile)
+    fn calibrate(&self, samples: &Calibration<'_>, profile: &mut Profile) -> Result<()> {
+        self.codes.calibrate(samples, profile)
     }
 
     #[cfg(feature = "cuda")]

@@ -78,13 +78,7 @@ pub(super) trait Kind: Debug + Send + Sync {
     }
 
     /// Adds its entries to a profile.
-    fn calibrate(
-        &self,
-        _model: &Model,
-        _rope: &Rope,
-        _samples: &Calibration,
-        _profile: &mut Profile,
-    ) -> Result<()> {
+    fn calibrate(&self, _samples: &Calibration<'_>, _profile: &mut Profile) -> Result<()> {
         Ok(())
     }
 

@@ -11,7 +11,7 @@ mod store;
 use std::sync::Arc;
 
 use kv_attend::owner::{Pair, Side};
-use kv_model::{Config, Model, Rope};
+use kv_model::Config;
 
 use super::kind::{BuildContext, Kind, Registration};
 #[cfg(feature = "cuda")]
@@ -85,8 +85,8 @@ impl Kind for KvQuant {
         true
     }
 
-    fn calibrate(&self, model: &Model, _: &Rope, samples: &Calibration, profile: &mut Profile) -> Result<()> {
-        let kv_dim = Geometry::of(&model.config).kv_dim();
+    fn calibrate(&self, samples: &Calibration<'_>, profile: &mut Profile) -> Result<()> {
+        let kv_dim = Geometry::of(&samples.model.config).kv_dim();
         for (l, layer) in samples.layers.iter().enumerate() {
             let ranges: Vec<[f32; 2]> =
                 (0..kv_dim).map(|c| self.range(layer.keys.iter().skip(c).step_by(kv_dim))).collect();

@@ -10,7 +10,7 @@ use kv_attend::owner::{Pair, Side};
 #[cfg(feature = "cuda")]
 use kv_device::plan::{CodedRows, Plan};
 use kv_llama::{Footprint, HeadFit};
-use kv_model::{Config, Model, Rope};
+use kv_model::{Config, Rope};
 use pq_core::{CodebookBuf, HeadBooks, HeadCodes, SoftmaxStats, TrainOptions, train_batch, unseen_error};
 
 use super::kind::{BuildContext, Kind, Registration, SEED};
@@ -101,20 +101,14 @@ impl Kind for Million {
     }
 
     /// Trains codebooks for every head of every layer.
-    fn calibrate(
-        &self,
-        model: &Model,
-        rope: &Rope,
-        samples: &Calibration,
-        profile: &mut Profile,
-    ) -> Result<()> {
-        let geometry = Geometry::of(&model.config);
+    fn calibrate(&self, samples: &Calibration<'_>, profile: &mut Profile) -> Result<()> {
+        let geometry = Geometry::of(&samples.model.config);
         let options =
             TrainOptions { iterations: self.iterations, seed: SEED, encode: true, ..Default::default() };
         for (l, layer) in samples.layers.iter().enumerate() {
             for side in Side::ALL {
                 let rows = |head| match side {
-                    Side::Keys => rotated_keys(rope.layer(l), &geometry.head_rows(head, &layer.keys)),
+                    Side::Keys => rotated_keys(samples.rope.layer(l), &geometry.head_rows(head, &layer.keys)),
                     Side::Values => geometry.head_rows(head, &layer.values),
                 };
                 let mut sets: Vec<_> = (0..geometry.n_kv_heads).map(rows).collect();

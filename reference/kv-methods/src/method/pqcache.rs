@@ -6,7 +6,7 @@ use std::sync::Arc;
 #[cfg(feature = "cuda")]
 use kv_device::plan::{Plan, Retrieval, Training};
 use kv_llama::Footprint;
-use kv_model::{Config, Model, Rope};
+use kv_model::Config;
 use pq_core::{
     CodebookBuf, CodesBuf, Lut, PqShape, TokenBudget, TrainOptions, Trained, lut_into, scan_into, train_batch,
 };
@@ -118,21 +118,15 @@ impl Kind for PqCache {
     }
 
     /// Trains key codebooks for every head of every layer, if the profile's are used.
-    fn calibrate(
-        &self,
-        model: &Model,
-        rope: &Rope,
-        samples: &Calibration,
-        profile: &mut Profile,
-    ) -> Result<()> {
+    fn calibrate(&self, samples: &Calibration<'_>, profile: &mut Profile) -> Result<()> {
         if !self.needs_profile() {
             return Ok(());
         }
         let quantizer = &self.quantizer;
-        let geometry = Geometry::of(&model.config);
+        let geometry = Geometry::of(&samples.model.config);
         let shape = quantizer.code.shape(geometry.head_dim)?;
         for (l, layer) in samples.layers.iter().enumerate() {
-            let keys = |head| rotated_keys(rope.layer(l), &geometry.head_rows(head, &layer.keys));
+            let keys = |head| rotated_keys(samples.rope.layer(l), &geometry.head_rows(head, &layer.keys));
             let sets: Vec<Vec<f32>> = (0..geometry.n_kv_heads).map(keys).collect();
             let sets: Vec<&[f32]> = sets.iter().map(Vec::as_slice).collect();
             let trained = train_batch(shape, &sets, &train_options(quantizer.iterations))?;

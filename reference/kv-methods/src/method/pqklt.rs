@@ -10,11 +10,10 @@ mod store;
 use std::sync::Arc;
 
 use kv_attend::owner::{Pair, Side};
-use kv_model::{Config, Model, Rope};
+use kv_model::Config;
 use pq_core::{
     CodebookBuf, TrainOptions, gaussian_centroids, gaussian_gain, norm_scale, train, unseen_error,
 };
-use rayon::prelude::*;
 use svd_core::{Gram, Hadamard, MapBuf, NoRope, Rotation, Rows, balanced_order};
 
 use super::kind::{BuildContext, Kind, Registration, SEED};
@@ -24,7 +23,7 @@ use super::paged::Paging;
 use super::pq_code::{CODE_TILE, PqCode, check_codes};
 use super::settings::{Settings, Switch, words};
 use crate::cache::{CodingError, Geometry, Store};
-use crate::calibrate::{Calibration, mean_row, output_gram, rotated_keys, scaled, single};
+use crate::calibrate::{Calibration, mean_row, rotated_keys, scaled, single};
 use crate::{Error, Profile, Result};
 pub(super) use store::{CodedStep, TransformedStore};
 use store::{HeadCode, KeySpace, TransformedPlan, halved};
@@ -307,19 +306,10 @@ impl Kind for PqKlt {
     }
 
     /// Fills the profile from samples of the model.
-    fn calibrate(
-        &self,
-        model: &Model,
-        rope: &Rope,
-        samples: &Calibration,
-        profile: &mut Profile,
-    ) -> Result<()> {
-        let geometry = Geometry::of(&model.config);
-        let heads: Vec<(usize, usize)> = (0..samples.layers.len())
-            .flat_map(|l| (0..geometry.n_kv_heads).map(move |head| (l, head)))
-            .collect();
-        let made = heads.par_iter().map(|&(l, head)| -> Result<_> {
-            let layer = &samples.layers[l];
+    fn calibrate(&self, samples: &Calibration<'_>, profile: &mut Profile) -> Result<()> {
+        let geometry = Geometry::of(&samples.model.config);
+        let made = samples.of_heads(|l, head| {
+            let (layer, rope) = (&samples.layers[l], samples.rope.layer(l));
             let mut keys = geometry.head_rows(head, &layer.keys);
             let tokens = keys.len() / geometry.head_dim;
             let mut mean = take_mean(&mut keys, geometry.head_dim);
@@ -329,12 +319,12 @@ impl Kind for PqKlt {
                     self.fit(self.codes.keys, &layer.plain_query_grams[head], &covariance, keys, tokens)?
                 }
                 KeySpace::RotatedMean => {
-                    keys = rotated_keys(rope.layer(l), &keys); // less their rotated mean
+                    keys = rotated_keys(rope, &keys); // less their rotated mean
                     let covariance = gram_of(&keys, geometry.head_dim)?;
                     self.fit(self.codes.keys, &layer.query_grams[head], &covariance, keys, tokens)?
                 }
                 KeySpace::AfterRope => {
-                    let rows = rotated_keys(rope.layer(l), &geometry.head_rows(head, &layer.keys));
+                    let rows = rotated_keys(rope, &geometry.head_rows(head, &layer.keys));
                     keys.clone_from(&rows);
                     take_mean(&mut keys, geometry.head_dim);
                     mean.fill(0.0);
@@ -351,15 +341,15 @@ impl Kind for PqKlt {
                 let error = self.gaussian_error(geometry.head_dim, scale, values)?;
                 return Ok([keys, HeadEntries { mean, code: CodeEntries::Gaussian { scale, error } }]);
             }
-            let metric: Gram<NoRope> = output_gram(model, l, head)?;
+            let metric: Gram<NoRope> = samples.output_gram(l, head)?;
             let covariance = gram_of(&values, geometry.head_dim)?;
             let fitted = self.fit(self.codes.values, &metric, &covariance, values, tokens)?;
             Ok([keys, HeadEntries { mean, code: CodeEntries::Values(fitted) }])
-        });
-        for ((l, head), made) in heads.iter().zip(made.collect::<Result<Vec<_>>>()?) {
+        })?;
+        for (l, head, made) in made {
             for (side, entries) in Side::ALL.into_iter().zip(made) {
                 for (part, values) in entries.parts() {
-                    profile.put_floats(self.key(side, *l, *head, part), values);
+                    profile.put_floats(self.key(side, l, head, part), values);
                 }
             }
         }

@@ -16,7 +16,7 @@ use std::fmt::Display;
 use std::str::FromStr;
 use std::sync::Arc;
 
-use kv_model::{Config, Model, Rope};
+use kv_model::Config;
 use kv_owners::sq::Bits;
 
 use super::kind::{BuildContext, Kind, Registration};
@@ -99,14 +99,8 @@ impl Kind for Sq {
         true
     }
 
-    fn calibrate(
-        &self,
-        model: &Model,
-        rope: &Rope,
-        samples: &Calibration,
-        profile: &mut Profile,
-    ) -> Result<()> {
-        self.bases.calibrate(model, rope, samples, profile)
+    fn calibrate(&self, samples: &Calibration<'_>, profile: &mut Profile) -> Result<()> {
+        self.bases.calibrate(samples, profile)
     }
 
     #[cfg(feature = "cuda")]

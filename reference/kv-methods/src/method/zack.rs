@@ -12,7 +12,7 @@ use kv_attend::owner::{Pair, Side};
 use kv_attend::{Element, ElementType};
 #[cfg(feature = "cuda")]
 use kv_device::plan::{CutHead, DeviceCuts, HeadMaps, Plan};
-use kv_model::{Config, Model, Rope};
+use kv_model::{Config, Model};
 use rayon::prelude::*;
 use svd_core::{
     Budget, Gram, HeadGrams, LayerCalibration, LayerRotations, Rotation, ranks_by_loss, ranks_by_removal,
@@ -26,7 +26,7 @@ use super::on_device::{DeviceKind, Limit};
 use super::scalar::{BLOCK, BlockCodec, CodedStore, PerChannel, PerToken};
 use super::settings::{OptionalBits, words};
 use crate::cache::{Geometry, Store};
-use crate::calibrate::{Calibration, LayerSamples, output_gram, single};
+use crate::calibrate::{Calibration, LayerSamples, single};
 use crate::{Error, Profile, Result};
 use fold::fold_values;
 use store::ZackStore;
@@ -133,10 +133,10 @@ impl Kind for Zack {
 
     /// Rotations of every head: of keys against queries, and of values against `W_O`; and each layer's
     /// residual stream.
-    fn calibrate(&self, model: &Model, _: &Rope, samples: &Calibration, profile: &mut Profile) -> Result<()> {
+    fn calibrate(&self, samples: &Calibration<'_>, profile: &mut Profile) -> Result<()> {
         let basis = self.basis;
         let rotations = samples.layers.par_iter().enumerate();
-        let rotations = rotations.map(|(l, layer)| rotations_of(basis, &moments(model, l, layer)?));
+        let rotations = rotations.map(|(l, layer)| rotations_of(basis, &moments(samples, l, layer)?));
         for (l, heads) in rotations.collect::<Result<Vec<_>>>()?.iter().enumerate() {
             for (head, rotations) in heads.iter().enumerate() {
                 for (side, rotation) in Side::ALL.into_iter().zip(rotations) {
@@ -244,16 +244,17 @@ fn residual_key(l: usize) -> String {
 }
 
 /// The second moments of a layer's heads.
-fn moments(model: &Model, l: usize, layer: &LayerSamples) -> Result<LayerCalibration> {
-    let geometry = Geometry::of(&model.config);
+fn moments(samples: &Calibration<'_>, l: usize, layer: &LayerSamples) -> Result<LayerCalibration> {
+    let config = &samples.model.config;
+    let geometry = Geometry::of(config);
     let head = |head: usize| -> Result<HeadGrams> {
         let mut values = Gram::new(geometry.head_dim)?;
         values.add_rows(geometry.head(head, &layer.values)?)?;
         let (keys, queries) = (layer.key_grams[head].clone(), layer.query_grams[head].clone());
-        Ok(HeadGrams { keys, queries, values, outputs: output_gram(model, l, head)?, effective_tokens: 1.0 })
+        Ok(HeadGrams { keys, queries, values, outputs: samples.output_gram(l, head)?, effective_tokens: 1.0 })
     };
     let heads = (0..geometry.n_kv_heads).map(head).collect::<Result<_>>()?;
-    Ok(LayerCalibration::from_grams(heads, model.config.gqa_group())?)
+    Ok(LayerCalibration::from_grams(heads, config.gqa_group())?)
 }
 
 /// The rotations of each head's keys, which preserve their products with queries, and values, with `W_O`.

@@ -9,14 +9,13 @@ use std::sync::Arc;
 
 use codec_core::TransformBuf;
 use kv_attend::owner::{Pair, Side};
-use kv_model::{Model, Rope};
 use rayon::prelude::*;
 use svd_core::{Gram, Rotation, Rows};
 
 use super::grouped;
 use crate::Result;
 use crate::cache::Geometry;
-use crate::calibrate::{Calibration, LayerSamples, divergences, mean_row, output_gram, single};
+use crate::calibrate::{Calibration, LayerSamples, mean_row, single};
 
 /// Bits at which sensitivities are measured, and what values have more than keys there.
 const MEASURED: (f32, f32) = (2.0, 1.2);
@@ -61,22 +60,16 @@ pub(crate) struct PlaneTransform {
 
 impl Rotations {
     /// Transforms that mix `heads` heads: one, those of a layer, or those of a group of layers.
-    pub fn of(
-        model: &Model,
-        rope: &Rope,
-        samples: &Calibration,
-        heads: usize,
-        shares: Shares,
-    ) -> Result<Self> {
-        let geometry = Geometry::of(&model.config);
+    pub fn of(samples: &Calibration<'_>, heads: usize, shares: Shares) -> Result<Self> {
+        let geometry = Geometry::of(&samples.model.config);
         let of_heads = samples.layers.par_iter().enumerate();
-        let of_heads = of_heads.map(|(l, layer)| head_rotations(model, geometry, l, layer));
+        let of_heads = of_heads.map(|(l, layer)| head_rotations(samples, geometry, l, layer));
         let of_heads: Vec<Pair<Vec<Rotation>>> = of_heads.collect::<Result<_>>()?;
         let units = match shares {
             Shares::Offset(_) => {
                 Pair::new(vec![1.0; of_heads.len() * geometry.n_kv_heads], spreads(&of_heads))
             }
-            Shares::Sensitivity(power) => sensitive_units(model, rope, samples, &of_heads, power)?,
+            Shares::Sensitivity(power) => sensitive_units(samples, &of_heads, power)?,
         };
         let sides = Pair::try_of(|side| match heads {
             1 => {
@@ -86,7 +79,7 @@ impl Rotations {
             _ => {
                 let joint = (0..units[side].len() / heads).into_par_iter().map(|group| {
                     let part = group * heads..(group + 1) * heads;
-                    Ok((joint_rotation(model, samples, geometry, side, part, &units[side])?, 1.0))
+                    Ok((joint_rotation(samples, geometry, side, part, &units[side])?, 1.0))
                 });
                 joint.collect::<Result<Vec<_>>>()
             }
@@ -163,9 +156,7 @@ fn spreads(of_heads: &[Pair<Vec<Rotation>>]) -> Vec<f64> {
 /// model. The divergence is quadratic in small steps, and a common derivative by the rate of all coefficients
 /// needs equal divergences.
 fn sensitive_units(
-    model: &Model,
-    rope: &Rope,
-    samples: &Calibration,
+    samples: &Calibration<'_>,
     of_heads: &[Pair<Vec<Rotation>>],
     power: f64,
 ) -> Result<Pair<Vec<f64>>> {
@@ -178,10 +169,10 @@ fn sensitive_units(
         units[side].iter_mut().for_each(|unit| *unit *= step);
     }
     let costs = samples.shared.get("cachegen/sensitivities", || {
-        let costs = divergences(model, rope, &samples.tokens, |l, side, rows| {
+        let costs = samples.divergences(|l, side, rows| {
             let layer = &samples.layers[l];
             let sample = if side == Side::Keys { &layer.keys } else { &layer.values };
-            let dim = model.config.kv_dim();
+            let dim = samples.model.config.kv_dim();
             let mean = mean_row(sample, dim);
             for row in rows.chunks_exact_mut(dim) {
                 row.iter_mut().zip(&mean).for_each(|(x, mean)| *x -= mean);
@@ -235,8 +226,7 @@ fn spread(sigma: &[f64]) -> f64 {
 /// the metric of `W_O`, relative to the residual stream. `heads` counts over the layers; an error in a head
 /// is measured in its unit.
 fn joint_rotation(
-    model: &Model,
-    samples: &Calibration,
+    samples: &Calibration<'_>,
     geometry: Geometry,
     side: Side,
     heads: std::ops::Range<usize>,
@@ -244,7 +234,7 @@ fn joint_rotation(
 ) -> Result<Rotation> {
     let Geometry { n_kv_heads, head_dim, .. } = geometry;
     let layers = &samples.layers[heads.start / n_kv_heads..heads.end / n_kv_heads];
-    let rows = grouped(layers, &model.config);
+    let rows = grouped(layers, &samples.model.config);
     let [keys, values] = &rows;
     match side {
         Side::Keys => {
@@ -257,7 +247,7 @@ fn joint_rotation(
             let metric = |head: usize| {
                 let (l, head_of_layer) = (head / n_kv_heads, head % n_kv_heads);
                 let unit = units[head] * samples.layers[l].residual_rms;
-                Ok((output_gram(model, l, head_of_layer)?, unit.powi(-2)))
+                Ok((samples.output_gram(l, head_of_layer)?, unit.powi(-2)))
             };
             let metrics = heads.clone().map(metric).collect::<Result<Vec<_>>>()?;
             let metrics: Vec<_> = metrics.iter().map(|(gram, weight)| (gram, *weight)).collect();
@@ -276,7 +266,7 @@ fn covariance<S: svd_core::RopeSide>(rows: &[f32], dim: usize) -> Result<Gram<S>
 /// Query-metric rotations of a layer's heads: of keys before RoPE, and of values in the metric of `W_O`,
 /// relative to the residual stream.
 fn head_rotations(
-    model: &Model,
+    samples: &Calibration<'_>,
     geometry: Geometry,
     l: usize,
     layer: &LayerSamples,
@@ -285,7 +275,7 @@ fn head_rotations(
     let keys =
         heads.clone().map(|head| rotation(geometry, &layer.keys, head, &layer.plain_query_grams[head]));
     let values = heads.map(|head| {
-        let rotation = rotation(geometry, &layer.values, head, &output_gram(model, l, head)?)?;
+        let rotation = rotation(geometry, &layer.values, head, &samples.output_gram(l, head)?)?;
         let scale = 1.0 / layer.residual_rms;
         let store = rotation.basis().iter().map(|x| x * scale).collect();
         let probe = rotation.dual().iter().map(|x| x / scale).collect();

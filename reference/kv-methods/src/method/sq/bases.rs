@@ -4,10 +4,9 @@
 use std::fmt::Display;
 
 use kv_attend::owner::Side;
-use kv_model::{Config, Model, Rope};
+use kv_model::{Config, Rope};
 use kv_owners::sq::{Basis, Bits, Codes};
 use pq_core::sq::{MAX_BLOCK, MAX_DIM, Shape, TILE};
-use rayon::prelude::*;
 use svd_core::{Hadamard, Rows};
 
 use super::decoded::{decode_keys, decode_values};
@@ -56,20 +55,10 @@ impl Bases {
     }
 
     /// Adds the entries of all heads to a profile.
-    pub fn calibrate(
-        &self,
-        model: &Model,
-        rope: &Rope,
-        samples: &Calibration,
-        profile: &mut Profile,
-    ) -> Result<()> {
-        let geometry = Geometry::of(&model.config);
-        let heads: Vec<(usize, usize)> = (0..samples.layers.len())
-            .flat_map(|l| (0..geometry.n_kv_heads).map(move |head| (l, head)))
-            .collect();
-        let fit = |&(l, head): &(usize, usize)| self.fit(rope.layer(l), &samples.layers[l], geometry, head);
-        let bases = heads.par_iter().map(fit).collect::<Result<Vec<_>>>()?;
-        for ((l, head), basis) in heads.into_iter().zip(bases) {
+    pub fn calibrate(&self, samples: &Calibration<'_>, profile: &mut Profile) -> Result<()> {
+        let geometry = Geometry::of(&samples.model.config);
+        let fit = |l, head| self.fit(samples.rope.layer(l), &samples.layers[l], geometry, head);
+        for (l, head, basis) in samples.of_heads(fit)? {
             let parts = [
                 ("mean", basis.mean),
                 ("basis", basis.basis),
