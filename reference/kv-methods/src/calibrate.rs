@@ -220,3 +220,31 @@ pub(crate) fn single(x: &[f64]) -> Vec<f32> {
 pub(crate) fn scaled(map: &[f64], factor: f32, dim: usize) -> Result<MapBuf> {
     Ok(MapBuf::new(map.iter().map(|&x| x as f32 * factor).collect(), dim, dim)?)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fixture;
+
+    #[test]
+    fn settings_that_train_alike_share_entries() {
+        let model = fixture::model();
+        let rope = Rope::new(&model.config, 64);
+        let tokens: Vec<u32> = (0..64_u32).map(|i| (i * i + 7 * i) % 96).collect();
+        let methods = |list: &str| Method::parse_list(list).unwrap();
+        let entries = |list: &str| calibrated(&model, &rope, &tokens, &methods(list)).unwrap().len();
+        let one = entries("million:k=4x2:v=4x2");
+        assert_eq!(entries("million:k=4x2:v=4x2,million:k=4x2:v=4x2:window=8:exact-layers=0"), one);
+        assert_eq!(entries("million:k=4x2:v=4x2,million:k=4x2:v=4x2:iterations=1"), 2 * one);
+
+        // What is there is not computed again: these samples have no rows.
+        let mut profile = calibrated(&model, &rope, &tokens, &methods("million:k=4x2:v=4x2")).unwrap();
+        let mut samples = Calibration::gather(&model, &rope, &tokens).unwrap();
+        for layer in &mut samples.layers {
+            (layer.keys, layer.values) = (vec![], vec![]);
+        }
+        let mut calibrate = |method: &str| methods(method)[0].calibrate(&samples, &mut profile);
+        calibrate("million:k=4x2:v=4x2:window=8").unwrap();
+        assert!(calibrate("million:k=4x2:v=4x2:iterations=1").is_err());
+    }
+}

@@ -136,12 +136,25 @@ impl Method {
         self.kind.needs_profile()
     }
 
-    /// Adds the method's entries to `profile`, computed from samples of the model.
+    /// Adds the method's entries to `profile`, computed from samples of the model, unless it holds them: those
+    /// of settings that differ in a run alone, such as the window, are the same.
     ///
     /// # Errors
     /// [`Error::Argument`] when the setting does not fit the model; errors of the cores.
     pub fn calibrate(&self, samples: &Calibration<'_>, profile: &mut Profile) -> Result<()> {
-        self.fitted(&samples.model.config)?.kind.calibrate(samples, profile)
+        let config = &samples.model.config;
+        let fitted = self.fitted(config)?;
+        if !fitted.needs_profile() || fitted.read(config, profile, &[]).is_ok() {
+            return Ok(());
+        }
+        fitted.kind.calibrate(samples, profile)
+    }
+
+    /// Reads the entries of all but the exact layers, for a method that fits the model.
+    fn read(&self, config: &Config, profile: &Profile, exact_layers: &[usize]) -> Result<()> {
+        let rope = Arc::new(Rope::new(config, 1)); // entries do not depend on its length
+        let context = self.context(config, &rope, profile);
+        self.kind.stores(&BuildContext { exact_layers, ..context }).map(drop)
     }
 
     /// An empty cache for `model`, with positions from `rope`.
@@ -271,11 +284,8 @@ impl Method {
     /// [`Error::Profile`], naming all of these methods and the command that makes a profile for the whole
     /// list.
     pub fn check_profile(methods: &[Self], config: &Config, profile: &Profile) -> Result<()> {
-        let rope = Arc::new(Rope::new(config, 1)); // entries do not depend on its length
-        let lacks = |method: &&Self| {
-            let stores = method.kind.stores(&method.context(config, &rope, profile));
-            matches!(stores, Err(Error::MissingEntry(_)))
-        };
+        let read = |method: &Self| method.read(config, profile, &method.exact_layers);
+        let lacks = |method: &&Self| matches!(read(method), Err(Error::MissingEntry(_)));
         let lacking: Vec<&Self> =
             methods.iter().filter(|method| method.needs_profile()).filter(lacks).collect();
         if lacking.is_empty() { Ok(()) } else { Err(missing(&lacking, methods)) }

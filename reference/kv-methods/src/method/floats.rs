@@ -83,9 +83,6 @@ impl Kind for Floats {
     }
 
     fn calibrate(&self, samples: &Calibration<'_>, profile: &mut Profile) -> Result<()> {
-        if self.scale == Scale::One {
-            return Ok(());
-        }
         // A text of zeros has a scale, too.
         let largest = |rows: &[f32]| rows.iter().fold(f32::MIN_POSITIVE, |largest, x| largest.max(x.abs()));
         for (l, layer) in samples.layers.iter().enumerate() {

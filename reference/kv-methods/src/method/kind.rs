@@ -77,7 +77,7 @@ pub(super) trait Kind: Debug + Send + Sync {
         None
     }
 
-    /// Adds its entries to a profile.
+    /// Adds its entries to a profile, if it [needs](Self::needs_profile) one.
     fn calibrate(&self, _samples: &Calibration<'_>, _profile: &mut Profile) -> Result<()> {
         Ok(())
     }

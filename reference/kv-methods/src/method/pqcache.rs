@@ -117,11 +117,8 @@ impl Kind for PqCache {
         self.quantizer.codebooks == Codebooks::Profile
     }
 
-    /// Trains key codebooks for every head of every layer, if the profile's are used.
+    /// Trains key codebooks for every head of every layer.
     fn calibrate(&self, samples: &Calibration<'_>, profile: &mut Profile) -> Result<()> {
-        if !self.needs_profile() {
-            return Ok(());
-        }
         let quantizer = &self.quantizer;
         let geometry = Geometry::of(&samples.model.config);
         let shape = quantizer.code.shape(geometry.head_dim)?;
