@@ -1,38 +1,10 @@
 //! Decoding allocates nothing; parsing a serialized form allocates no more than its length.
 
-#![allow(clippy::unwrap_used, unsafe_code)]
+#![allow(clippy::unwrap_used)]
 
-use std::alloc::{GlobalAlloc, Layout, System};
-use std::cell::Cell;
-
+use allocation_counter::measure;
 use codec_core::*;
 use half::f16;
-
-struct Counting;
-
-thread_local! {
-    // Per thread: the test harness allocates on its own thread at any time.
-    static ALLOCATIONS: Cell<usize> = const { Cell::new(0) };
-    static BYTES: Cell<usize> = const { Cell::new(0) };
-}
-
-// SAFETY: passes every call on to the system's allocator.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        ALLOCATIONS.set(ALLOCATIONS.get() + 1);
-        BYTES.set(BYTES.get() + layout.size());
-        // SAFETY: the caller's contract is this function's.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, p: *mut u8, layout: Layout) {
-        // SAFETY: as above.
-        unsafe { System.dealloc(p, layout) }
-    }
-}
-
-#[global_allocator]
-static ALLOCATOR: Counting = Counting;
 
 const CHANNELS: usize = 40;
 const TOKENS: usize = 100;
@@ -65,13 +37,14 @@ fn decoding_allocates_nothing() {
     let mut pool = vec![f16::ZERO; 4 * pages.stride];
     let index = BlockIndex { layer: 1, side: Side::Values, block: 1 };
     for backend in Backend::ALL.into_iter().filter(|backend| backend.is_available()) {
-        let before = ALLOCATIONS.get();
-        let frame = Frame::parse(&bytes[..len], info.elements()).unwrap();
-        let plane = profile.plane(1, 1, Side::Values).unwrap().view();
-        frame.decode_block_into_with(backend, &plane, index, None, &mut block).unwrap();
-        let (scratch, pool) = (&mut scratch, &mut pool);
-        frame.decode_block_to_with(backend, &plane, index, None, &place, scratch, pool).unwrap();
-        assert_eq!(ALLOCATIONS.get(), before, "{backend:?}");
+        let allocated = measure(|| {
+            let frame = Frame::parse(&bytes[..len], info.elements()).unwrap();
+            let plane = profile.plane(1, 1, Side::Values).unwrap().view();
+            frame.decode_block_into_with(backend, &plane, index, None, &mut block).unwrap();
+            let (scratch, pool) = (&mut scratch, &mut pool);
+            frame.decode_block_to_with(backend, &plane, index, None, &place, scratch, pool).unwrap();
+        });
+        assert_eq!(allocated.count_total, 0, "{backend:?}");
     }
 }
 
@@ -95,10 +68,10 @@ fn hostile_sizes_are_not_allocated() {
             forged[at..at + wide].fill(255);
             let checksum = crc32fast::hash(&forged).to_le_bytes();
             forged.extend_from_slice(&checksum);
-            let before = BYTES.get();
-            let result = read(&forged);
-            let allocated = BYTES.get() - before;
-            assert!(allocated <= 2 * forged.len(), "{at}: {allocated} of {}, {result:?}", forged.len());
+            let mut result = Ok(());
+            let allocated = measure(|| result = read(&forged)).bytes_total;
+            let most = 2 * forged.len() as u64;
+            assert!(allocated <= most, "{at}: {allocated} of {}, {result:?}", forged.len());
             let text = result.err().map_or(String::new(), |error| error.to_string());
             assert!(!text.contains('\n'));
         }

@@ -1,36 +1,10 @@
 //! A decode step does not allocate: lookup tables, scan, search, re-ranking, attention on codes, on the
 //! window and on both (hybrid), the scores of a rotated mean, encoding and decoding of a token.
 
-#![allow(clippy::unwrap_used, unsafe_code)]
+#![allow(clippy::unwrap_used)]
 
-use std::alloc::{GlobalAlloc, Layout, System};
-use std::cell::Cell;
-
+use allocation_counter::measure;
 use pq_core::*;
-
-struct Counting;
-
-thread_local! {
-    // Thread-local, since the test harness allocates on its own thread at any time.
-    static ALLOCATIONS: Cell<usize> = const { Cell::new(0) };
-}
-
-// SAFETY: forwards every call to the system's allocator.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        ALLOCATIONS.set(ALLOCATIONS.get() + 1);
-        // SAFETY: the caller's contract is this function's.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, p: *mut u8, layout: Layout) {
-        // SAFETY: as above.
-        unsafe { System.dealloc(p, layout) }
-    }
-}
-
-#[global_allocator]
-static ALLOCATOR: Counting = Counting;
 
 #[test]
 fn a_decode_step_does_not_allocate() {
@@ -56,33 +30,45 @@ fn a_decode_step_does_not_allocate() {
         let mut tokens = vec![0; search.found(n)];
 
         for backend in Backend::ALL.into_iter().filter(|backend| backend.is_available()) {
-            let before = ALLOCATIONS.get();
-            encode_into_with(backend, &codebook, &window[..dim], n - 1, &mut bytes).unwrap();
-            let codes = Codes::new(shape, n, &bytes).unwrap();
-            let luts = lut_into_with(backend, &codebook, &queries, &mut tables).unwrap();
-            let lut = luts.lut(0);
-            let quantized = QuantizedLut::new_with(backend, &lut, LutPrecision::U8, &mut integers).unwrap();
-            scan_quantized_into_with(backend, &quantized, &codes, &mut scores).unwrap();
-            let mut found = SearchScratch::new(n, &mut floats, &mut stats).unwrap();
-            search_into_with(backend, &luts, &codes, &search, &mut found, &mut tokens).unwrap();
-            let mut found = SearchScratch::new(64, &mut floats, &mut stats).unwrap();
-            let rerank = Rerank { k: 8, rule: search.rule };
-            rerank_into_with(backend, &queries, &window, &rerank, &mut found, &mut tokens).unwrap();
-            mean.view().scores_into_with(backend, &queries[..dim], 5, &mut scores).unwrap();
-            decode_into(&codebook, &codes, n - 1, &mut out[..dim]).unwrap();
-            out.fill(0.0);
-            stats.fill(SoftmaxStats::EMPTY);
-            let coded = CodedTokens::new(codes, codes, codebook).unwrap();
-            attend_into_with(backend, &luts, &coded, &mut scratch, &mut out, &mut stats).unwrap();
-            let hybrid = Hybrid { rows: RowBudget::Share(0.01), ..Hybrid::default() };
-            let mut step = HybridScratch::new(shape, n, &mut hybrid_floats, &mut hybrid_stats).unwrap();
-            let k = hybrid_select_into_with(backend, &luts, &coded, &hybrid, &mut step, &mut tokens).unwrap();
-            hybrid_attend_into_with(backend, &coded, &tokens[..k], &mut step, &mut out, &mut stats).unwrap();
-            let window = ExactTokens::contiguous(&window, dim, &window, dim).unwrap();
-            let (attention, queries) = (Attention::default(), Rows::from(&queries[..]));
-            attend_exact_into_with(backend, &attention, queries, &window, &mut scores, &mut out, &mut stats)
+            let allocated = measure(|| {
+                encode_into_with(backend, &codebook, &window[..dim], n - 1, &mut bytes).unwrap();
+                let codes = Codes::new(shape, n, &bytes).unwrap();
+                let luts = lut_into_with(backend, &codebook, &queries, &mut tables).unwrap();
+                let lut = luts.lut(0);
+                let quantized =
+                    QuantizedLut::new_with(backend, &lut, LutPrecision::U8, &mut integers).unwrap();
+                scan_quantized_into_with(backend, &quantized, &codes, &mut scores).unwrap();
+                let mut found = SearchScratch::new(n, &mut floats, &mut stats).unwrap();
+                search_into_with(backend, &luts, &codes, &search, &mut found, &mut tokens).unwrap();
+                let mut found = SearchScratch::new(64, &mut floats, &mut stats).unwrap();
+                let rerank = Rerank { k: 8, rule: search.rule };
+                rerank_into_with(backend, &queries, &window, &rerank, &mut found, &mut tokens).unwrap();
+                mean.view().scores_into_with(backend, &queries[..dim], 5, &mut scores).unwrap();
+                decode_into(&codebook, &codes, n - 1, &mut out[..dim]).unwrap();
+                out.fill(0.0);
+                stats.fill(SoftmaxStats::EMPTY);
+                let coded = CodedTokens::new(codes, codes, codebook).unwrap();
+                attend_into_with(backend, &luts, &coded, &mut scratch, &mut out, &mut stats).unwrap();
+                let hybrid = Hybrid { rows: RowBudget::Share(0.01), ..Hybrid::default() };
+                let mut step = HybridScratch::new(shape, n, &mut hybrid_floats, &mut hybrid_stats).unwrap();
+                let k =
+                    hybrid_select_into_with(backend, &luts, &coded, &hybrid, &mut step, &mut tokens).unwrap();
+                hybrid_attend_into_with(backend, &coded, &tokens[..k], &mut step, &mut out, &mut stats)
+                    .unwrap();
+                let window = ExactTokens::contiguous(&window, dim, &window, dim).unwrap();
+                let (attention, queries) = (Attention::default(), Rows::from(&queries[..]));
+                attend_exact_into_with(
+                    backend,
+                    &attention,
+                    queries,
+                    &window,
+                    &mut scores,
+                    &mut out,
+                    &mut stats,
+                )
                 .unwrap();
-            assert_eq!(ALLOCATIONS.get(), before, "{backend:?} at {nbits} bits");
+            });
+            assert_eq!(allocated.count_total, 0, "{backend:?} at {nbits} bits");
         }
     }
 }
@@ -103,9 +89,10 @@ fn a_cache_attends_without_allocating() {
     let (mut workspace, mut out) = (Workspace::default(), vec![0.0; queries.len()]);
     let queries = Rows::contiguous(&queries, queries.len()).unwrap();
     cache.attend_into(&attention, queries, &mut workspace, &mut out).unwrap();
-    let before = ALLOCATIONS.get();
-    cache.attend_into(&attention, queries, &mut workspace, &mut out).unwrap();
-    assert_eq!(ALLOCATIONS.get(), before);
+    let allocated = measure(|| {
+        cache.attend_into(&attention, queries, &mut workspace, &mut out).unwrap();
+    });
+    assert_eq!(allocated.count_total, 0);
 }
 
 /// The same with scalar codes.
@@ -135,7 +122,8 @@ fn a_cache_of_scalar_codes_attends_without_allocating() {
     let (mut workspace, mut out) = (Workspace::default(), vec![0.0; queries.len()]);
     let queries = Rows::contiguous(&queries, queries.len()).unwrap();
     cache.attend_into(&attention, queries, &mut workspace, &mut out).unwrap();
-    let before = ALLOCATIONS.get();
-    cache.attend_into(&attention, queries, &mut workspace, &mut out).unwrap();
-    assert_eq!(ALLOCATIONS.get(), before);
+    let allocated = measure(|| {
+        cache.attend_into(&attention, queries, &mut workspace, &mut out).unwrap();
+    });
+    assert_eq!(allocated.count_total, 0);
 }

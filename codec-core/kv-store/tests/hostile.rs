@@ -1,43 +1,17 @@
 //! Manifests and objects that differ from those written, through all layers of a store: one-line errors, and
 //! no memory beyond a limit. `fuzz/fuzz_targets/store_objects.rs` does the same with a fuzzer's changes.
 
-#![allow(clippy::unwrap_used, unsafe_code)] // helpers of tests, and an allocator that counts
+#![allow(clippy::unwrap_used)] // helpers of tests
 
 mod support {
     pub mod hostile;
 }
 
-use std::alloc::{GlobalAlloc, Layout, System};
-use std::cell::Cell;
-
+use allocation_counter::measure;
 use support::hostile::{Change, Forged, Written};
 
-/// The system's allocator, recording the largest request of a thread.
-struct Watching;
-
-thread_local! {
-    static LARGEST: Cell<usize> = const { Cell::new(0) };
-}
-
-// SAFETY: forwards every call to the system's allocator.
-unsafe impl GlobalAlloc for Watching {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        LARGEST.set(LARGEST.get().max(layout.size()));
-        // SAFETY: the caller's contract is this function's.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, p: *mut u8, layout: Layout) {
-        // SAFETY: as above.
-        unsafe { System.dealloc(p, layout) }
-    }
-}
-
-#[global_allocator]
-static ALLOCATOR: Watching = Watching;
-
-/// Maximum bytes of one allocation. The objects have a few thousand; manifests may claim 2^64.
-const LIMIT: usize = 1 << 20;
+/// Maximum bytes in use at once. The objects have a few thousand; manifests may claim 2^64.
+const LIMIT: u64 = 1 << 20;
 
 /// SplitMix64.
 struct Random(u64);
@@ -80,13 +54,15 @@ fn check_seeds(seeds: std::ops::Range<u64>) {
         let bytes = random.bytes();
         for forged in [Forged::Nothing, Forged::Objects, Forged::Frames] {
             let objects = written.changed(&changes, &bytes, forged);
-            LARGEST.set(0);
             let check = || runtime.block_on(written.check(&objects, forged));
-            if let Err(panic) = std::panic::catch_unwind(std::panic::AssertUnwindSafe(check)) {
-                eprintln!("seed {seed}: {changes:?}, {forged:?}");
-                std::panic::resume_unwind(panic);
-            }
-            assert!(LARGEST.get() < LIMIT, "seed {seed}: {} bytes at once, {changes:?}", LARGEST.get());
+            let allocated = measure(|| {
+                if let Err(panic) = std::panic::catch_unwind(std::panic::AssertUnwindSafe(check)) {
+                    eprintln!("seed {seed}: {changes:?}, {forged:?}");
+                    std::panic::resume_unwind(panic);
+                }
+            });
+            let most = allocated.bytes_max;
+            assert!(most < LIMIT, "seed {seed}: {most} bytes at once, {changes:?}");
         }
     }
 }

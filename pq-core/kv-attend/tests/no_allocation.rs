@@ -1,35 +1,9 @@
 //! A decode step allocates nothing.
 
-#![allow(clippy::unwrap_used, unsafe_code)]
+#![allow(clippy::unwrap_used)]
 
-use std::alloc::{GlobalAlloc, Layout, System};
-use std::cell::Cell;
-
+use allocation_counter::measure;
 use kv_attend::*;
-
-struct Counting;
-
-thread_local! {
-    // Per thread: the test harness allocates on its own thread at any time.
-    static ALLOCATIONS: Cell<usize> = const { Cell::new(0) };
-}
-
-// SAFETY: passes every call on to the system's allocator.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        ALLOCATIONS.set(ALLOCATIONS.get() + 1);
-        // SAFETY: the caller's contract is this function's.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, p: *mut u8, layout: Layout) {
-        // SAFETY: as above.
-        unsafe { System.dealloc(p, layout) }
-    }
-}
-
-#[global_allocator]
-static ALLOCATOR: Counting = Counting;
 
 #[test]
 fn a_decode_step_allocates_nothing() {
@@ -41,15 +15,24 @@ fn a_decode_step_allocates_nothing() {
     let mut scratch = vec![0.0; attend_exact_scratch_len(group, dim)];
     let (mut out, mut stats) = (vec![0.0; group * dim], vec![SoftmaxStats::EMPTY; group]);
     for backend in Backend::ALL.into_iter().filter(|backend| backend.is_available()) {
-        let before = ALLOCATIONS.get();
-        let head = Rows::contiguous(&cache, heads * dim).unwrap().columns(dim, dim).unwrap();
-        let tokens = ExactTokens::new(head, head).unwrap();
-        for tokens in [tokens, tokens.chosen(&chosen).unwrap()] {
-            let queries = Rows::from(&queries[..]);
-            attend_exact_into_with(backend, &attention, queries, &tokens, &mut scratch, &mut out, &mut stats)
+        let allocated = measure(|| {
+            let head = Rows::contiguous(&cache, heads * dim).unwrap().columns(dim, dim).unwrap();
+            let tokens = ExactTokens::new(head, head).unwrap();
+            for tokens in [tokens, tokens.chosen(&chosen).unwrap()] {
+                let queries = Rows::from(&queries[..]);
+                attend_exact_into_with(
+                    backend,
+                    &attention,
+                    queries,
+                    &tokens,
+                    &mut scratch,
+                    &mut out,
+                    &mut stats,
+                )
                 .unwrap();
-        }
-        normalize_all(&stats, &mut out).unwrap();
-        assert_eq!(ALLOCATIONS.get(), before, "{backend:?}");
+            }
+            normalize_all(&stats, &mut out).unwrap();
+        });
+        assert_eq!(allocated.count_total, 0, "{backend:?}");
     }
 }

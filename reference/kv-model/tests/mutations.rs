@@ -5,51 +5,23 @@
 //! `-- --nocapture`, names those that load.
 
 #![cfg(feature = "tokenizers")]
-#![allow(clippy::unwrap_used, clippy::panic, unsafe_code)] // helpers of tests, and an allocator that counts
+#![allow(clippy::unwrap_used, clippy::panic)] // helpers of tests
 
 #[path = "support/gguf.rs"]
 mod gguf;
 
-use std::alloc::{GlobalAlloc, Layout, System};
-use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use allocation_counter::measure;
 use gguf::{Gguf, string};
 use kv_model::{Model, Rope};
 use serde_json::{Value, json};
 
-/// The system's allocator, counting the bytes that a thread has in use.
-struct Counting;
-
-thread_local! {
-    static LIVE: Cell<isize> = const { Cell::new(0) };
-    static PEAK: Cell<isize> = const { Cell::new(0) };
-}
-
-// SAFETY: forwards every call to the system's allocator.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        LIVE.set(LIVE.get() + layout.size() as isize);
-        PEAK.set(PEAK.get().max(LIVE.get()));
-        // SAFETY: the caller's contract is this function's.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
-        LIVE.set(LIVE.get() - layout.size() as isize);
-        // SAFETY: as above.
-        unsafe { System.dealloc(at, layout) }
-    }
-}
-
-#[global_allocator]
-static ALLOCATOR: Counting = Counting;
-
 /// Bytes that a load may take at most. The files have a few thousand, compiled expressions a few million.
-const MOST_BYTES: isize = 64 << 20;
+const MOST_BYTES: u64 = 64 << 20;
 /// Much longer than a load takes, even on a busy machine.
 const LONGEST: Duration = Duration::from_secs(10);
 
@@ -70,12 +42,10 @@ impl Random {
 
 /// Loads a checkpoint and uses what it holds; whether it is one.
 fn exercise(case: &dyn Fn() -> String, path: &Path) -> bool {
-    let (start, before) = (Instant::now(), LIVE.get());
-    PEAK.set(before);
-    let model = Model::load(path);
-    let peak = PEAK.get() - before;
+    let (start, mut model) = (Instant::now(), None);
+    let peak = measure(|| model = Model::load(path).ok()).bytes_max;
     assert!(peak < MOST_BYTES, "{}: {peak} bytes", case());
-    if let Ok(model) = &model {
+    if let Some(model) = &model {
         let config = &model.config;
         let rope = Rope::new(config, 4);
         assert!(rope.tables().0.iter().all(|x| x.is_finite()), "{}", case());
@@ -89,7 +59,7 @@ fn exercise(case: &dyn Fn() -> String, path: &Path) -> bool {
         }
     }
     assert!(start.elapsed() < LONGEST, "{}: {:?}", case(), start.elapsed());
-    model.is_ok()
+    model.is_some()
 }
 
 /// Changes bytes: single ones, lengths, and whole parts.
