@@ -17,6 +17,7 @@ mod dot;
 mod element;
 mod error;
 mod exp;
+mod instructions;
 #[allow(unsafe_code)]
 mod kernel;
 #[cfg(feature = "alloc")]

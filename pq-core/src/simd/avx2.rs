@@ -9,21 +9,14 @@
 
 use core::arch::x86_64::*;
 
+use kv_attend::{instructions, op};
+
 use super::{BLOCK, Kernel, Simd, row_len, transpose_rows};
 
 #[derive(Clone, Copy)]
 pub(crate) struct Avx2(());
 
 kv_attend::cpu_features!(Avx2 => run);
-
-/// Evaluates an expression of the set's intrinsics.
-macro_rules! op {
-    ($e:expr) => {{
-        // SAFETY: a value of `Avx2` exists only where the CPU has the features; the caller guarantees the
-        // pointers.
-        unsafe { $e }
-    }};
-}
 
 /// The codes of one lookup. A shuffle reads the low nibble of each byte and gives 0 where the top bit is set.
 #[derive(Clone, Copy)]
@@ -127,42 +120,32 @@ impl Simd for Avx2 {
     const WIDE: bool = false;
     const FLOAT_TABLE_BITS: u32 = 6;
 
+    instructions! {
+        fn splat(x: f32) -> __m256 = _mm256_set1_ps(x);
+        unsafe fn load(p: *const f32) -> __m256 = _mm256_loadu_ps(p);
+        unsafe fn store(p: *mut f32, x: __m256) = _mm256_storeu_ps(p, x);
+        fn mul(a: __m256, b: __m256) -> __m256 = _mm256_mul_ps(a, b);
+        fn add(a: __m256, b: __m256) -> __m256 = _mm256_add_ps(a, b);
+        fn mul_add(a: __m256, b: __m256, c: __m256) -> __m256 = _mm256_fmadd_ps(a, b, c);
+        fn neg_mul_add(a: __m256, b: __m256, c: __m256) -> __m256 = _mm256_fnmadd_ps(a, b, c);
+        fn min(a: __m256, b: __m256) -> __m256 = _mm256_min_ps(a, b);
+        fn splat_u32(x: u32) -> __m256i = _mm256_set1_epi32(x as i32);
+        unsafe fn load_u32(p: *const u32) -> __m256i = _mm256_loadu_si256(p.cast());
+        unsafe fn store_u32(p: *mut u32, x: __m256i) = _mm256_storeu_si256(p.cast(), x);
+        fn lanes() -> __m256i = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+        fn add_u32(a: __m256i, b: __m256i) -> __m256i = _mm256_add_epi32(a, b);
+        fn no_products() -> __m256i = _mm256_setzero_si256();
+        fn no_sums() -> [[__m256i; 2]; 2] = [[_mm256_setzero_si256(); 2]; 2];
+    }
+
     #[inline(always)]
     fn call<R>(self, f: impl FnOnce() -> R) -> R {
         op!(with_features(f))
     }
 
     #[inline(always)]
-    fn splat(self, x: f32) -> __m256 {
-        op!(_mm256_set1_ps(x))
-    }
-    #[inline(always)]
-    unsafe fn load(self, p: *const f32) -> __m256 {
-        op!(_mm256_loadu_ps(p))
-    }
-    #[inline(always)]
-    unsafe fn store(self, p: *mut f32, x: __m256) {
-        op!(_mm256_storeu_ps(p, x));
-    }
-    #[inline(always)]
     unsafe fn load_u16(self, p: *const u16) -> __m256 {
         op!(_mm256_cvtepi32_ps(_mm256_cvtepu16_epi32(_mm_loadu_si128(p.cast()))))
-    }
-    #[inline(always)]
-    fn mul(self, a: __m256, b: __m256) -> __m256 {
-        op!(_mm256_mul_ps(a, b))
-    }
-    #[inline(always)]
-    fn add(self, a: __m256, b: __m256) -> __m256 {
-        op!(_mm256_add_ps(a, b))
-    }
-    #[inline(always)]
-    fn mul_add(self, a: __m256, b: __m256, c: __m256) -> __m256 {
-        op!(_mm256_fmadd_ps(a, b, c))
-    }
-    #[inline(always)]
-    fn neg_mul_add(self, a: __m256, b: __m256, c: __m256) -> __m256 {
-        op!(_mm256_fnmadd_ps(a, b, c))
     }
 
     #[inline(always)]
@@ -175,26 +158,10 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
-    fn min(self, a: __m256, b: __m256) -> __m256 {
-        op!(_mm256_min_ps(a, b))
-    }
-    #[inline(always)]
     fn any_less(self, a: __m256, b: __m256) -> bool {
         op!(_mm256_movemask_ps(_mm256_cmp_ps::<_CMP_LT_OQ>(a, b))) != 0
     }
 
-    #[inline(always)]
-    fn splat_u32(self, x: u32) -> __m256i {
-        op!(_mm256_set1_epi32(x as i32))
-    }
-    #[inline(always)]
-    unsafe fn load_u32(self, p: *const u32) -> __m256i {
-        op!(_mm256_loadu_si256(p.cast()))
-    }
-    #[inline(always)]
-    unsafe fn store_u32(self, p: *mut u32, x: __m256i) {
-        op!(_mm256_storeu_si256(p.cast(), x));
-    }
     #[inline(always)]
     fn keep_smaller(self, best: (__m256, __m256i), candidate: __m256, index: __m256i) -> (__m256, __m256i) {
         op!({
@@ -251,14 +218,6 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
-    fn lanes(self) -> __m256i {
-        op!(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7))
-    }
-    #[inline(always)]
-    fn add_u32(self, a: __m256i, b: __m256i) -> __m256i {
-        op!(_mm256_add_epi32(a, b))
-    }
-    #[inline(always)]
     fn codes(self, words: __m256i, shift: i32, mask: u32) -> [__m256i; 2] {
         let mask = self.splat_u32(mask & 0xff_00ff);
         let shifted = op!(match shift < 0 {
@@ -267,10 +226,6 @@ impl Simd for Avx2 {
         });
         // A shift to the left drops bits of byte 3 that the mask would drop.
         op!([_mm256_and_si256(shifted, mask), _mm256_and_si256(_mm256_srli_epi32::<8>(shifted), mask)])
-    }
-    #[inline(always)]
-    fn no_products(self) -> __m256i {
-        op!(_mm256_setzero_si256())
     }
     #[inline(always)]
     fn add_products(self, sum: __m256i, codes: [__m256i; 2], factors: [__m256i; 2]) -> __m256i {
@@ -365,10 +320,6 @@ impl Simd for Avx2 {
         [look_up_half::<NBITS>(table, first), look_up_half::<NBITS>(table, second)]
     }
 
-    #[inline(always)]
-    fn no_sums(self) -> [[__m256i; 2]; 2] {
-        op!([[_mm256_setzero_si256(); 2]; 2])
-    }
     #[inline(always)]
     fn add_bytes(self, sums: [[__m256i; 2]; 2], bytes: [__m256i; 2]) -> [[__m256i; 2]; 2] {
         let [[pairs_a, odd_a], [pairs_b, odd_b]] = sums;

@@ -5,21 +5,14 @@
 
 use core::arch::x86_64::*;
 
+use kv_attend::{instructions, op};
+
 use super::{BLOCK, Kernel, Simd, interleave, row_len, transpose_rows};
 
 #[derive(Clone, Copy)]
 pub(crate) struct Avx512(());
 
 kv_attend::cpu_features!(Avx512 => run);
-
-/// Evaluates an expression of the set's intrinsics.
-macro_rules! op {
-    ($e:expr) => {{
-        // SAFETY: a value of `Avx512` exists only where the CPU has the features; the caller guarantees the
-        // pointers.
-        unsafe { $e }
-    }};
-}
 
 impl Avx512 {
     /// Swaps the roles of register and 128-bit lane: token order to block order, and back.
@@ -90,70 +83,44 @@ impl Simd for Avx512 {
     const WIDE: bool = true;
     const FLOAT_TABLE_BITS: u32 = 8;
 
+    instructions! {
+        fn splat(x: f32) -> __m512 = _mm512_set1_ps(x);
+        unsafe fn load(p: *const f32) -> __m512 = _mm512_loadu_ps(p);
+        unsafe fn store(p: *mut f32, x: __m512) = _mm512_storeu_ps(p, x);
+        fn mul(a: __m512, b: __m512) -> __m512 = _mm512_mul_ps(a, b);
+        fn add(a: __m512, b: __m512) -> __m512 = _mm512_add_ps(a, b);
+        fn mul_add(a: __m512, b: __m512, c: __m512) -> __m512 = _mm512_fmadd_ps(a, b, c);
+        fn neg_mul_add(a: __m512, b: __m512, c: __m512) -> __m512 = _mm512_fnmadd_ps(a, b, c);
+        fn sum(x: __m512) -> f32 = _mm512_reduce_add_ps(x);
+        fn min(a: __m512, b: __m512) -> __m512 = _mm512_min_ps(a, b);
+        fn splat_u32(x: u32) -> __m512i = _mm512_set1_epi32(x as i32);
+        unsafe fn load_u32(p: *const u32) -> __m512i = _mm512_loadu_si512(p.cast());
+        unsafe fn store_u32(p: *mut u32, x: __m512i) = _mm512_storeu_si512(p.cast(), x);
+        fn min_lane(x: __m512) -> f32 = _mm512_reduce_min_ps(x);
+        fn equal(a: __m512, b: __m512) -> u32 = _mm512_cmp_ps_mask::<_CMP_EQ_OQ>(a, b).into();
+        fn at_least(x: __m512i, bound: __m512i) -> u32 = _mm512_cmpge_epu32_mask(x, bound).into();
+        fn lanes() -> __m512i = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+        fn add_u32(a: __m512i, b: __m512i) -> __m512i = _mm512_add_epi32(a, b);
+        fn no_products() -> [__m512i; 2] = [_mm512_setzero_si512(); 2];
+        fn total(sum: [__m512i; 2]) -> __m512i = _mm512_add_epi32(_mm512_slli_epi32::<8>(sum[0]), sum[1]);
+        fn no_sums() -> [__m512i; 2] = [_mm512_setzero_si512(); 2];
+    }
+
     #[inline(always)]
     fn call<R>(self, f: impl FnOnce() -> R) -> R {
         op!(with_features(f))
     }
 
     #[inline(always)]
-    fn splat(self, x: f32) -> __m512 {
-        op!(_mm512_set1_ps(x))
-    }
-    #[inline(always)]
-    unsafe fn load(self, p: *const f32) -> __m512 {
-        op!(_mm512_loadu_ps(p))
-    }
-    #[inline(always)]
-    unsafe fn store(self, p: *mut f32, x: __m512) {
-        op!(_mm512_storeu_ps(p, x));
-    }
-    #[inline(always)]
     unsafe fn load_u16(self, p: *const u16) -> __m512 {
         op!(_mm512_cvtepi32_ps(_mm512_cvtepu16_epi32(_mm256_loadu_si256(p.cast()))))
     }
-    #[inline(always)]
-    fn mul(self, a: __m512, b: __m512) -> __m512 {
-        op!(_mm512_mul_ps(a, b))
-    }
-    #[inline(always)]
-    fn add(self, a: __m512, b: __m512) -> __m512 {
-        op!(_mm512_add_ps(a, b))
-    }
-    #[inline(always)]
-    fn mul_add(self, a: __m512, b: __m512, c: __m512) -> __m512 {
-        op!(_mm512_fmadd_ps(a, b, c))
-    }
-    #[inline(always)]
-    fn neg_mul_add(self, a: __m512, b: __m512, c: __m512) -> __m512 {
-        op!(_mm512_fnmadd_ps(a, b, c))
-    }
 
-    #[inline(always)]
-    fn sum(self, x: __m512) -> f32 {
-        op!(_mm512_reduce_add_ps(x))
-    }
-
-    #[inline(always)]
-    fn min(self, a: __m512, b: __m512) -> __m512 {
-        op!(_mm512_min_ps(a, b))
-    }
     #[inline(always)]
     fn any_less(self, a: __m512, b: __m512) -> bool {
         op!(_mm512_cmp_ps_mask::<_CMP_LT_OQ>(a, b)) != 0
     }
 
-    #[inline(always)]
-    fn splat_u32(self, x: u32) -> __m512i {
-        op!(_mm512_set1_epi32(x as i32))
-    }
-    #[inline(always)]
-    unsafe fn load_u32(self, p: *const u32) -> __m512i {
-        op!(_mm512_loadu_si512(p.cast()))
-    }
-    #[inline(always)]
-    unsafe fn store_u32(self, p: *mut u32, x: __m512i) {
-        op!(_mm512_storeu_si512(p.cast(), x));
-    }
     #[inline(always)]
     fn keep_smaller(self, best: (__m512, __m512i), candidate: __m512, index: __m512i) -> (__m512, __m512i) {
         op!({
@@ -162,10 +129,6 @@ impl Simd for Avx512 {
         })
     }
 
-    #[inline(always)]
-    fn min_lane(self, x: __m512) -> f32 {
-        op!(_mm512_reduce_min_ps(x))
-    }
     #[inline(always)]
     fn min_lanes(self, [a, b, c, d]: [__m512; 4], out: &mut [f32; 4]) -> [__m512; 4] {
         op!({
@@ -183,10 +146,6 @@ impl Simd for Avx512 {
             ]
         })
     }
-    #[inline(always)]
-    fn equal(self, a: __m512, b: __m512) -> u32 {
-        op!(_mm512_cmp_ps_mask::<_CMP_EQ_OQ>(a, b)).into()
-    }
 
     #[inline(always)]
     fn keys(self, scores: __m512) -> __m512i {
@@ -197,18 +156,6 @@ impl Simd for Avx512 {
             let flip = _mm512_or_si512(_mm512_srai_epi32::<31>(x), _mm512_set1_epi32(i32::MIN));
             _mm512_xor_si512(x, flip)
         })
-    }
-    #[inline(always)]
-    fn at_least(self, x: __m512i, bound: __m512i) -> u32 {
-        op!(_mm512_cmpge_epu32_mask(x, bound)).into()
-    }
-    #[inline(always)]
-    fn lanes(self) -> __m512i {
-        op!(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15))
-    }
-    #[inline(always)]
-    fn add_u32(self, a: __m512i, b: __m512i) -> __m512i {
-        op!(_mm512_add_epi32(a, b))
     }
     /// Bytes of the multiples of 256, and bytes of the rests.
     #[inline(always)]
@@ -228,16 +175,8 @@ impl Simd for Avx512 {
         op!(_mm512_and_si512(_mm512_rorv_epi32(words, _mm512_set1_epi32(shift)), self.splat_u32(mask)))
     }
     #[inline(always)]
-    fn no_products(self) -> [__m512i; 2] {
-        op!([_mm512_setzero_si512(); 2])
-    }
-    #[inline(always)]
     fn add_products(self, sum: [__m512i; 2], codes: __m512i, factors: [__m512i; 2]) -> [__m512i; 2] {
         op!([_mm512_dpbusd_epi32(sum[0], codes, factors[0]), _mm512_dpbusd_epi32(sum[1], codes, factors[1]),])
-    }
-    #[inline(always)]
-    fn total(self, sum: [__m512i; 2]) -> __m512i {
-        op!(_mm512_add_epi32(_mm512_slli_epi32::<8>(sum[0]), sum[1]))
     }
     #[inline(always)]
     unsafe fn write_chosen(self, out: *mut u32, x: __m512i, chosen: u32) {
@@ -369,10 +308,6 @@ impl Simd for Avx512 {
         })
     }
 
-    #[inline(always)]
-    fn no_sums(self) -> [__m512i; 2] {
-        op!([_mm512_setzero_si512(); 2])
-    }
     #[inline(always)]
     fn add_bytes(self, [pairs, odd]: [__m512i; 2], bytes: __m512i) -> [__m512i; 2] {
         op!([_mm512_add_epi16(pairs, bytes), _mm512_add_epi16(odd, _mm512_srli_epi16::<8>(bytes))])

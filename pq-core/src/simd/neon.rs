@@ -4,6 +4,8 @@
 
 use core::arch::aarch64::*;
 
+use kv_attend::{instructions, op};
+
 use super::{Kernel, Simd, row_len};
 
 #[derive(Clone, Copy)]
@@ -12,14 +14,6 @@ pub(crate) struct Neon(());
 /// Runs a kernel. Callers have checked that NEON is part of the compilation target.
 pub(crate) fn run<K: Kernel>(kernel: K) -> K::Output {
     kernel.vector(Neon(()))
-}
-
-/// Evaluates an expression of the set's intrinsics.
-macro_rules! op {
-    ($e:expr) => {{
-        // SAFETY: the compilation target has NEON; the caller guarantees the pointers.
-        unsafe { $e }
-    }};
 }
 
 impl Simd for Neon {
@@ -42,65 +36,31 @@ impl Simd for Neon {
         f()
     }
 
-    #[inline(always)]
-    fn splat(self, x: f32) -> float32x4_t {
-        op!(vdupq_n_f32(x))
-    }
-    #[inline(always)]
-    unsafe fn load(self, p: *const f32) -> float32x4_t {
-        op!(vld1q_f32(p))
-    }
-    #[inline(always)]
-    unsafe fn store(self, p: *mut f32, x: float32x4_t) {
-        op!(vst1q_f32(p, x));
-    }
-    #[inline(always)]
-    unsafe fn load_u16(self, p: *const u16) -> float32x4_t {
-        op!(vcvtq_f32_u32(vmovl_u16(vld1_u16(p))))
-    }
-    #[inline(always)]
-    fn add(self, a: float32x4_t, b: float32x4_t) -> float32x4_t {
-        op!(vaddq_f32(a, b))
-    }
-    #[inline(always)]
-    fn mul(self, a: float32x4_t, b: float32x4_t) -> float32x4_t {
-        op!(vmulq_f32(a, b))
-    }
-    #[inline(always)]
-    fn mul_add(self, a: float32x4_t, b: float32x4_t, c: float32x4_t) -> float32x4_t {
-        op!(vfmaq_f32(c, a, b))
-    }
-    #[inline(always)]
-    fn neg_mul_add(self, a: float32x4_t, b: float32x4_t, c: float32x4_t) -> float32x4_t {
-        op!(vfmsq_f32(c, a, b))
+    instructions! {
+        fn splat(x: f32) -> float32x4_t = vdupq_n_f32(x);
+        unsafe fn load(p: *const f32) -> float32x4_t = vld1q_f32(p);
+        unsafe fn store(p: *mut f32, x: float32x4_t) = vst1q_f32(p, x);
+        unsafe fn load_u16(p: *const u16) -> float32x4_t = vcvtq_f32_u32(vmovl_u16(vld1_u16(p)));
+        fn add(a: float32x4_t, b: float32x4_t) -> float32x4_t = vaddq_f32(a, b);
+        fn mul(a: float32x4_t, b: float32x4_t) -> float32x4_t = vmulq_f32(a, b);
+        fn mul_add(a: float32x4_t, b: float32x4_t, c: float32x4_t) -> float32x4_t = vfmaq_f32(c, a, b);
+        fn neg_mul_add(a: float32x4_t, b: float32x4_t, c: float32x4_t) -> float32x4_t = vfmsq_f32(c, a, b);
+        fn sum(x: float32x4_t) -> f32 = vaddvq_f32(x);
+        fn min(a: float32x4_t, b: float32x4_t) -> float32x4_t = vminnmq_f32(a, b);
+        fn splat_u32(x: u32) -> uint32x4_t = vdupq_n_u32(x);
+        unsafe fn load_u32(p: *const u32) -> uint32x4_t = vld1q_u32(p);
+        unsafe fn store_u32(p: *mut u32, x: uint32x4_t) = vst1q_u32(p, x);
+        fn min_lane(x: float32x4_t) -> f32 = vminvq_f32(x);
+        fn lanes() -> uint32x4_t = vld1q_u32([0, 1, 2, 3].as_ptr());
+        fn add_u32(a: uint32x4_t, b: uint32x4_t) -> uint32x4_t = vaddq_u32(a, b);
+        fn no_sums() -> [[uint16x8_t; 2]; 4] = [[vdupq_n_u16(0); 2]; 4];
     }
 
-    #[inline(always)]
-    fn sum(self, x: float32x4_t) -> f32 {
-        op!(vaddvq_f32(x))
-    }
-
-    #[inline(always)]
-    fn min(self, a: float32x4_t, b: float32x4_t) -> float32x4_t {
-        op!(vminnmq_f32(a, b))
-    }
     #[inline(always)]
     fn any_less(self, a: float32x4_t, b: float32x4_t) -> bool {
         op!(vmaxvq_u32(vcltq_f32(a, b))) != 0
     }
 
-    #[inline(always)]
-    fn splat_u32(self, x: u32) -> uint32x4_t {
-        op!(vdupq_n_u32(x))
-    }
-    #[inline(always)]
-    unsafe fn load_u32(self, p: *const u32) -> uint32x4_t {
-        op!(vld1q_u32(p))
-    }
-    #[inline(always)]
-    unsafe fn store_u32(self, p: *mut u32, x: uint32x4_t) {
-        op!(vst1q_u32(p, x));
-    }
     #[inline(always)]
     fn keep_smaller(
         self,
@@ -114,10 +74,6 @@ impl Simd for Neon {
         })
     }
 
-    #[inline(always)]
-    fn min_lane(self, x: float32x4_t) -> f32 {
-        op!(vminvq_f32(x))
-    }
     #[inline(always)]
     fn min_lanes(self, [a, b, c, d]: [float32x4_t; 4], out: &mut [f32; 4]) -> [float32x4_t; 4] {
         op!({
@@ -157,14 +113,6 @@ impl Simd for Neon {
         })
     }
 
-    #[inline(always)]
-    fn lanes(self) -> uint32x4_t {
-        op!(vld1q_u32([0, 1, 2, 3].as_ptr()))
-    }
-    #[inline(always)]
-    fn add_u32(self, a: uint32x4_t, b: uint32x4_t) -> uint32x4_t {
-        op!(vaddq_u32(a, b))
-    }
     #[inline(always)]
     fn codes(self, words: uint32x4_t, shift: i32, mask: u32) -> [uint32x4_t; 2] {
         let mask = self.splat_u32(mask & 0xff_00ff);
@@ -278,10 +226,6 @@ impl Simd for Neon {
         })
     }
 
-    #[inline(always)]
-    fn no_sums(self) -> [[uint16x8_t; 2]; 4] {
-        op!([[vdupq_n_u16(0); 2]; 4])
-    }
     #[inline(always)]
     fn add_bytes(self, mut sums: [[uint16x8_t; 2]; 4], bytes: [uint8x16_t; 4]) -> [[uint16x8_t; 2]; 4] {
         for (sums, bytes) in sums.iter_mut().zip(bytes) {

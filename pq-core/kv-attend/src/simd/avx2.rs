@@ -3,20 +3,12 @@
 use core::arch::x86_64::*;
 
 use super::{Kernel, Simd};
+use crate::{instructions, op};
 
 #[derive(Clone, Copy)]
 pub(crate) struct Avx2(());
 
 crate::cpu_features!(Avx2 => run);
-
-/// Evaluates an expression of the set's intrinsics.
-macro_rules! op {
-    ($e:expr) => {{
-        // SAFETY: a value of `Avx2` exists only where the CPU has the features; the caller vouches for
-        // pointers.
-        unsafe { $e }
-    }};
-}
 
 impl Simd for Avx2 {
     type F32 = __m256;
@@ -25,18 +17,21 @@ impl Simd for Avx2 {
     const LANES: usize = 8;
     const WIDE: bool = false;
 
-    #[inline(always)]
-    fn splat(self, x: f32) -> __m256 {
-        op!(_mm256_set1_ps(x))
+    instructions! {
+        fn splat(x: f32) -> __m256 = _mm256_set1_ps(x);
+        unsafe fn load(p: *const f32) -> __m256 = _mm256_loadu_ps(p);
+        unsafe fn load_f16(p: *const u16) -> __m256 = _mm256_cvtph_ps(_mm_loadu_si128(p.cast()));
+        unsafe fn store(p: *mut f32, x: __m256) = _mm256_storeu_ps(p, x);
+        fn mul_add(a: __m256, b: __m256, c: __m256) -> __m256 = _mm256_fmadd_ps(a, b, c);
+        fn prefetch(p: *const u8) = _mm_prefetch::<_MM_HINT_T1>(p.cast());
+        fn zero_f64() -> __m256d = _mm256_setzero_pd();
+        unsafe fn splat_f64(p: *const f64) -> __m256d = _mm256_set1_pd(*p);
+        unsafe fn load_f64(p: *const f64) -> __m256d = _mm256_loadu_pd(p);
+        unsafe fn store_f64(p: *mut f64, x: __m256d) = _mm256_storeu_pd(p, x);
+        fn add_f64(a: __m256d, b: __m256d) -> __m256d = _mm256_add_pd(a, b);
+        fn mul_add_f64(a: __m256d, b: __m256d, c: __m256d) -> __m256d = _mm256_fmadd_pd(a, b, c);
     }
-    #[inline(always)]
-    unsafe fn load(self, p: *const f32) -> __m256 {
-        op!(_mm256_loadu_ps(p))
-    }
-    #[inline(always)]
-    unsafe fn load_f16(self, p: *const u16) -> __m256 {
-        op!(_mm256_cvtph_ps(_mm_loadu_si128(p.cast())))
-    }
+
     #[inline(always)]
     unsafe fn load_bf16(self, p: *const u16) -> __m256 {
         op!(_mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(_mm_loadu_si128(p.cast())))))
@@ -56,10 +51,6 @@ impl Simd for Avx2 {
         })
     }
     #[inline(always)]
-    unsafe fn store(self, p: *mut f32, x: __m256) {
-        op!(_mm256_storeu_ps(p, x));
-    }
-    #[inline(always)]
     unsafe fn store_f16(self, p: *mut u16, x: __m256) {
         op!(_mm_storeu_si128(p.cast(), _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(x)));
     }
@@ -77,10 +68,6 @@ impl Simd for Avx2 {
         });
     }
     #[inline(always)]
-    fn mul_add(self, a: __m256, b: __m256, c: __m256) -> __m256 {
-        op!(_mm256_fmadd_ps(a, b, c))
-    }
-    #[inline(always)]
     fn sum4(self, [a, b, c, d]: [__m256; 4]) -> [f32; 4] {
         op!({
             let abcd = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
@@ -89,34 +76,5 @@ impl Simd for Avx2 {
             _mm_storeu_ps(out.as_mut_ptr(), sums);
             out
         })
-    }
-    #[inline(always)]
-    fn prefetch(self, p: *const u8) {
-        op!(_mm_prefetch::<_MM_HINT_T1>(p.cast()));
-    }
-
-    #[inline(always)]
-    fn zero_f64(self) -> __m256d {
-        op!(_mm256_setzero_pd())
-    }
-    #[inline(always)]
-    unsafe fn splat_f64(self, p: *const f64) -> __m256d {
-        op!(_mm256_set1_pd(*p))
-    }
-    #[inline(always)]
-    unsafe fn load_f64(self, p: *const f64) -> __m256d {
-        op!(_mm256_loadu_pd(p))
-    }
-    #[inline(always)]
-    unsafe fn store_f64(self, p: *mut f64, x: __m256d) {
-        op!(_mm256_storeu_pd(p, x));
-    }
-    #[inline(always)]
-    fn add_f64(self, a: __m256d, b: __m256d) -> __m256d {
-        op!(_mm256_add_pd(a, b))
-    }
-    #[inline(always)]
-    fn mul_add_f64(self, a: __m256d, b: __m256d, c: __m256d) -> __m256d {
-        op!(_mm256_fmadd_pd(a, b, c))
     }
 }

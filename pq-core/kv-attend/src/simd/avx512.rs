@@ -3,20 +3,12 @@
 use core::arch::x86_64::*;
 
 use super::{Kernel, Simd};
+use crate::{instructions, op};
 
 #[derive(Clone, Copy)]
 pub(crate) struct Avx512(());
 
 crate::cpu_features!(Avx512 => run);
-
-/// Evaluates an expression of the set's intrinsics.
-macro_rules! op {
-    ($e:expr) => {{
-        // SAFETY: a value of `Avx512` exists only where the CPU has the features; the caller vouches for
-        // pointers.
-        unsafe { $e }
-    }};
-}
 
 impl Simd for Avx512 {
     type F32 = __m512;
@@ -25,18 +17,21 @@ impl Simd for Avx512 {
     const LANES: usize = 16;
     const WIDE: bool = true;
 
-    #[inline(always)]
-    fn splat(self, x: f32) -> __m512 {
-        op!(_mm512_set1_ps(x))
+    instructions! {
+        fn splat(x: f32) -> __m512 = _mm512_set1_ps(x);
+        unsafe fn load(p: *const f32) -> __m512 = _mm512_loadu_ps(p);
+        unsafe fn load_f16(p: *const u16) -> __m512 = _mm512_cvtph_ps(_mm256_loadu_si256(p.cast()));
+        unsafe fn store(p: *mut f32, x: __m512) = _mm512_storeu_ps(p, x);
+        fn mul_add(a: __m512, b: __m512, c: __m512) -> __m512 = _mm512_fmadd_ps(a, b, c);
+        fn prefetch(p: *const u8) = _mm_prefetch::<_MM_HINT_T1>(p.cast());
+        fn zero_f64() -> __m512d = _mm512_setzero_pd();
+        unsafe fn splat_f64(p: *const f64) -> __m512d = _mm512_set1_pd(*p);
+        unsafe fn load_f64(p: *const f64) -> __m512d = _mm512_loadu_pd(p);
+        unsafe fn store_f64(p: *mut f64, x: __m512d) = _mm512_storeu_pd(p, x);
+        fn add_f64(a: __m512d, b: __m512d) -> __m512d = _mm512_add_pd(a, b);
+        fn mul_add_f64(a: __m512d, b: __m512d, c: __m512d) -> __m512d = _mm512_fmadd_pd(a, b, c);
     }
-    #[inline(always)]
-    unsafe fn load(self, p: *const f32) -> __m512 {
-        op!(_mm512_loadu_ps(p))
-    }
-    #[inline(always)]
-    unsafe fn load_f16(self, p: *const u16) -> __m512 {
-        op!(_mm512_cvtph_ps(_mm256_loadu_si256(p.cast())))
-    }
+
     #[inline(always)]
     unsafe fn load_bf16(self, p: *const u16) -> __m512 {
         op!(_mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(p.cast())))))
@@ -56,10 +51,6 @@ impl Simd for Avx512 {
         })
     }
     #[inline(always)]
-    unsafe fn store(self, p: *mut f32, x: __m512) {
-        op!(_mm512_storeu_ps(p, x));
-    }
-    #[inline(always)]
     unsafe fn store_f16(self, p: *mut u16, x: __m512) {
         op!(_mm256_storeu_si256(p.cast(), _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(x)));
     }
@@ -76,10 +67,6 @@ impl Simd for Avx512 {
         });
     }
     #[inline(always)]
-    fn mul_add(self, a: __m512, b: __m512, c: __m512) -> __m512 {
-        op!(_mm512_fmadd_ps(a, b, c))
-    }
-    #[inline(always)]
     fn sum4(self, [a, b, c, d]: [__m512; 4]) -> [f32; 4] {
         op!({
             let ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
@@ -94,34 +81,5 @@ impl Simd for Avx512 {
             _mm_storeu_ps(out.as_mut_ptr(), sums);
             out
         })
-    }
-    #[inline(always)]
-    fn prefetch(self, p: *const u8) {
-        op!(_mm_prefetch::<_MM_HINT_T1>(p.cast()));
-    }
-
-    #[inline(always)]
-    fn zero_f64(self) -> __m512d {
-        op!(_mm512_setzero_pd())
-    }
-    #[inline(always)]
-    unsafe fn splat_f64(self, p: *const f64) -> __m512d {
-        op!(_mm512_set1_pd(*p))
-    }
-    #[inline(always)]
-    unsafe fn load_f64(self, p: *const f64) -> __m512d {
-        op!(_mm512_loadu_pd(p))
-    }
-    #[inline(always)]
-    unsafe fn store_f64(self, p: *mut f64, x: __m512d) {
-        op!(_mm512_storeu_pd(p, x));
-    }
-    #[inline(always)]
-    fn add_f64(self, a: __m512d, b: __m512d) -> __m512d {
-        op!(_mm512_add_pd(a, b))
-    }
-    #[inline(always)]
-    fn mul_add_f64(self, a: __m512d, b: __m512d, c: __m512d) -> __m512d {
-        op!(_mm512_fmadd_pd(a, b, c))
     }
 }

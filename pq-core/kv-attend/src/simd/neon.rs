@@ -3,6 +3,7 @@
 use core::arch::aarch64::*;
 
 use super::{Kernel, Simd};
+use crate::{instructions, op};
 
 #[derive(Clone, Copy)]
 pub(crate) struct Neon(());
@@ -12,14 +13,6 @@ pub(crate) fn run<K: Kernel>(kernel: K) -> K::Output {
     kernel.vector(Neon(()))
 }
 
-/// Evaluates an expression of the set's intrinsics.
-macro_rules! op {
-    ($e:expr) => {{
-        // SAFETY: the compilation target has NEON; the caller guarantees the pointers.
-        unsafe { $e }
-    }};
-}
-
 impl Simd for Neon {
     type F32 = float32x4_t;
     type F64 = float64x2_t;
@@ -27,14 +20,18 @@ impl Simd for Neon {
     const LANES: usize = 4;
     const WIDE: bool = true;
 
-    #[inline(always)]
-    fn splat(self, x: f32) -> float32x4_t {
-        op!(vdupq_n_f32(x))
+    instructions! {
+        fn splat(x: f32) -> float32x4_t = vdupq_n_f32(x);
+        unsafe fn load(p: *const f32) -> float32x4_t = vld1q_f32(p);
+        unsafe fn store(p: *mut f32, x: float32x4_t) = vst1q_f32(p, x);
+        fn mul_add(a: float32x4_t, b: float32x4_t, c: float32x4_t) -> float32x4_t = vfmaq_f32(c, a, b);
+        unsafe fn splat_f64(p: *const f64) -> float64x2_t = vld1q_dup_f64(p);
+        unsafe fn load_f64(p: *const f64) -> float64x2_t = vld1q_f64(p);
+        unsafe fn store_f64(p: *mut f64, x: float64x2_t) = vst1q_f64(p, x);
+        fn add_f64(a: float64x2_t, b: float64x2_t) -> float64x2_t = vaddq_f64(a, b);
+        fn mul_add_f64(a: float64x2_t, b: float64x2_t, c: float64x2_t) -> float64x2_t = vfmaq_f64(c, a, b);
     }
-    #[inline(always)]
-    unsafe fn load(self, p: *const f32) -> float32x4_t {
-        op!(vld1q_f32(p))
-    }
+
     #[inline(always)]
     unsafe fn load_f16(self, p: *const u16) -> float32x4_t {
         // The conversion intrinsic needs the unstable type f16. A half shifted into the fields of an f32 is
@@ -70,10 +67,6 @@ impl Simd for Neon {
         })
     }
     #[inline(always)]
-    unsafe fn store(self, p: *mut f32, x: float32x4_t) {
-        op!(vst1q_f32(p, x));
-    }
-    #[inline(always)]
     unsafe fn store_f16(self, p: *mut u16, x: float32x4_t) {
         // The conversion intrinsic needs the unstable type f16.
         let mut lanes = [0.0; 4];
@@ -93,10 +86,6 @@ impl Simd for Neon {
         }
     }
     #[inline(always)]
-    fn mul_add(self, a: float32x4_t, b: float32x4_t, c: float32x4_t) -> float32x4_t {
-        op!(vfmaq_f32(c, a, b))
-    }
-    #[inline(always)]
     fn sum4(self, [a, b, c, d]: [float32x4_t; 4]) -> [f32; 4] {
         op!({
             let sums = vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d));
@@ -111,25 +100,5 @@ impl Simd for Neon {
     #[inline(always)]
     fn zero_f64(self) -> float64x2_t {
         op!(vdupq_n_f64(0.0))
-    }
-    #[inline(always)]
-    unsafe fn splat_f64(self, p: *const f64) -> float64x2_t {
-        op!(vld1q_dup_f64(p))
-    }
-    #[inline(always)]
-    unsafe fn load_f64(self, p: *const f64) -> float64x2_t {
-        op!(vld1q_f64(p))
-    }
-    #[inline(always)]
-    unsafe fn store_f64(self, p: *mut f64, x: float64x2_t) {
-        op!(vst1q_f64(p, x));
-    }
-    #[inline(always)]
-    fn add_f64(self, a: float64x2_t, b: float64x2_t) -> float64x2_t {
-        op!(vaddq_f64(a, b))
-    }
-    #[inline(always)]
-    fn mul_add_f64(self, a: float64x2_t, b: float64x2_t, c: float64x2_t) -> float64x2_t {
-        op!(vfmaq_f64(c, a, b))
     }
 }
