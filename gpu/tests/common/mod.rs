@@ -1,6 +1,6 @@
 //! Shared by the device tests.
 
-#![allow(clippy::unwrap_used, dead_code)] // not every test uses all helpers
+#![allow(clippy::unwrap_used, dead_code, unused_imports, unused_macros)] // not every test uses all helpers
 
 pub mod selection;
 
@@ -39,6 +39,18 @@ pub fn where_it_fits<T>(device: &Device, kernel: Result<T, Error>) -> Option<T> 
         kernel => Some(kernel.unwrap()),
     }
 }
+
+/// Launches an operation on the stream of a device.
+macro_rules! launch {
+    ($device:expr, $operation:expr, $($arguments:expr),+) => {{
+        // SAFETY: the buffers of a test live until their contents have been read, and have the lengths that
+        // the shape requires.
+        #[allow(unsafe_code)]
+        let launched = unsafe { $operation.launch($device.stream().cu_stream(), $($arguments),+) };
+        launched.unwrap();
+    }};
+}
+pub(crate) use launch;
 
 /// A buffer on the device.
 pub struct Buffer<T> {

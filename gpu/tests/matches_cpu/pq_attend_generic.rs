@@ -7,7 +7,7 @@ use pq_core::{
     attend_scratch_len,
 };
 
-use crate::common::{Buffer, Random, SIDES, device, relative_error};
+use crate::common::{Buffer, Random, SIDES, device, launch, relative_error};
 
 /// Maximum relative error of an output vector and of the log-sum-exp: float sums have another order.
 const TOLERANCE: f64 = 1e-4;
@@ -72,10 +72,7 @@ fn random_shapes_agree() {
             out: out.pointer(),
             log_sum_exp: Some(log_sum_exp.pointer()),
         };
-        // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape
-        // requires.
-        #[allow(unsafe_code)]
-        unsafe { attend.launch(device.stream().cu_stream(), &arguments) }.unwrap();
+        launch!(device, attend, &arguments);
         let (out, log_sum_exp) = (out.read(), log_sum_exp.read());
 
         let mut scratch = vec![0.0; attend_scratch_len(values, group)];

@@ -4,7 +4,7 @@ use kv_gpu::pq::{Gather, GatherArguments, Prefetch};
 use kv_gpu::{DevicePtr, Error};
 use pq_core::{BlockCache, Eviction};
 
-use crate::common::{Buffer, Random, SIDES, Side, device};
+use crate::common::{Buffer, Random, SIDES, Side, device, launch};
 
 const HEADS: usize = 3;
 const N: usize = 1000;
@@ -93,10 +93,7 @@ fn hits_and_misses_become_the_rows() {
             from(pinned(Side::Keys), pinned(Side::Values), N, &lists[3..]),
         ];
         for arguments in &launches {
-            // SAFETY: the buffers live until their contents have been read, and have the lengths that the
-            // shape requires.
-            #[allow(unsafe_code)]
-            unsafe { gather.launch(device.stream().cu_stream(), arguments) }.unwrap();
+            launch!(device, gather, arguments);
         }
         for (side, out) in SIDES.into_iter().zip(&out) {
             for (i, row) in out.read().chunks_exact(row_bytes).enumerate() {

@@ -8,7 +8,7 @@ use kv_gpu::pq::{
 use kv_gpu::{DevicePtr, Element};
 use pq_core::{CodebookBuf, Codes, PqShape, decode_into};
 
-use crate::common::{Buffer, Random, device, from_element, to_element};
+use crate::common::{Buffer, Random, device, from_element, launch, to_element};
 
 /// Tokens of two sequences of a head each, launch by launch: (first, count) of both. The second launch
 /// encodes 40 tokens of the first sequence again; the second sequence begins anew.
@@ -129,10 +129,7 @@ fn mean_errors_agree() {
                     summed: summed.pointer(),
                 },
             };
-            // SAFETY: the buffers live until the stream has been waited for, and have the lengths of the
-            // shape.
-            #[allow(unsafe_code)]
-            unsafe { kernel.launch(device.stream().cu_stream(), &arguments) }.unwrap();
+            launch!(device, kernel, &arguments);
             device.stream().synchronize().unwrap();
         }
         let (means, recent) = (means.read(), recent.read());

@@ -6,7 +6,7 @@ use kv_gpu::pq::{RopeMeanScores, RopeMeanScoresArguments, RopeMeanScoresShape, T
 use kv_gpu::{Device, Element, Error};
 use pq_core::RopeMeanBuf;
 
-use crate::common::{Buffer, Random, device, from_element, to_element};
+use crate::common::{Buffer, Random, device, from_element, launch, to_element};
 
 /// Maximum error relative to the addend: it is rounded to `f16`.
 const ROUNDING: f64 = 1.0 / 2048.0;
@@ -89,10 +89,7 @@ impl Case {
                 addends: addends.pointer().cast(),
                 pdl,
             };
-            // SAFETY: the buffers live until their contents have been read, and have the lengths that the
-            // shape requires.
-            #[allow(unsafe_code)]
-            unsafe { scores.launch(device.stream().cu_stream(), &arguments) }.unwrap();
+            launch!(device, scores, &arguments);
             addends.read()
         };
         let addends = launch();

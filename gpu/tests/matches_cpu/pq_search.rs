@@ -6,7 +6,7 @@ use kv_gpu::pq::{
 use kv_gpu::{Device, Error, VectorElement};
 use pq_core::{CodebookBuf, Codes, GroupRule, PqShape, lut_into, pack_codes_into, scan_into};
 
-use crate::common::{Buffer, Random, device};
+use crate::common::{Buffer, Random, device, launch};
 
 /// Tolerances of the logarithm of a weight: absolute, and relative to the largest score.
 const TOLERANCE: f64 = 1e-5;
@@ -239,10 +239,7 @@ fn search(
         stats: Some(stats.pointer()),
         pdl,
     };
-    // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape
-    // requires.
-    #[allow(unsafe_code)]
-    unsafe { kernel.launch(device.stream().cu_stream(), &arguments(&luts, &tokens, false)) }.unwrap();
+    launch!(device, kernel, &arguments(&luts, &tokens, false));
     let first = tokens.read();
     // The second launch reuses the first one's workspace, and with PDL it reads codes while the previous
     // kernel computes the tables. No other work may run between the two launches.

@@ -6,7 +6,7 @@ use kv_gpu::pq::{
 use kv_gpu::{Device, Error, VectorElement};
 use pq_core::{Backend, CodebookBuf, Codes, PqShape, Start, TrainOptions, encode_into_with, train};
 
-use crate::common::{Buffer, Random, bytes_of, device, rounded, where_it_fits};
+use crate::common::{Buffer, Random, bytes_of, device, launch, rounded, where_it_fits};
 
 /// Another centroid than the nearest one may be chosen if its squared distance is greater by at most this
 /// fraction of the squared norms of point and centroid.
@@ -62,10 +62,7 @@ fn run(
         tolerance: 0.0,
         workspace: workspace.pointer(),
     };
-    // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape
-    // requires.
-    #[allow(unsafe_code)]
-    unsafe { kernel.launch(device.stream().cu_stream(), &arguments) }.unwrap();
+    launch!(device, kernel, &arguments);
     (centroids.read(), errors.read())
 }
 
@@ -181,10 +178,7 @@ fn any_quantizer_encodes_as_on_the_cpu() {
             capacity,
             codes: codes.pointer(),
         };
-        // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape
-        // requires.
-        #[allow(unsafe_code)]
-        unsafe { kernel.launch(device.stream().cu_stream(), &arguments) }.unwrap();
+        launch!(device, kernel, &arguments);
         let after = codes.read();
         for row in 0..batch * heads {
             let (first, count) = (firsts[row / heads] as usize, counts[row / heads] as usize);

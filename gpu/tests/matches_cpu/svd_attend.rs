@@ -6,7 +6,7 @@ use kv_gpu::svd::{Attend, AttendArguments, AttendShape};
 use kv_gpu::{Device, Element, Error};
 use svd_core::{Attention, Backend, ExactTokens, Rows, SoftmaxStats, attend_exact_into_with};
 
-use crate::common::{Buffer, Random, SIDES, device, from_element, relative_error, to_element};
+use crate::common::{Buffer, Random, SIDES, device, from_element, launch, relative_error, to_element};
 
 /// Maximum relative error of an output vector, by element type: the rounding of weights and of the output.
 const TOLERANCES: [(Element, f64); 2] = [(Element::F16, 2e-3), (Element::Bf16, 1.2e-2)];
@@ -73,10 +73,7 @@ fn run(device: &Device, random: &mut Random, batches: &[usize], capacities: &[us
             pdl,
             workspace: workspace.pointer(),
         };
-        // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape
-        // requires.
-        #[allow(unsafe_code)]
-        unsafe { attend.launch(device.stream().cu_stream(), &arguments) }.unwrap();
+        launch!(device, attend, &arguments);
         (out.read(), log_sum_exp.read().iter().map(|x| x.to_bits()).collect::<Vec<u32>>())
     };
     let launch = || rows(&attend, stored_there.each_ref(), capacity, None);

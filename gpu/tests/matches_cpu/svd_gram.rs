@@ -4,7 +4,7 @@ use kv_gpu::svd::{Gram, GramArguments, GramShape};
 use kv_gpu::{Element, Error};
 use svd_core::NoRope;
 
-use crate::common::{Buffer, Random, device, from_element, to_element};
+use crate::common::{Buffer, Random, device, from_element, launch, to_element};
 
 /// Maximum error of an element relative to the square root of the product of its two diagonal elements.
 /// Tensor cores sum 128 products in `f32` with their own rounding.
@@ -40,10 +40,7 @@ fn random_shapes_agree() {
         };
         // Two launches: the second adds to the sums of the first.
         for _ in 0..2 {
-            // SAFETY: the buffers live until their contents have been read, and have the lengths that the
-            // shape requires.
-            #[allow(unsafe_code)]
-            unsafe { kernel.launch(device.stream().cu_stream(), &arguments) }.unwrap();
+            launch!(device, kernel, &arguments);
         }
         let (matrices, sums) = (matrices.read(), sums.read());
         let rows: Vec<f32> = bits.iter().map(|&bits| from_element(element, bits)).collect();

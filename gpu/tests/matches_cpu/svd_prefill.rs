@@ -5,7 +5,7 @@ use kv_gpu::svd::{AttendShape, Prefill, PrefillArguments};
 use kv_gpu::{Device, Element};
 use svd_core::{Attention, Backend, ExactTokens, Rows, SoftmaxStats, attend_exact_into_with};
 
-use crate::common::{Buffer, Random, SIDES, device, from_element, relative_error, to_element};
+use crate::common::{Buffer, Random, SIDES, device, from_element, launch, relative_error, to_element};
 
 /// Maximum relative error of an output vector, by element type: the rounding of weights and of the output.
 const TOLERANCES: [(Element, f64); 2] = [(Element::F16, 2e-3), (Element::Bf16, 1.2e-2)];
@@ -281,10 +281,7 @@ fn check(device: &Device, random: &mut Random, shape: AttendShape, sizes: Sizes,
     };
     let launch = |out: &Buffer<u16>| {
         let arguments = PrefillArguments { out: out.pointer().cast(), ..arguments };
-        // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape
-        // requires.
-        #[allow(unsafe_code)]
-        unsafe { prefill.launch(device.stream().cu_stream(), &arguments) }.unwrap();
+        launch!(device, prefill, &arguments);
         out.read()
     };
     let (again, out) = (launch(&Buffer::new(device, &vec![u16::MAX; queries.len()])), launch(&out));

@@ -4,7 +4,7 @@ use kv_gpu::svd::{Project, ProjectArguments, ProjectShape};
 use kv_gpu::{Element, Error};
 use svd_core::{Backend, Map, Rows, RowsMut};
 
-use crate::common::{Buffer, Random, device, from_element, relative_error, to_element};
+use crate::common::{Buffer, Random, device, from_element, launch, relative_error, to_element};
 
 /// Maximum error of a row relative to its norm, or to the expected norm for a random map if that is greater:
 /// the rounding of the map to f16, and of the result.
@@ -48,10 +48,7 @@ fn random_shapes_agree() {
             pdl: false,
         };
         let launch = |arguments: &ProjectArguments| {
-            // SAFETY: the buffers live until their contents have been read, and have the lengths that the
-            // shape requires.
-            #[allow(unsafe_code)]
-            unsafe { project.launch(device.stream().cu_stream(), arguments) }.unwrap();
+            launch!(device, project, arguments);
         };
         launch(&arguments);
         if rank == dim {

@@ -7,7 +7,7 @@ use kv_gpu::codec::{CodecShape, Decode, DecodeArguments, Planes, Rope};
 use kv_gpu::{Device, VectorElement};
 
 use super::{Cache, Case, LAYERS, sides, width};
-use crate::common::{Buffer, Random, bytes_of, device, rounded};
+use crate::common::{Buffer, Random, bytes_of, device, launch, rounded};
 
 /// Decodes a frame, with RoPE of its keys if cosines and sines are given; returns the bytes of the cache and
 /// whether a tile failed.
@@ -43,10 +43,7 @@ pub fn decode(
             workspace: workspace.pointer(),
             failed: failed.pointer(),
         };
-        // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape
-        // requires.
-        #[allow(unsafe_code)]
-        unsafe { kernel.launch(device.stream().cu_stream(), &frame, planes, &arguments) }.unwrap();
+        launch!(device, kernel, &frame, planes, &arguments);
     }
     (cache.numbers.read(), failed.read()[0] != 0)
 }

@@ -9,7 +9,7 @@ use kv_gpu::codec::{Encode, EncodeArguments, Planes};
 use kv_gpu::{Device, VectorElement};
 
 use super::{Cache, Case, LAYERS, width};
-use crate::common::{Buffer, Random, bytes_of, device, rounded};
+use crate::common::{Buffer, Random, bytes_of, device, launch, rounded};
 
 /// Encodes on the device: lengths of the tiles, payload, and whether an element was not finite.
 fn encode(device: &Device, case: &Case, planes: &Planes, cache: &Cache) -> (Vec<u16>, Vec<u8>, bool) {
@@ -34,10 +34,7 @@ fn encode(device: &Device, case: &Case, planes: &Planes, cache: &Cache) -> (Vec<
         payload_bytes: payload_bytes.pointer(),
         failed: failed.pointer(),
     };
-    // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape
-    // requires.
-    #[allow(unsafe_code)]
-    unsafe { kernel.launch(device.stream().cu_stream(), &case.info, planes, &arguments) }.unwrap();
+    launch!(device, kernel, &case.info, planes, &arguments);
     let mut payload = payload.read();
     payload.truncate(payload_bytes.read()[0] as usize);
     (lengths.read(), payload, failed.read()[0] != 0)

@@ -4,7 +4,7 @@ use kv_gpu::Device;
 use kv_gpu::pq::{Addends, Attend, AttendArguments, ExactTokens, Norms, Pages};
 
 use super::{Case, Inputs, Outputs, to_e4m3};
-use crate::common::{Buffer, SIDES, to_element, where_it_fits};
+use crate::common::{Buffer, SIDES, launch, to_element, where_it_fits};
 
 impl Case {
     /// Two launches, or `None` where the shape does not fit the device.
@@ -66,10 +66,7 @@ impl Case {
                 pdl: inputs.pdl,
                 workspace: workspace.pointer(),
             };
-            // SAFETY: the buffers live until their contents have been read, and have the lengths that the
-            // shape requires.
-            #[allow(unsafe_code)]
-            unsafe { attend.launch(device.stream().cu_stream(), &arguments) }.unwrap();
+            launch!(device, attend, &arguments);
             let log_sum_exp = log_sum_exp.read().iter().map(|x| x.to_bits()).collect();
             Outputs { out: out.read(), log_sum_exp }
         };

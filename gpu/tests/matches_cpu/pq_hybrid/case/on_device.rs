@@ -8,7 +8,7 @@ use kv_gpu::pq::{
 use kv_gpu::{Device, DevicePtr};
 
 use super::{Case, Index, Inputs, Outputs, RECENT_PARTS};
-use crate::common::{Buffer, SIDES, to_element, where_it_fits};
+use crate::common::{Buffer, SIDES, launch, to_element, where_it_fits};
 
 impl Case {
     /// Two runs, or with `graph` the second one from a graph that was captured with other lengths.
@@ -182,9 +182,7 @@ impl Case {
             pdl: step.pdl,
             workspace: workspace.pointer(),
         };
-        // SAFETY: the buffers live until the selection has been read, and have the lengths of the shape.
-        #[allow(unsafe_code)]
-        unsafe { select.launch(device.stream().cu_stream(), &arguments) }.unwrap();
+        launch!(device, select, &arguments);
         selected.read()
     }
 }
