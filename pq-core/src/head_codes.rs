@@ -267,6 +267,10 @@ impl<E: Element> Store<E> for HeadCodes {
         attend::attend_into(self, backend, queries, scratch, out, stats)
     }
 
+    fn fits(&self) -> Option<Pair<Fit>> {
+        Self::fits(self)
+    }
+
     fn write(&self, writer: &mut Writer) {
         writer.u64(self.books.id());
         writer.usize(self.len());

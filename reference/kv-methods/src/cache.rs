@@ -7,6 +7,7 @@
 mod coding_error;
 mod exact;
 mod fetch_counter;
+mod head_store;
 mod kept;
 mod offloaded;
 mod store;
@@ -25,6 +26,7 @@ pub(crate) use coding_error::{CodingError, head_fits};
 pub(crate) use exact::{DenseStore, HeadRows, attend_rows, rounded};
 use exact::{attend_before_rope, widened};
 pub(crate) use fetch_counter::FetchCounter;
+pub(crate) use head_store::HeadStore;
 pub(crate) use kept::KeptRows;
 pub(crate) use offloaded::{BlockRule, Offload, OffloadedRows, RowFormat};
 pub(crate) use store::{Geometry, Grouped, RotatedStore, Store, merge_part};

@@ -45,6 +45,19 @@ pub struct EvictedRows<'a, E> {
     sides: [[Rows<'a, E>; 2]; 2], // keys, values: rows of the window, then new ones that skip it
 }
 
+impl<'a, E: Element> EvictedRows<'a, E> {
+    /// Tokens from position `first` on, keys (n, dim) and values (n, dim of the values), for the
+    /// [`Store`](super::Store) of an engine that keeps its exact rows elsewhere.
+    ///
+    /// # Errors
+    /// [`Error::Length`] if there are not as many values as keys.
+    pub fn new(first: usize, [keys, values]: [Rows<'a, E>; 2]) -> Result<Self, Error> {
+        let n = keys.rows();
+        check_len("values", values.rows(), n)?;
+        Ok(Self { first, sides: [[keys, keys.slice(n..n)?], [values, values.slice(n..n)?]] })
+    }
+}
+
 impl<'a, E> EvictedRows<'a, E> {
     /// The position of the first token.
     #[must_use]

@@ -5,7 +5,7 @@ use core::ops::Range;
 
 use alloc::sync::Arc;
 
-use super::{EvictedRows, Reader, Writer};
+use super::{EvictedRows, Fit, Pair, Reader, Writer};
 use crate::error::check_len;
 use crate::{Attention, Backend, Element, Error, Rows, SoftmaxStats};
 
@@ -83,6 +83,11 @@ pub trait Store<E: Element>: Sized + Send + Sync {
         stats: &mut [SoftmaxStats],
     ) -> Result<(), Self::Error>;
 
+    /// How well the shared state fits the tokens, if it knows what to expect.
+    fn fits(&self) -> Option<Pair<Fit>> {
+        None
+    }
+
     /// Writes everything but the shared state.
     fn write(&self, writer: &mut Writer);
 
@@ -105,6 +110,22 @@ pub struct Queries<'a> {
 }
 
 impl<'a> Queries<'a> {
+    /// The queries of a group of heads of one token, after RoPE and scaled: (group, dim). Of a store of `len`
+    /// tokens they see those from index `first` on.
+    ///
+    /// # Examples
+    /// ```
+    /// use kv_attend::owner::Queries;
+    /// let queries = Queries::of_token(&[0.5, 1.0], 2, 10, 4); // two heads of one component
+    /// assert_eq!((queries.visible(0, 10), queries.group()), (4..10, 2));
+    /// ```
+    #[must_use]
+    pub const fn of_token(scaled: &'a [f32], group: usize, len: usize, first: usize) -> Self {
+        let window = Some(len.saturating_sub(first) + 1); // with the token itself
+        let attention = Attention { window, ..Attention::scaled(1.0) };
+        Self { scaled, tokens: 1, group, first: len, start: 0, attention }
+    }
+
     /// The queries after RoPE, already scaled: (T, group, dim).
     #[must_use]
     pub const fn scaled(&self) -> &'a [f32] {

@@ -5,20 +5,18 @@ mod outliers;
 
 use std::sync::Arc;
 
-use kv_attend::Backend;
 use kv_attend::owner::{Pair, Side};
 #[cfg(feature = "cuda")]
 use kv_device::plan::{CodedRows, Plan};
-use kv_llama::{Footprint, HeadFit};
-use kv_model::{Config, Rope};
-use pq_core::{CodebookBuf, HeadBooks, HeadCodes, SoftmaxStats, TrainOptions, train_batch, unseen_error};
+use kv_model::Config;
+use pq_core::{CodebookBuf, HeadBooks, HeadCodes, TrainOptions, train_batch, unseen_error};
 
 use super::kind::{BuildContext, Kind, Registration, SEED};
 #[cfg(feature = "cuda")]
 use super::on_device::{DeviceKind, Limit};
 use super::paged::Paging;
 use super::pq_code::{CODE_TILE, PqCode, check_codes};
-use crate::cache::{Geometry, Store, head_fits};
+use crate::cache::{Geometry, HeadStore, Store};
 use crate::calibrate::{Calibration, mean_row, rotated_keys};
 use crate::{Profile, Result};
 use outliers::{Kept, OutlierStore};
@@ -140,18 +138,21 @@ impl Kind for Million {
     }
 
     fn stores(&self, context: &BuildContext<'_>) -> Result<Vec<Box<dyn Store>>> {
-        let store = |l| -> Result<MillionStore> {
-            let trained = self.trained(context.profile, context.geometry, l)?.into_iter();
-            let books = trained.zip(self.errors(context.profile, context.geometry, l)?);
+        let geometry = context.geometry;
+        let store = |l| -> Result<HeadStore<HeadCodes>> {
+            let trained = self.trained(context.profile, geometry, l)?.into_iter();
+            let books = trained.zip(self.errors(context.profile, geometry, l)?);
             let heads = books.map(|(Pair { keys, values }, errors)| {
                 HeadCodes::new(HeadBooks::new(keys, values).with_expected_errors(errors).into())
             });
-            Ok(MillionStore { geometry: context.geometry, rope: context.rope(l), heads: heads.collect() })
+            let heads: Vec<_> = heads.collect();
+            let shared = heads.iter().map(|codes| codes.books().size()).sum();
+            Ok(HeadStore { geometry, rope: context.rope(l), heads, shared })
         };
         match self.outliers {
             0 => context.layers(store),
             percent => context.layers(|l| {
-                let kept = self.kept(context.profile, context.geometry, l)?;
+                let kept = self.kept(context.profile, geometry, l)?;
                 Ok(OutlierStore::new(store(l)?, kept, percent))
             }),
         }
@@ -172,58 +173,5 @@ impl DeviceKind for Million {
         let trained = |profile| (0..config.n_layers).map(|l| self.trained(profile, geometry, l)).collect();
         let rows = CodedRows::Plain(profile.map(trained).transpose()?);
         Ok(Plan::Codes { quantizers, rows, pages: self.pages.map(Paging::memory) })
-    }
-}
-
-/// Keys (rotated) and values are product-quantized; attention runs on the codes.
-#[derive(Clone)]
-struct MillionStore {
-    geometry: Geometry,
-    rope: Arc<Rope>,
-    heads: Vec<HeadCodes>,
-}
-
-impl Store for MillionStore {
-    fn push(&mut self, pos: usize, k: &[f32], v: &[f32]) -> Result<()> {
-        let rotated = self.rope.rotated(k, self.geometry.kv_dim(), pos);
-        for (head, codes) in self.heads.iter_mut().enumerate() {
-            let [keys, values] = [&rotated[..], v].map(|rows| self.geometry.head(head, rows));
-            codes.append(Backend::detect(), keys?, values?)?;
-        }
-        Ok(())
-    }
-
-    fn len(&self) -> usize {
-        self.heads[0].len()
-    }
-
-    fn truncate(&mut self, len: usize) -> Result<()> {
-        self.heads.iter_mut().for_each(|codes| codes.truncate(len));
-        Ok(())
-    }
-
-    fn attend(
-        &self,
-        head: usize,
-        first: usize,
-        q: &[f32],
-        out: &mut [f32],
-        stats: &mut [SoftmaxStats],
-    ) -> Result<()> {
-        let codes = &self.heads[head];
-        let mut scratch = vec![0.0; codes.scratch_len(stats.len())];
-        Ok(codes.attend_into(Backend::detect(), q, first..self.len(), None, &mut scratch, out, stats)?)
-    }
-
-    fn footprint(&self) -> Footprint {
-        Footprint {
-            kept: self.heads.iter().map(HeadCodes::size).sum(),
-            shared: self.heads.iter().map(|codes| codes.books().size()).sum(),
-            ..Footprint::default()
-        }
-    }
-
-    fn fits(&self, layer: usize) -> Vec<HeadFit> {
-        head_fits(layer, self.heads.iter().filter_map(HeadCodes::fits))
     }
 }

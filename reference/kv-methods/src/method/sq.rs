@@ -10,7 +10,6 @@ pub(super) mod bases;
 mod decoded;
 #[cfg(feature = "cuda")]
 mod device;
-mod store;
 
 use std::fmt::Display;
 use std::str::FromStr;

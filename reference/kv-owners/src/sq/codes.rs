@@ -255,6 +255,10 @@ impl<E: Element> Store<E> for Codes {
         Ok(())
     }
 
+    fn fits(&self) -> Option<Pair<Fit>> {
+        Some(Self::fits(self))
+    }
+
     fn write(&self, writer: &mut Writer) {
         let Coded { tokens, errors, value_squares } = self.coded;
         writer.u64(self.head.values().id());

@@ -9,16 +9,15 @@ use std::sync::Arc;
 use kv_attend::owner::{Pair, Side};
 use kv_attend::{Backend, Rows};
 use kv_llama::{Footprint, HeadFit};
-use pq_core::{Outlier, SoftmaxStats, decode_into, extract_outliers, restore_outliers};
+use pq_core::{HeadCodes, Outlier, SoftmaxStats, decode_into, extract_outliers, restore_outliers};
 
-use super::MillionStore;
 use crate::Result;
-use crate::cache::{Store, attend_rows};
+use crate::cache::{HeadStore, Store, attend_rows};
 
 /// Codes of rows whose outliers are replaced by the centre of their channel, and the outliers.
 #[derive(Clone)]
 pub(super) struct OutlierStore {
-    coded: MillionStore,
+    coded: HeadStore<HeadCodes>,
     percent: usize, // of the elements
     kept: Vec<Pair<Kept>>,
 }
@@ -32,7 +31,7 @@ pub(super) struct Kept {
 
 impl OutlierStore {
     /// A store of no rows: `kept` is that of each head.
-    pub const fn new(coded: MillionStore, kept: Vec<Pair<Kept>>, percent: usize) -> Self {
+    pub const fn new(coded: HeadStore<HeadCodes>, kept: Vec<Pair<Kept>>, percent: usize) -> Self {
         Self { coded, percent, kept }
     }
 
@@ -78,7 +77,7 @@ pub(super) fn take(rows: &mut [f32], centre: &[f32], start: usize, percent: usiz
 
 impl Store for OutlierStore {
     fn push(&mut self, pos: usize, k: &[f32], v: &[f32]) -> Result<()> {
-        let MillionStore { geometry, rope, heads } = &mut self.coded;
+        let HeadStore { geometry, rope, heads, .. } = &mut self.coded;
         let (dim, rotated) = (geometry.head_dim, rope.rotated(k, geometry.kv_dim(), pos));
         for (head, (codes, kept)) in heads.iter_mut().zip(&mut self.kept).enumerate() {
             let mut rows = Pair::new(geometry.head_rows(head, &rotated), geometry.head_rows(head, v));

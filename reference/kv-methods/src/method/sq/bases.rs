@@ -10,8 +10,7 @@ use pq_core::sq::{MAX_BLOCK, MAX_DIM, Shape, TILE};
 use svd_core::{Hadamard, Rows};
 
 use super::decoded::{decode_keys, decode_values};
-use super::store::SqStore;
-use crate::cache::Geometry;
+use crate::cache::{Geometry, HeadStore};
 use crate::calibrate::{Calibration, LayerSamples};
 use crate::method::kind::BuildContext;
 use crate::method::settings::Settings;
@@ -126,12 +125,13 @@ impl Bases {
     }
 
     /// An empty store of layer `l`.
-    pub fn store(&self, context: &BuildContext<'_>, l: usize, bits: &Bits) -> Result<SqStore> {
+    pub fn store(&self, context: &BuildContext<'_>, l: usize, bits: &Bits) -> Result<HeadStore<Codes>> {
         let rope = context.rope(l);
         let bases = self.of_layer(context.config, context.profile, l)?;
         let head = |basis: &Basis| Ok(basis.head(rope.frequencies(), bits)?);
-        let shared = bases.iter().map(head).collect::<Result<Vec<_>>>()?;
-        let heads = shared.iter().cloned().map(Codes::new).collect();
-        Ok(SqStore { geometry: context.geometry, rope, shared, heads })
+        let heads = bases.iter().map(head).collect::<Result<Vec<_>>>()?;
+        let shared = heads.iter().map(|head| head.size()).sum();
+        let heads = heads.into_iter().map(Codes::new).collect();
+        Ok(HeadStore { geometry: context.geometry, rope, heads, shared })
     }
 }
