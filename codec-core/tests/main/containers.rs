@@ -1,8 +1,7 @@
 //! Frames and chunks: directories and arguments must match the headers of frames.
 
 use codec_core::*;
-
-use super::support::Random;
+use fastrand::Rng;
 
 const CHANNELS: usize = 6;
 
@@ -52,14 +51,14 @@ fn a_directory_that_is_not_its_frames_is_refused() {
     let frames: Vec<&[u8]> = frames.iter().map(Vec::as_slice).collect();
     let mut chunk = vec![];
     write_chunk(&frames, &mut chunk).unwrap();
-    let (head, mut random) = (8 + 24 * frames.len(), Random(7));
+    let (head, mut random) = (8 + 24 * frames.len(), Rng::with_seed(7));
     let (mut taken, mut refused) = (0, 0);
     for _ in 0..20_000 {
         let mut bytes = chunk.clone();
-        for _ in 0..=random.below(2) {
-            let at = 8 + random.below(head - 8);
+        for _ in 0..=random.usize(..2) {
+            let at = 8 + random.usize(..head - 8);
             // Small changes are more likely to give valid fields.
-            bytes[at] = if random.below(2) == 0 { bytes[at] ^ 1 } else { random.below(256) as u8 };
+            bytes[at] = if random.usize(..2) == 0 { bytes[at] ^ 1 } else { random.u8(..) };
         }
         let checksum = crc32fast::hash(&bytes[..head]);
         bytes[head..head + 4].copy_from_slice(&checksum.to_le_bytes());

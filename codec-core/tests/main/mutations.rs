@@ -7,8 +7,7 @@
 use std::sync::Arc;
 
 use codec_core::*;
-
-use super::support::Random;
+use fastrand::Rng;
 
 const CHANNELS: usize = 40;
 const TOKENS: usize = 80;
@@ -82,7 +81,7 @@ fn mutate_lossy(kinds: usize, seed: u64, streams: usize) {
     let info = FrameInfo { block_tokens: TOKENS, ..FrameInfo::new(1, 1, CHANNELS, TOKENS) };
     let mut frame = vec![];
     encode_frame(&info, &[plane; 2], &[&rows()[..]; 2], &mut frame).unwrap();
-    let random = Random(seed << 32 | (kinds as u64 + 1));
+    let random = Rng::with_seed(seed << 32 | (kinds as u64 + 1));
     mutate(&format!("kinds {kinds}, seed {seed}"), frame, random, streams, |frame, backend, sum| {
         let mut out = vec![0.0_f32; CHANNELS * TOKENS];
         frame.decode_block_into_with(backend, &plane, INDEX, None, &mut out)?;
@@ -113,7 +112,7 @@ fn mutate_lossless(element: ElementType, seed: u64, streams: usize) {
     let plane = plane.view();
     let mut frame = vec![];
     encode_lossless_frame(&info, &[plane; 2], &[&wild[..]; 2], &mut frame).unwrap();
-    let random = Random(seed << 32 | 99);
+    let random = Rng::with_seed(seed << 32 | 99);
     mutate(&format!("{element:?}, seed {seed}"), frame, random, streams, |frame, backend, sum| {
         let mut out = vec![0_u16; CHANNELS * TOKENS];
         frame.decode_lossless_block_into_with(backend, &plane, INDEX, &mut out)?;
@@ -126,7 +125,7 @@ fn mutate_lossless(element: ElementType, seed: u64, streams: usize) {
 fn mutate(
     name: &str,
     mut frame: Vec<u8>,
-    mut random: Random,
+    mut random: Rng,
     streams: usize,
     decode: impl Fn(&Frame<'_>, Backend, &mut dyn FnMut(u32)) -> Result<(), Error>,
 ) {
@@ -136,14 +135,14 @@ fn mutate(
         if i % 8 == 0 {
             frame.copy_from_slice(&whole);
         }
-        for _ in 0..=random.below(3) {
+        for _ in 0..=random.usize(..3) {
             // Half of the changes go to the heads of tiles and to the index, where lengths are.
-            let at =
-                if random.below(2) == 0 { random.below(48) } else { random.below(frame.len() - payload) };
-            frame[payload + at] = random.below(256) as u8;
-            if random.below(8) == 0 {
-                let entry = 64 + 8 + 16 * random.below(2);
-                frame[entry + 12 + random.below(4)] = random.below(256) as u8;
+            let end = if random.bool() { 48 } else { frame.len() - payload };
+            let at = random.usize(..end);
+            frame[payload + at] = random.u8(..);
+            if random.usize(..8) == 0 {
+                let entry = 64 + 8 + 16 * random.usize(..2);
+                frame[entry + 12 + random.usize(..4)] = random.u8(..);
             }
         }
         let end = u64::from_le_bytes(frame[72..80].try_into().unwrap()) as usize;

@@ -9,19 +9,13 @@ use super::support::backends;
 
 /// Rows with heavy tails and rare outliers.
 fn rows(channels: usize, tokens: usize, seed: u64) -> Vec<f32> {
-    let mut state = seed.wrapping_mul(2).wrapping_add(0x9e37_79b9_7f4a_7c15);
-    let mut uniform = || {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        (state >> 40) as f32 / (1 << 24) as f32
-    };
+    let mut rng = fastrand::Rng::with_seed(seed);
     let mut last = vec![0.0; channels];
     (0..channels * tokens)
         .map(|i| {
-            let sum: f32 = (0..6).map(|_| uniform()).sum::<f32>() - 3.0;
+            let sum: f32 = (0..6).map(|_| rng.f32()).sum::<f32>() - 3.0;
             let scale = 0.1 + (i % channels) as f32 * 0.2;
-            let outlier = if uniform() < 0.003 { 60.0 } else { 1.0 };
+            let outlier = if rng.f32() < 0.003 { 60.0 } else { 1.0 };
             let x = 0.5 * last[i % channels] + scale * outlier * sum;
             last[i % channels] = x;
             x + (i % channels) as f32 * 0.3

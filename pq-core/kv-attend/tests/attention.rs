@@ -17,13 +17,8 @@ fn backends() -> impl Iterator<Item = Backend> {
 
 /// Elements from -1 to 1.
 fn noise<E: Element>(n: usize, seed: u64) -> Vec<E> {
-    (0..n as u64)
-        .map(|i| {
-            let mut z = (i + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ seed;
-            z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-            E::from_f32((z >> 40) as f32 / (1 << 23) as f32 - 1.0)
-        })
-        .collect()
+    let mut rng = fastrand::Rng::with_seed(seed);
+    (0..n).map(|_| E::from_f32(2.0 * rng.f32() - 1.0)).collect()
 }
 
 /// The formula: `out` of one query over the tokens that it sees.

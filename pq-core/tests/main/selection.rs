@@ -1,29 +1,21 @@
 //! Compares the tokens that a group of query heads selects with the definition in f64: for scores of any
 //! spread, and with NaN and infinite scores.
 
+use fastrand::Rng;
 use pq_core::*;
 
 /// Deviations of the scores. With the large ones the weights of all but a few tokens underflow.
 const SPREADS: [f32; 9] = [0.1, 1.0, 10.0, 60.0, 300.0, 1e3, 1e4, 1e5, 1e6];
 const RULES: [GroupRule; 2] = [GroupRule::SumOfSoftmax, GroupRule::MaxOfSoftmax];
 
-struct Random(u64);
+/// Roughly normal, with about this deviation.
+fn value(random: &mut Rng, scale: f32) -> f32 {
+    let sum: f32 = (0..4).map(|_| random.f32()).sum();
+    (sum - 2.0) * 1.7 * scale
+}
 
-impl Random {
-    fn below(&mut self, n: usize) -> usize {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (self.0 >> 33) as usize % n
-    }
-
-    /// Roughly normal, with about this deviation.
-    fn value(&mut self, scale: f32) -> f32 {
-        let sum: usize = (0..4).map(|_| self.below(1 << 22)).sum();
-        (sum as f32 / (1 << 22) as f32 - 2.0) * 1.7 * scale
-    }
-
-    fn values(&mut self, len: usize, scale: f32) -> Vec<f32> {
-        (0..len).map(|_| self.value(scale)).collect()
-    }
+fn values(random: &mut Rng, len: usize, scale: f32) -> Vec<f32> {
+    (0..len).map(|_| value(random, scale)).collect()
 }
 
 /// The value of a score in the group's softmaxes.
@@ -94,13 +86,13 @@ fn choose(scores: &[f32], n: usize, rule: GroupRule, k: usize) -> (Vec<u32>, Vec
 }
 
 /// Corrupts some scores of some heads, as broken rows do.
-fn spoil(random: &mut Random, scores: &mut [f32], n: usize) {
+fn spoil(random: &mut Rng, scores: &mut [f32], n: usize) {
     for scores in scores.chunks_exact_mut(n) {
-        let bad = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, f32::MAX, f32::MIN][random.below(5)];
-        match random.below(4) {
+        let bad = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, f32::MAX, f32::MIN][random.usize(..5)];
+        match random.usize(..4) {
             0 => scores.fill(bad),
-            1 => scores[random.below(n)] = bad,
-            2 => (0..n).for_each(|_| scores[random.below(n)] = bad),
+            1 => scores[random.usize(..n)] = bad,
+            2 => (0..n).for_each(|_| scores[random.usize(..n)] = bad),
             _ => {}
         }
     }
@@ -108,16 +100,16 @@ fn spoil(random: &mut Random, scores: &mut [f32], n: usize) {
 
 #[test]
 fn a_single_head_keeps_the_order_of_its_scores() {
-    let mut random = Random(1);
+    let mut random = Rng::with_seed(1);
     for spread in SPREADS {
         for _ in 0..60 {
-            let n = [1, 15, 64, 65, 333][random.below(5)];
-            let k = random.below(n + 2);
-            let mut scores = random.values(n, spread);
-            if random.below(3) == 0 {
+            let n = [1, 15, 64, 65, 333][random.usize(..5)];
+            let k = random.usize(..n + 2);
+            let mut scores = values(&mut random, n, spread);
+            if random.usize(..3) == 0 {
                 scores.iter_mut().for_each(|s| *s = (*s / spread * 4.0).round() * spread); // ties
             }
-            if random.below(3) == 0 {
+            if random.usize(..3) == 0 {
                 spoil(&mut random, &mut scores, n);
             }
             for rule in RULES {
@@ -130,14 +122,14 @@ fn a_single_head_keeps_the_order_of_its_scores() {
 
 #[test]
 fn a_group_chooses_the_highest_weights() {
-    let mut random = Random(2);
+    let mut random = Rng::with_seed(2);
     for spread in SPREADS {
         for spoiled in [false, true] {
             for _ in 0..60 {
-                let (n, group) = ([1, 15, 64, 65, 700][random.below(5)], 2 + random.below(7));
-                let k = random.below(n + 2);
-                let mut scores = random.values(group * n, spread);
-                if random.below(3) == 0 {
+                let (n, group) = ([1, 15, 64, 65, 700][random.usize(..5)], 2 + random.usize(..7));
+                let k = random.usize(..n + 2);
+                let mut scores = values(&mut random, group * n, spread);
+                if random.usize(..3) == 0 {
                     // One head alone has wide scores.
                     scores[n..].iter_mut().for_each(|s| *s /= spread);
                 }
@@ -164,21 +156,25 @@ fn a_group_chooses_the_highest_weights() {
 #[test]
 fn a_search_chooses_the_highest_weights() {
     let shape = PqShape::new(8, 4, 6).unwrap();
-    let mut random = Random(3);
+    let mut random = Rng::with_seed(3);
     for spread in SPREADS {
         for spoiled in [false, true] {
             for _ in 0..30 {
-                let (n, group) = (1 + random.below(400), 1 + random.below(8));
-                let rule = RULES[random.below(2)];
-                let search =
-                    Search { k: random.below(60), sinks: random.below(8), recent: random.below(8), rule };
-                let mut luts = random.values(group * shape.lut_len(), spread / 2.0);
+                let (n, group) = (1 + random.usize(..400), 1 + random.usize(..8));
+                let rule = RULES[random.usize(..2)];
+                let search = Search {
+                    k: random.usize(..60),
+                    sinks: random.usize(..8),
+                    recent: random.usize(..8),
+                    rule,
+                };
+                let mut luts = values(&mut random, group * shape.lut_len(), spread / 2.0);
                 if spoiled {
-                    let head = random.below(group) * shape.lut_len();
-                    luts[head + random.below(64)] =
-                        [f32::NAN, f32::INFINITY, f32::NEG_INFINITY][random.below(3)];
+                    let head = random.usize(..group) * shape.lut_len();
+                    luts[head + random.usize(..64)] =
+                        [f32::NAN, f32::INFINITY, f32::NEG_INFINITY][random.usize(..3)];
                 }
-                let packed: Vec<u8> = (0..shape.codes_len(n)).map(|_| random.below(256) as u8).collect();
+                let packed: Vec<u8> = (0..shape.codes_len(n)).map(|_| random.u8(..)).collect();
                 let codes = Codes::new(shape, n, &packed).unwrap();
                 let mut floats = vec![0.0; SearchScratch::len(group, n)];
                 let (mut stats, mut tokens) = (vec![SoftmaxStats::EMPTY; group], vec![0; search.found(n)]);
@@ -207,18 +203,18 @@ fn a_search_chooses_the_highest_weights() {
 #[test]
 fn reranking_keeps_the_highest_weights() {
     const DIM: usize = 12;
-    let mut random = Random(4);
+    let mut random = Rng::with_seed(4);
     for spread in SPREADS {
         for spoiled in [false, true] {
             for _ in 0..30 {
-                let (n, group) = (1 + random.below(200), 1 + random.below(8));
-                let (rule, k) = (RULES[random.below(2)], random.below(40));
-                let mut queries = random.values(group * DIM, spread / 3.0);
-                let mut keys = random.values(n * DIM, 1.0);
+                let (n, group) = (1 + random.usize(..200), 1 + random.usize(..8));
+                let (rule, k) = (RULES[random.usize(..2)], random.usize(..40));
+                let mut queries = values(&mut random, group * DIM, spread / 3.0);
+                let mut keys = values(&mut random, n * DIM, 1.0);
                 if spoiled {
-                    let bad = [f32::NAN, f32::INFINITY, 3e38][random.below(3)];
-                    let rows = if random.below(2) == 0 { &mut queries } else { &mut keys };
-                    let at = random.below(rows.len());
+                    let bad = [f32::NAN, f32::INFINITY, 3e38][random.usize(..3)];
+                    let rows = if random.usize(..2) == 0 { &mut queries } else { &mut keys };
+                    let at = random.usize(..rows.len());
                     rows[at] = bad;
                 }
                 let mut floats = vec![0.0; SearchScratch::len(group, n)];

@@ -16,6 +16,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use allocation_counter::measure;
+use fastrand::Rng;
 use gguf::{Gguf, string};
 use kv_model::{Model, Rope};
 use serde_json::{Value, json};
@@ -24,21 +25,6 @@ use serde_json::{Value, json};
 const MOST_BYTES: u64 = 64 << 20;
 /// Much longer than a load takes, even on a busy machine.
 const LONGEST: Duration = Duration::from_secs(10);
-
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, n: usize) -> usize {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        ((u128::from(self.0) * n as u128) >> 64) as usize
-    }
-
-    fn of<'a, T>(&mut self, all: &'a [T]) -> &'a T {
-        &all[self.below(all.len())]
-    }
-}
 
 /// Loads a checkpoint and uses what it holds; whether it is one.
 fn exercise(case: &dyn Fn() -> String, path: &Path) -> bool {
@@ -63,26 +49,26 @@ fn exercise(case: &dyn Fn() -> String, path: &Path) -> bool {
 }
 
 /// Changes bytes: single ones, lengths, and whole parts.
-fn change_bytes(random: &mut Random, bytes: &mut Vec<u8>) {
+fn change_bytes(random: &mut Rng, bytes: &mut Vec<u8>) {
     if bytes.is_empty() {
         return;
     }
-    let at = random.below(bytes.len());
-    match random.below(8) {
+    let at = random.usize(..bytes.len());
+    match random.usize(..8) {
         0 => bytes.truncate(at),
-        1 => bytes.insert(at, random.below(256) as u8),
+        1 => bytes.insert(at, random.u8(..)),
         2 => drop(bytes.remove(at)),
-        3 => bytes[at] ^= 1 << random.below(8),
+        3 => bytes[at] ^= 1 << random.usize(..8),
         4 | 5 => {
             let numbers = [0, 1, 3, 1 << 31, 1 << 32, 1 << 61, 1 << 63, u64::MAX, u64::MAX - 31];
-            let number = random.of(&numbers).to_le_bytes();
-            let width = *random.of(&[4, 8]);
+            let number = random.choice(&numbers).unwrap().to_le_bytes();
+            let width = *random.choice(&[4, 8]).unwrap();
             bytes[at..].iter_mut().zip(&number[..width]).for_each(|(byte, new)| *byte = *new);
         }
         // Copies a part to another place.
         kind => {
-            let from = random.below(bytes.len());
-            let part = bytes[from..(from + 1 + random.below(64)).min(bytes.len())].to_vec();
+            let from = random.usize(..bytes.len());
+            let part = bytes[from..(from + 1 + random.usize(..64)).min(bytes.len())].to_vec();
             let end = if kind == 6 { at } else { (at + part.len()).min(bytes.len()) };
             bytes.splice(at..end, part);
         }
@@ -90,15 +76,15 @@ fn change_bytes(random: &mut Random, bytes: &mut Vec<u8>) {
 }
 
 /// Changes a value of a JSON file, takes a key away, or writes it twice; what has been done.
-fn change_json(random: &mut Random, value: &Value) -> (String, String) {
+fn change_json(random: &mut Rng, value: &Value) -> (String, String) {
     let mut places = vec![];
     find(value, String::new(), &mut places);
-    let place = random.of(&places).clone();
+    let place = random.choice(&places).unwrap().clone();
     let mut changed = value.clone();
     let (parent, key) = place.rsplit_once('/').unwrap();
     let key = key.replace("~1", "/").replace("~0", "~");
-    if random.below(4) > 0 {
-        let new = random.of(&hostile()).clone();
+    if random.usize(..4) > 0 {
+        let new = random.choice(&hostile()).unwrap().clone();
         let what = format!("{place} = {new}");
         *changed.pointer_mut(&place).unwrap() = new;
         return (what, changed.to_string());
@@ -110,12 +96,12 @@ fn change_json(random: &mut Random, value: &Value) -> (String, String) {
         return (format!("without {place}"), changed.to_string());
     };
     let old = fields.remove(&key).unwrap();
-    if random.below(2) == 0 {
+    if random.usize(..2) == 0 {
         return (format!("without {place}"), changed.to_string());
     }
     // A marker, which becomes two entries.
     fields.insert("@twice".into(), Value::Null);
-    let new = if random.below(2) == 0 { old.clone() } else { random.of(&hostile()).clone() };
+    let new = if random.usize(..2) == 0 { old.clone() } else { random.choice(&hostile()).unwrap().clone() };
     let key = Value::from(key);
     let text = changed.to_string().replacen("\"@twice\":null", &format!("{key}:{old},{key}:{new}"), 1);
     (format!("{place} twice"), text)
@@ -381,10 +367,10 @@ fn folders() {
     let write_all = || write(path);
     write_all();
     assert!(exercise(&|| "whole".into(), path), "{}", Model::load(path).err().unwrap());
-    let mut random = Random(7);
+    let mut random = Rng::with_seed(7);
     let (mut taken, names) = (0, files.keys().copied().collect::<Vec<_>>());
     for i in 0..mutations() {
-        let shard = random.below(2 + SHARDS.len());
+        let shard = random.usize(..2 + SHARDS.len());
         let (name, what, bytes) = match SHARDS.get(shard) {
             Some(name) => {
                 let (header, data) = &shards[shard];
@@ -392,15 +378,15 @@ fn folders() {
                 (*name, what, safetensors(&text, *data))
             }
             None => {
-                let name = *random.of(&names);
+                let name = *random.choice(&names).unwrap();
                 let (what, text) = change_json(&mut random, &files[name]);
                 (name, what, text.into_bytes())
             }
         };
-        let (what, bytes) = match random.below(4) {
+        let (what, bytes) = match random.usize(..4) {
             0 => {
                 let mut bytes = fs::read(path.join(name)).unwrap();
-                (0..=random.below(3)).for_each(|_| change_bytes(&mut random, &mut bytes));
+                (0..=random.usize(..3)).for_each(|_| change_bytes(&mut random, &mut bytes));
                 ("bytes".into(), bytes)
             }
             _ => (what, bytes),
@@ -434,14 +420,14 @@ fn gguf_file(tokenizer: &str) -> Gguf {
 fn gguf_files() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.gguf");
-    let (mut random, mut taken) = (Random(9), 0);
+    let (mut random, mut taken) = (Rng::with_seed(9), 0);
     for tokenizer in ["gpt2", "llama"] {
         gguf_file(tokenizer).write(&path);
         assert!(exercise(&|| "whole".into(), &path), "{}", Model::load(&path).err().unwrap());
         let whole = fs::read(&path).unwrap();
         for i in 0..mutations() / 2 {
             let mut bytes = whole.clone();
-            (0..=random.below(3)).for_each(|_| change_bytes(&mut random, &mut bytes));
+            (0..=random.usize(..3)).for_each(|_| change_bytes(&mut random, &mut bytes));
             fs::write(&path, bytes).unwrap();
             taken += usize::from(exercise(&|| format!("mutation {i} of {tokenizer}"), &path));
         }

@@ -15,12 +15,8 @@ const DIM_V: usize = 16;
 const WINDOW: Window = Window { sinks: 2, recent: 8, batch: 32 };
 
 fn random(seed: u64, len: usize) -> Vec<f32> {
-    let mut state = seed.wrapping_mul(2).wrapping_add(1);
-    let mut next = || {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (state >> 40) as f32 / (1 << 23) as f32 - 1.0
-    };
-    (0..len).map(|_| next()).collect()
+    let mut rng = fastrand::Rng::with_seed(seed);
+    (0..len).map(|_| 2.0 * rng.f32() - 1.0).collect()
 }
 
 fn frequencies() -> Vec<f32> {

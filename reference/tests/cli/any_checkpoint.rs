@@ -18,11 +18,8 @@ const MAX_SEQ_LEN: usize = 512;
 
 /// A random Llama whose tokens are numbers, and a text of `tokens` tokens.
 fn checkpoint(folder: &Path, head_dim: usize, n_kv_heads: usize, tokens: usize) {
-    let mut state = 1_u64;
-    let mut uniform = || {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (state >> 40) as f32 / (1_u64 << 23) as f32 - 1.0
-    };
+    let mut rng = fastrand::Rng::with_seed(1);
+    let mut uniform = || 2.0 * rng.f32() - 1.0;
     let mut shapes: Vec<(String, Vec<usize>)> = vec![
         ("model.embed_tokens.weight".into(), vec![VOCAB, HIDDEN]),
         ("model.norm.weight".into(), vec![HIDDEN]),

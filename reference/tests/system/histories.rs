@@ -3,20 +3,18 @@
 
 use std::sync::Arc;
 
+use fastrand::Rng;
 use kv_llama::{KvCache, WATCHED, prefill};
 use kv_methods::{Prepared, method_examples};
 use kv_model::{Model, Rope, RopeScaling};
 
 use crate::caches::{Setup, setup_of};
 
-struct Random(u64);
+struct Random(Rng);
 
 impl Random {
     fn below(&mut self, n: usize) -> usize {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        ((u128::from(self.0) * n as u128) >> 64) as usize
+        self.0.usize(..n)
     }
 
     /// Consecutive tokens of a text of `len` tokens, without the first ones, which codes are not fitted to.
@@ -237,7 +235,7 @@ fn a_cache_of_any_history_attends_as_a_fresh_one() {
         let Prepared { model, .. } = s.prepare(method);
         let folded = (!Arc::ptr_eq(&model, &plain.model)).then(|| Text::of(&s, model));
         let text = folded.as_ref().unwrap_or(&plain);
-        let mut random = Random(11);
+        let mut random = Random(Rng::with_seed(11));
         // A prompt that its window does not hold.
         let drops = {
             let mut cache = s.prepare(method).cache;

@@ -113,11 +113,8 @@ fn results_are_the_same_in_files_and_at_every_capacity() {
 #[test]
 fn any_order_of_steps_chunks_truncations_and_copies_is_as_in_memory() {
     let (s, folder) = (setup(), tempfile::tempdir().unwrap());
-    let mut state = 1_u64;
-    let mut random = move |n: usize| {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (state >> 33) as usize % n
-    };
+    let mut rng = fastrand::Rng::with_seed(1);
+    let mut random = |n: usize| rng.usize(..n);
     for method in METHODS {
         let disk = offloaded(method, folder.path(), ":cache=24:block=8:k-cache=2");
         let mut caches = vec![(s.cache(method), s.cache(&disk))];

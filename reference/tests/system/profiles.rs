@@ -28,11 +28,8 @@ fn damaged_profiles_are_refused() {
     profile.save(&path, &model).unwrap();
     let good = std::fs::read(&path).unwrap();
     let data = 8 + u64::from_le_bytes(good[..8].try_into().unwrap()) as usize;
-    let mut state = 1_u64;
-    let mut next = |end: usize| {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (state >> 33) as usize % end
-    };
+    let mut rng = fastrand::Rng::with_seed(1);
+    let mut next = |end: usize| rng.usize(..end);
     let mut refused = 0;
     for round in 0..2000 {
         let mut bytes = good.clone();

@@ -4,25 +4,19 @@
 use half::{bf16, f16};
 use svd_core::*;
 
+use super::support::random;
+
 const HEADS: usize = 2;
 const GROUP: usize = 3;
 const DIM: usize = 6;
 const DIM_V: usize = 4;
 const HIDDEN: usize = 10;
 
-/// Hashes as numbers in -1..1.
-fn noise(seed: usize, n: usize) -> impl Iterator<Item = f32> {
-    (0..n).map(move |i| {
-        let x = (i + seed * 1_000_003) as u64;
-        let x = (x ^ x >> 31).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-        ((x ^ x >> 29).wrapping_mul(0xbf58_476d_1ce4_e5b9) >> 40) as f32 / (1 << 23) as f32 - 1.0
-    })
-}
-
 /// A tensor (n, heads, dim) whose components have decaying scales, different in each head.
-fn tensor<E: Element>(seed: usize, [n, heads, dim]: [usize; 3], decay: f32) -> Vec<E> {
+fn tensor<E: Element>(seed: u64, [n, heads, dim]: [usize; 3], decay: f32) -> Vec<E> {
     let scale = |i: usize| decay.powi((i % dim * (1 + i / dim % heads)) as i32);
-    noise(seed, n * heads * dim).enumerate().map(|(i, x)| E::from_f32(x * scale(i))).collect()
+    let rows = random::<f32>(seed, n * heads * dim);
+    rows.into_iter().enumerate().map(|(i, x)| E::from_f32(x * scale(i))).collect()
 }
 
 /// The same with heads first.
@@ -39,13 +33,13 @@ struct Layer<E> {
 }
 
 impl<E: Element> Layer<E> {
-    fn new(seed: usize, n: usize) -> Self {
+    fn new(seed: u64, n: usize) -> Self {
         Self {
             q: tensor(seed, [n, HEADS * GROUP, DIM], 0.8),
             k: tensor(seed + 1, [n, HEADS, DIM], 0.6),
             // All values share a mean, which errors of keys do not move.
             v: tensor::<f32>(seed + 2, [n, HEADS, DIM_V], 0.7).iter().map(|x| E::from_f32(x + 0.5)).collect(),
-            w_o: noise(seed + 3, HIDDEN * HEADS * GROUP * DIM_V).map(E::from_f32).collect(),
+            w_o: random(seed + 3, HIDDEN * HEADS * GROUP * DIM_V),
         }
     }
 
@@ -249,8 +243,8 @@ fn a_folded_layer_computes_the_same_function() {
     let (kv, q_dim) = (HEADS * DIM_V, HEADS * GROUP * DIM_V);
     // W_V inside a fused projection whose rows are longer than the hidden size.
     let stride = HIDDEN + 3;
-    let fused: Vec<f32> = noise(11, (kv + 5) * stride).collect();
-    let bias: Vec<f32> = noise(12, kv).collect();
+    let fused: Vec<f32> = random(11, (kv + 5) * stride);
+    let bias: Vec<f32> = random(12, kv);
     let (mut folded, mut folded_bias, mut folded_o) = (fused.clone(), bias.clone(), layer.w_o.clone());
     let w_v = RowsMut::new(&mut folded[5 * stride..], kv, HIDDEN, stride).unwrap();
     rotations.fold_values(w_v, RowsMut::contiguous(&mut folded_o, q_dim).unwrap()).unwrap();
@@ -261,7 +255,7 @@ fn a_folded_layer_computes_the_same_function() {
     };
     assert_eq!(outside(&folded), outside(&fused));
     // A token's values pass to the output as if attention saw no other token.
-    let x: Vec<f32> = noise(13, HIDDEN).collect();
+    let x: Vec<f32> = random(13, HIDDEN);
     let run = |w: &[f32], bias: &[f32], w_o: &[f32]| -> Vec<f32> {
         let v: Vec<f32> = w[5 * stride..]
             .chunks(stride)

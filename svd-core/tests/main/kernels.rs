@@ -4,22 +4,11 @@ use half::{bf16, f16};
 use proptest::prelude::*;
 use svd_core::{Element, Gram, Map, PostRope, Rows, RowsMut};
 
-use super::support::backends;
+use super::support::{backends, random};
 
 /// Largest relative error of a sum of `n` terms in `f32`, with room for the backends' different orders.
 fn tolerance(n: usize) -> f64 {
     1e-6 * (4.0 + (n as f64).sqrt())
-}
-
-/// Elements from -1 to 1.
-fn noise<E: Element>(n: usize, seed: u64) -> Vec<E> {
-    (0..n as u64)
-        .map(|i| {
-            let mut z = (i + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ seed;
-            z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-            E::from_f32((z >> 40) as f32 / (1 << 23) as f32 - 1.0)
-        })
-        .collect()
 }
 
 fn ip<A: Element, B: Element>(a: &[A], b: &[B]) -> f64 {
@@ -45,7 +34,7 @@ proptest! {
         // Of the second of three heads, into every third row of a cache.
         fn check<E: Element, O: Element>(columns: &[f32], [n, dim, rank]: [usize; 3], seed: u64, ulp: f64) {
             let map = Map::new(columns, dim, rank).unwrap();
-            let rows = noise::<E>(n * 3 * dim, seed);
+            let rows = random::<E>(seed, n * 3 * dim);
             let rows = Rows::new(&rows, n, 3 * dim, 3 * dim).unwrap().columns(dim, dim).unwrap();
             for backend in backends() {
                 let mut cache = vec![O::from_f32(f32::NAN); n * 3 * rank];
@@ -63,7 +52,7 @@ proptest! {
                 assert!(gaps.into_iter().all(|x| x.to_f32().is_nan()), "{backend:?}");
             }
         }
-        let columns = noise::<f32>(dim * rank, seed);
+        let columns = random::<f32>(seed, dim * rank);
         check::<bf16, f32>(&columns, [n, dim, rank], seed ^ 1, 0.0);
         check::<f32, f16>(&columns, [n, dim, rank], seed ^ 1, 1.0 / 2048.0);
         check::<f16, bf16>(&columns, [n, dim, rank], seed ^ 1, 1.0 / 256.0);
@@ -74,7 +63,7 @@ proptest! {
         n in 0_usize..12, dim in 1_usize..70, rank in 1_usize..70, seed in any::<u64>(),
     ) {
         let rank = rank.min(dim);
-        let (columns, rows) = (noise::<f32>(dim * rank, seed), noise::<f32>(n * rank, seed ^ 1));
+        let (columns, rows) = (random::<f32>(seed, dim * rank), random::<f32>(seed ^ 1, n * rank));
         let map = Map::new(&columns, dim, rank).unwrap();
         for backend in backends() {
             let mut out = vec![f32::NAN; n * dim];
@@ -92,7 +81,7 @@ proptest! {
         n in 0_usize..300, dim in 1_usize..50, left in 0_usize..5, right in 0_usize..5, seed in any::<u64>(),
     ) {
         fn check<E: Element>(n: usize, dim: usize, left: usize, row_len: usize, seed: u64) {
-            let rows = noise::<E>(n * row_len, seed);
+            let rows = random::<E>(seed, n * row_len);
             let grams: Vec<Gram<PostRope>> = backends().map(|backend| {
                 let mut gram = Gram::new(dim).unwrap();
                 let rows = Rows::contiguous(&rows, row_len).unwrap().columns(left, dim).unwrap();
@@ -142,7 +131,7 @@ fn every_half_is_widened_exactly() {
 
 #[test]
 fn long_sums_do_not_depend_on_how_chunks_are_spread() {
-    let rows = noise::<f32>(3 * 10_000, 5);
+    let rows = random::<f32>(5, 3 * 10_000);
     let mut whole = Gram::<PostRope>::new(3).unwrap();
     whole.add_rows(Rows::contiguous(&rows, 3).unwrap()).unwrap();
     // Chunks of 4,096 rows, as `add_rows` sums them.

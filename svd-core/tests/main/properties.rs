@@ -6,18 +6,16 @@ use svd_core::{
     rank_for_removal, ranks_by_loss, ranks_by_removal,
 };
 
+use super::support::random;
+
 const DIM: usize = 6;
 
 /// Correlated rows: (n, DIM) with shrinking scale per component, mixed by a fixed matrix.
 fn rows(n: usize, seed: u64, scale: f32) -> Vec<f32> {
-    let noise = |i: usize| {
-        let mut z = (i as u64 + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ seed;
-        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        ((z >> 40) as f32 / (1 << 23) as f32) - 1.0
-    };
-    (0..n)
-        .flat_map(|i| {
-            let x: [f32; DIM] = core::array::from_fn(|d| noise(i * DIM + d) * scale / (1 << d) as f32);
+    random::<f32>(seed, n * DIM)
+        .chunks_exact(DIM)
+        .flat_map(|row| {
+            let x: [f32; DIM] = core::array::from_fn(|d| row[d] * scale / (1 << d) as f32);
             core::array::from_fn::<f32, DIM, _>(|d| x[d] + 0.5 * x[(d + 1) % DIM])
         })
         .collect()

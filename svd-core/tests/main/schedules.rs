@@ -74,12 +74,8 @@ proptest! {
 
 /// Uneven ranks, as in the paper's tables: a coefficient of variation of 0.45, multiples of 16.
 fn ranks(n: usize, seed: u64) -> Vec<usize> {
-    let noise = |i: usize| {
-        let mut z = (i as u64 + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ seed;
-        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        (z >> 40) as f64 / (1 << 24) as f64
-    };
-    (0..n).map(|i| 16 * (2.0 + (14.0 * noise(i)).round()) as usize).collect()
+    let mut rng = fastrand::Rng::with_seed(seed);
+    (0..n).map(|_| 16 * (2.0 + (14.0 * rng.f64()).round()) as usize).collect()
 }
 
 #[test]

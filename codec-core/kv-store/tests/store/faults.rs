@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use codec_core::{Encoding, FitOptions, ModelInfo, Place, PlaneBuf, Profile, Side};
+use fastrand::Rng;
 use futures_util::future::join_all;
 use futures_util::{StreamExt, pin_mut};
 use kv_store::{
@@ -16,7 +17,7 @@ use kv_stream::LayerKv;
 use object_store::path::Path;
 use tokio::time::{Instant, timeout};
 
-use crate::support::faulty::{Faults, Faulty, Random};
+use crate::support::faulty::{Faults, Faulty};
 
 const LEVELS: usize = 2;
 const GRID: Grid = Grid { chunk: 10, tail: 5 };
@@ -72,8 +73,8 @@ impl World {
 
     /// Stores a context as one writer would, up to the first error. Every writer has different rows.
     async fn write(&self, writer: u64, tokens: &[u32]) {
-        let mut random = Random(writer);
-        let rows = |random: &mut Random| (0..tokens.len() * 8).map(|_| random.unit() * 4.0 - 2.0).collect();
+        let mut random = Rng::with_seed(writer);
+        let rows = |random: &mut Rng| (0..tokens.len() * 8).map(|_| random.f32() * 4.0 - 2.0).collect();
         let layer = LayerKv { keys: rows(&mut random), values: rows(&mut random) };
         for key in self.space.chunks(tokens) {
             let object = encode(&self.profile, &key, &layer);
@@ -117,16 +118,16 @@ impl World {
 }
 
 /// Contexts that share prefixes: each begins as one of the earlier ones.
-fn contexts(random: &mut Random) -> Vec<Vec<u32>> {
+fn contexts(random: &mut Rng) -> Vec<Vec<u32>> {
     let mut contexts: Vec<Vec<u32>> = vec![];
-    for _ in 0..2 + random.below(4) {
+    for _ in 0..2 + random.u64(..4) {
         let mut tokens = match contexts.len() {
             0 => vec![],
-            n => contexts[random.below(n as u64) as usize].clone(),
+            n => contexts[random.usize(..n)].clone(),
         };
-        tokens.truncate(random.below(tokens.len() as u64 + 1) as usize);
-        let more = 5 + random.below(30);
-        tokens.extend((0..more).map(|_| random.below(3) as u32));
+        tokens.truncate(random.usize(..=tokens.len()));
+        let more = 5 + random.u64(..30);
+        tokens.extend((0..more).map(|_| random.u32(..3)));
         contexts.push(tokens);
     }
     contexts
@@ -134,17 +135,17 @@ fn contexts(random: &mut Random) -> Vec<Vec<u32>> {
 
 /// Concurrent writers, some of which die, and readers, while the store fails; then readers while it does not.
 async fn schedule(seed: u64) {
-    let mut random = Random(seed);
+    let mut random = Rng::with_seed(seed);
     let faults = Faults::draw(&mut random);
     let world = World::new(seed, faults);
     let contexts = contexts(&mut random);
     let mut tasks: Vec<std::pin::Pin<Box<dyn Future<Output = ()> + '_>>> = vec![];
     for (i, tokens) in contexts.iter().enumerate() {
-        for writer in 0..1 + random.below(3) {
+        for writer in 0..1 + random.u64(..3) {
             let world = &world;
             let name = seed.wrapping_mul(1000) + 10 * i as u64 + writer;
-            let life = match random.below(3) {
-                0 => Duration::from_millis(random.below(20_000)),
+            let life = match random.u64(..3) {
+                0 => Duration::from_millis(random.u64(..20_000)),
                 _ => Duration::from_secs(1_000_000),
             };
             tasks.push(Box::pin(async move {
@@ -152,8 +153,8 @@ async fn schedule(seed: u64) {
                 let _ = timeout(life, world.write(name, tokens)).await;
             }));
         }
-        for _ in 0..random.below(3) {
-            let (world, wait, level) = (&world, random.below(10_000), random.below(2) as usize);
+        for _ in 0..random.u64(..3) {
+            let (world, wait, level) = (&world, random.u64(..10_000), random.usize(..2));
             tasks.push(Box::pin(async move {
                 tokio::time::sleep(Duration::from_millis(wait)).await;
                 let (start, chunks) = (Instant::now(), world.space.chunks(tokens).len() as u32 + 2);

@@ -6,6 +6,7 @@ use std::sync::Mutex;
 use std::time::Duration;
 
 use bytes::Bytes;
+use fastrand::Rng;
 use futures_util::stream::BoxStream;
 use futures_util::{FutureExt, StreamExt, TryStreamExt, stream};
 use object_store::memory::InMemory;
@@ -14,27 +15,6 @@ use object_store::{
     CopyOptions, Error, GetOptions, GetResult, GetResultPayload, ListResult, MultipartUpload, ObjectMeta,
     ObjectStore, ObjectStoreExt, PutMode, PutMultipartOptions, PutOptions, PutPayload, PutResult, Result,
 };
-
-/// SplitMix64.
-#[derive(Debug)]
-pub struct Random(pub u64);
-
-impl Random {
-    pub fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let x = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        x ^ (x >> 31)
-    }
-
-    pub fn below(&mut self, n: u64) -> u64 {
-        self.next() % n
-    }
-
-    pub fn unit(&mut self) -> f32 {
-        (self.next() >> 40) as f32 / (1 << 24) as f32
-    }
-}
 
 /// The rate of each fault, 0 to 1.
 #[derive(Clone, Copy, Debug, Default)]
@@ -73,8 +53,8 @@ pub struct Faults {
 
 impl Faults {
     /// Some faults, each at its own rate.
-    pub fn draw(random: &mut Random) -> Self {
-        let mut rate = || if random.below(2) == 0 { 0.0 } else { random.unit() * 0.3 };
+    pub fn draw(random: &mut Rng) -> Self {
+        let mut rate = || if random.bool() { 0.0 } else { random.f32() * 0.3 };
         Self {
             unavailable: rate(),
             lost: rate(),
@@ -85,7 +65,7 @@ impl Faults {
             corrupt: rate(),
             swap: rate(),
             stale: rate(),
-            ignores_conditions: random.below(4) == 0,
+            ignores_conditions: random.u8(..4) == 0,
             ..Self::default()
         }
     }
@@ -93,7 +73,7 @@ impl Faults {
 
 #[derive(Debug)]
 struct State {
-    random: Random,
+    random: Rng,
     faults: Faults,
     before: Vec<(Path, Option<Bytes>)>, // the object replaced by each write
     refused: Option<Path>,
@@ -114,8 +94,13 @@ impl fmt::Display for Faulty {
 
 impl Faulty {
     pub fn new(seed: u64, faults: Faults) -> Self {
-        let state =
-            State { random: Random(seed), faults, before: vec![], refused: None, listed: HashMap::new() };
+        let state = State {
+            random: Rng::with_seed(seed),
+            faults,
+            before: vec![],
+            refused: None,
+            listed: HashMap::new(),
+        };
         Self { inner: InMemory::new(), state: Mutex::new(state) }
     }
 
@@ -156,11 +141,11 @@ impl Faulty {
     fn happens(&self, rate: impl Fn(&Faults) -> f32) -> bool {
         let mut state = self.state.lock().unwrap();
         let rate = rate(&state.faults);
-        rate > 0.0 && state.random.unit() < rate
+        rate > 0.0 && state.random.f32() < rate
     }
 
     fn below(&self, n: u64) -> u64 {
-        self.state.lock().unwrap().random.below(n)
+        self.state.lock().unwrap().random.u64(..n)
     }
 
     async fn delay(&self) {

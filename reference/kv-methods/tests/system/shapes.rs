@@ -11,11 +11,8 @@ use svd_core::SoftmaxStats;
 
 /// Numbers below `end`, of a fixed sequence for `seed`.
 fn sequence(seed: u64) -> impl FnMut(usize) -> usize {
-    let mut state = seed;
-    move |end| {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (state >> 33) as usize % end
-    }
+    let mut rng = fastrand::Rng::with_seed(seed);
+    move |end| rng.usize(..end)
 }
 
 /// The definition of attention in `f64`: one row of one head.

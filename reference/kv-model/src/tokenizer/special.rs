@@ -79,11 +79,8 @@ mod tests {
 
     #[test]
     fn any_tokens_cut_any_text_by_the_rule() {
-        let mut state = 1_u64;
-        let mut next = |end: usize| {
-            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-            (state >> 33) as usize % end
-        };
+        let mut rng = fastrand::Rng::with_seed(1);
+        let mut next = |end: usize| rng.usize(..end);
         let mut word = |longest: usize| -> String {
             (0..1 + next(longest)).map(|_| ["a", "b", "é", "\u{1f600}"][next(4)]).collect()
         };
