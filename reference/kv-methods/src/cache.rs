@@ -29,7 +29,7 @@ pub(crate) use fetch_counter::FetchCounter;
 pub(crate) use head_store::HeadStore;
 pub(crate) use kept::KeptRows;
 pub(crate) use offloaded::{BlockRule, Offload, OffloadedRows, RowFormat};
-pub(crate) use store::{Geometry, Grouped, RotatedStore, Store, merge_part};
+pub(crate) use store::{Geometry, Grouped, RotatedStore, Store, Sums, merge_part};
 
 use crate::Result;
 
@@ -68,28 +68,21 @@ impl<E: Element> Layer<E> {
         self.exact.sinks() + self.store.len() + self.exact.recent()
     }
 
-    /// Adds the attention of one KV head's scaled queries at position `pos` to `out` and `stats`.
-    fn attend(
-        &self,
-        head: usize,
-        pos: usize,
-        q: &[f32],
-        out: &mut [f32],
-        stats: &mut [SoftmaxStats],
-    ) -> Result<()> {
+    /// Adds the attention of one KV head's scaled queries at position `pos`.
+    fn attend(&self, head: usize, pos: usize, q: &[f32], sums: &mut Sums<'_>) -> Result<()> {
         let first = self.attention.first_visible(pos);
         let (sinks, stored) = (self.exact.sinks(), self.store.len());
         let first_of = |start: usize, len: usize| first.saturating_sub(start).min(len);
-        let (head_dim, [kv_dim, _]) = (q.len() / stats.len(), self.exact.dims());
+        let (head_dim, [kv_dim, _]) = (q.len() / sums.stats.len(), self.exact.dims());
         for (rows, start) in [(self.exact.sink_rows(), 0), (self.exact.recent_rows(), sinks + stored)] {
             let of_head = |all| Rows::contiguous(all, kv_dim)?.columns(head * head_dim, head_dim);
             let [keys, values] = rows.map(of_head);
             let (keys, values) = (keys?, values?);
             let seen = first_of(start, keys.rows())..keys.rows();
-            attend_before_rope(&self.rope, start, [keys, values], seen, q, out, stats)?;
+            attend_before_rope(&self.rope, start, [keys, values], seen, q, sums)?;
         }
         // The store comes last: it may depend on the softmax mass of the exact tokens.
-        self.store.attend(head, first_of(sinks, stored), q, out, stats)
+        self.store.attend(head, first_of(sinks, stored), q, sums)
     }
 }
 
@@ -213,7 +206,8 @@ impl<E: Element> KvCache for WindowedCache<E> {
         let groups = out.par_chunks_mut(group * head_dim).zip(stats.par_chunks_mut(group));
         groups.zip(q.par_chunks(group * head_dim)).enumerate().try_for_each(|(i, ((out, stats), q))| {
             let q: Vec<f32> = q.iter().map(|x| x * scale).collect();
-            Ok(layer.attend(i % n_kv_heads, pos + i / n_kv_heads, &q, out, stats)?)
+            let (pos, mut sums) = (pos + i / n_kv_heads, Sums { out, stats });
+            Ok(layer.attend(i % n_kv_heads, pos, &q, &mut sums)?)
         })
     }
 

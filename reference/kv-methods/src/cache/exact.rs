@@ -9,10 +9,10 @@ use kv_attend::owner::ExactRows;
 use kv_attend::{AnyRows, Element, ElementType, ExactTokens, Rows, Window};
 use kv_llama::Footprint;
 use kv_model::Rope;
-use svd_core::{Attention, SoftmaxStats, attend_exact_into};
+use svd_core::{Attention, attend_exact_into};
 
 use crate::Result;
-use crate::cache::store::{Geometry, RotatedStore, Store};
+use crate::cache::store::{Geometry, RotatedStore, Store, Sums};
 
 /// The nearest finite element: an infinity would make attention NaN.
 pub(crate) fn rounded<E: Element>(x: f32) -> E {
@@ -48,8 +48,7 @@ pub(crate) fn attend_before_rope<E: Element>(
     [keys, values]: [Rows<'_, E>; 2],
     range: Range<usize>,
     q: &[f32],
-    out: &mut [f32],
-    stats: &mut [SoftmaxStats],
+    sums: &mut Sums<'_>,
 ) -> Result<()> {
     /// Tokens widened at a time.
     const BLOCK: usize = 128;
@@ -58,7 +57,7 @@ pub(crate) fn attend_before_rope<E: Element>(
         let mut k = widened(&[keys.slice(block.clone())?]);
         let v = widened(&[values.slice(block)?]);
         rope.rotate_rows(&mut k, keys.components(), start + first);
-        attend_rows(q, &k, &v, out, stats)?;
+        attend_rows(q, &k, &v, sums)?;
     }
     Ok(())
 }
@@ -140,44 +139,36 @@ impl HeadRows {
     }
 
     /// Attention over the rows from `first` on, or over some of these: [`attend_tokens`].
-    pub fn attend(
-        &self,
-        first: usize,
-        chosen: Option<&[u32]>,
-        q: &[f32],
-        out: &mut [f32],
-        stats: &mut [SoftmaxStats],
-    ) -> Result<()> {
+    pub fn attend(&self, first: usize, chosen: Option<&[u32]>, q: &[f32], sums: &mut Sums<'_>) -> Result<()> {
         for_rows!(self, rows => {
             let ([keys, values], [dim, dim_v]) = (rows.sink_rows(), rows.dims());
             let (keys, values) = (&keys[first * dim..], &values[first * dim_v..]);
             let tokens = ExactTokens::contiguous(keys, dim, values, dim_v)?;
-            attend_tokens(q, &chosen.map_or(Ok(tokens), |chosen| tokens.chosen(chosen))?, out, stats)
+            attend_tokens(q, &chosen.map_or(Ok(tokens), |chosen| tokens.chosen(chosen))?, sums)
         })
     }
 }
 
-/// Attention of scaled queries (group, dim_k) over contiguous rows, one value per key: adds to `out` (group,
-/// dim_v) and `stats` (group,).
+/// Attention of scaled queries (group, dim_k) over contiguous rows, one value per key.
 pub(crate) fn attend_rows<E: Element>(
     q: &[f32],
     keys: &[E],
     values: &[E],
-    out: &mut [f32],
-    stats: &mut [SoftmaxStats],
+    sums: &mut Sums<'_>,
 ) -> Result<()> {
-    let rows = ExactTokens::contiguous(keys, q.len() / stats.len(), values, out.len() / stats.len())?;
-    attend_tokens(q, &rows, out, stats)
+    let group = sums.stats.len();
+    let rows = ExactTokens::contiguous(keys, q.len() / group, values, sums.out.len() / group)?;
+    attend_tokens(q, &rows, sums)
 }
 
-/// Attention of scaled queries (group, dim_k): adds to `out` (group, dim_v) and `stats` (group,).
+/// Attention of scaled queries (group, dim_k).
 pub(crate) fn attend_tokens<E: Element>(
     q: &[f32],
     tokens: &ExactTokens<'_, E>,
-    out: &mut [f32],
-    stats: &mut [SoftmaxStats],
+    sums: &mut Sums<'_>,
 ) -> Result<()> {
     let mut scratch = vec![0.0; q.len()];
+    let Sums { out, stats } = sums;
     Ok(attend_exact_into(&Attention::default(), Rows::from(q), tokens, &mut scratch, out, stats)?)
 }
 
@@ -232,15 +223,8 @@ impl Store for DenseStore {
         Ok(())
     }
 
-    fn attend(
-        &self,
-        head: usize,
-        first: usize,
-        q: &[f32],
-        out: &mut [f32],
-        stats: &mut [SoftmaxStats],
-    ) -> Result<()> {
-        self.heads[head].attend(first, None, q, out, stats)
+    fn attend(&self, head: usize, first: usize, q: &[f32], sums: &mut Sums<'_>) -> Result<()> {
+        self.heads[head].attend(first, None, q, sums)
     }
 
     fn footprint(&self) -> Footprint {

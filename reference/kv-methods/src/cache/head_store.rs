@@ -6,9 +6,8 @@ use kv_attend::Backend;
 use kv_attend::owner::{self, EvictedRows, Queries};
 use kv_llama::{Footprint, HeadFit};
 use kv_model::Rope;
-use svd_core::SoftmaxStats;
 
-use super::{Geometry, Store, head_fits};
+use super::{Geometry, Store, Sums, head_fits};
 use crate::{Error, Result};
 
 /// Compressed tokens of each head, of rotated keys and of values.
@@ -41,18 +40,13 @@ impl<S: owner::Store<f32, Error: Into<Error>> + Clone + 'static> Store for HeadS
         Ok(())
     }
 
-    fn attend(
-        &self,
-        head: usize,
-        first: usize,
-        q: &[f32],
-        out: &mut [f32],
-        stats: &mut [SoftmaxStats],
-    ) -> Result<()> {
-        let (tokens, group) = (&self.heads[head], stats.len());
+    fn attend(&self, head: usize, first: usize, q: &[f32], sums: &mut Sums<'_>) -> Result<()> {
+        let (tokens, group) = (&self.heads[head], sums.stats.len());
         let queries = Queries::of_token(q, group, tokens.len(), first);
         let mut scratch = vec![0.0; tokens.scratch_len(1, group)];
-        tokens.attend_into(Backend::detect(), &queries, &mut scratch, out, stats).map_err(Into::into)
+        tokens
+            .attend_into(Backend::detect(), &queries, &mut scratch, sums.out, sums.stats)
+            .map_err(Into::into)
     }
 
     fn footprint(&self) -> Footprint {

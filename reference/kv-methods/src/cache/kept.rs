@@ -2,9 +2,8 @@
 
 use kv_attend::{ElementType, Rows};
 use kv_llama::Fetched;
-use svd_core::SoftmaxStats;
 
-use super::HeadRows;
+use super::{HeadRows, Sums};
 use crate::Result;
 
 /// The tokens that one head keeps, with their rotated keys and values.
@@ -58,15 +57,9 @@ impl KeptRows {
 
     /// Adds the attention over the tokens from index `first` on, as [`super::Store::attend`]; returns what
     /// was read.
-    pub fn attend(
-        &self,
-        first: usize,
-        q: &[f32],
-        out: &mut [f32],
-        stats: &mut [SoftmaxStats],
-    ) -> Result<Fetched> {
+    pub fn attend(&self, first: usize, q: &[f32], sums: &mut Sums<'_>) -> Result<Fetched> {
         let first = self.before(first);
-        self.rows.attend(first, None, q, out, stats)?;
+        self.rows.attend(first, None, q, sums)?;
         let rows = self.tokens.len() - first;
         let bytes = self.bytes() / self.tokens.len().max(1) * rows;
         Ok(Fetched { attentions: 1, rows: rows as u64, bytes: bytes as u64, ..Fetched::default() })

@@ -9,9 +9,8 @@ use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard};
 
 use kv_llama::{Fetched, Footprint};
-use svd_core::SoftmaxStats;
 
-use super::{FetchCounter, Geometry};
+use super::{FetchCounter, Geometry, Sums};
 use crate::Result;
 pub(crate) use blocks::BlockRule;
 use blocks::{HeadBlocks, HeadFile};
@@ -169,25 +168,17 @@ impl OffloadedRows {
         Ok(values)
     }
 
-    /// Adds the attention of one head's scaled queries (group, head_dim) on the rows of `tokens`, ascending,
-    /// to `out` (group, head_dim) and `stats` (group,).
-    pub fn attend(
-        &self,
-        head: usize,
-        tokens: &[u32],
-        q: &[f32],
-        out: &mut [f32],
-        stats: &mut [SoftmaxStats],
-    ) -> Result<()> {
+    /// Adds the attention of one head's scaled queries (group, head_dim) on the rows of `tokens`, ascending.
+    pub fn attend(&self, head: usize, tokens: &[u32], q: &[f32], sums: &mut Sums<'_>) -> Result<()> {
         let words = self.words();
         let mut fetched = Fetched { attentions: 1, rows: tokens.len() as u64, ..Fetched::default() };
         let row_bytes = self.format.row_bytes(self.geometry.head_dim) as u64;
         match &self.place {
-            Place::Memory(heads) => self.format.attend(&heads[head], tokens, q, out, stats)?,
+            Place::Memory(heads) => self.format.attend(&heads[head], tokens, q, sums)?,
             Place::Disk { files, blocks } => {
                 let (mut blocks, file) = (lock(&blocks[head]), HeadFile { files, head, words });
                 let (records, rows, hits) = blocks.fetch(file, tokens)?;
-                self.format.attend(records, rows, q, out, stats)?;
+                self.format.attend(records, rows, q, sums)?;
                 fetched.hits = hits as u64;
                 fetched.loaded_bytes = blocks.update(file, tokens, self.len)? as u64 * row_bytes;
             }

@@ -48,17 +48,9 @@ pub(crate) trait Store: CloneStore + Send + Sync {
     /// which none is left is forgotten.
     fn truncate(&mut self, len: usize) -> Result<()>;
     /// Adds the attention of one KV head's query heads over the tokens from index `first` on, at most
-    /// [`Self::len`], to `out` (group, head_dim) and `stats` (group,), as [`svd_core::attend_exact_into`]
-    /// does. Sinks and window have already been added. `q` (group, head_dim) is rotated and scaled by
+    /// [`Self::len`]. Sinks and window have already been added. `q` (group, head_dim) is rotated and scaled by
     /// `1 / sqrt(head_dim)`.
-    fn attend(
-        &self,
-        head: usize,
-        first: usize,
-        q: &[f32],
-        out: &mut [f32],
-        stats: &mut [SoftmaxStats],
-    ) -> Result<()>;
+    fn attend(&self, head: usize, first: usize, q: &[f32], sums: &mut Sums<'_>) -> Result<()>;
     /// Byte counts by purpose.
     fn footprint(&self) -> Footprint;
     /// Counts of the rows that attention has fetched.
@@ -100,21 +92,26 @@ pub(crate) trait RotatedStore: Store {
     fn push_rotated(&mut self, k: &[f32], v: &[f32]) -> Result<()>;
 }
 
-/// Merges attention in another basis or at a lower rank, `part` (group, rank) with `part_stats` (group,),
-/// into `out` (group, head_dim) and `stats`.
+/// The attention of a KV head's query heads so far, to which [`svd_core::attend_exact_into`] adds.
+pub(crate) struct Sums<'a> {
+    pub out: &'a mut [f32],            // (group, head_dim)
+    pub stats: &'a mut [SoftmaxStats], // (group,)
+}
+
+/// Merges attention in another basis or at a lower rank, `part` (group, rank) with `part_stats` (group,).
 ///
-/// `back` maps a row of `part`, given its sum of softmax weights, to the basis of `out`; its output starts as
+/// `back` maps a row of `part`, given its sum of softmax weights, to the basis of `sums`; its output starts as
 /// zeros.
 pub(crate) fn merge_part(
     (part, part_stats): (&[f32], &[SoftmaxStats]),
-    out: &mut [f32],
-    stats: &mut [SoftmaxStats],
+    Sums { out, stats }: &mut Sums<'_>,
     mut back: impl FnMut(&[f32], f32, &mut [f32]) -> Result<()>,
 ) -> Result<()> {
     let (rank, head_dim) = (part.len() / part_stats.len(), out.len() / stats.len());
     let mut row = vec![0.0; head_dim];
     let parts = part.chunks_exact(rank).zip(part_stats);
-    for ((part, part_stats), (out, stats)) in parts.zip(out.chunks_exact_mut(head_dim).zip(stats)) {
+    for ((part, part_stats), (out, stats)) in parts.zip(out.chunks_exact_mut(head_dim).zip(stats.iter_mut()))
+    {
         row.fill(0.0);
         back(part, part_stats.sum, &mut row)?;
         stats.merge(out, *part_stats, &row)?;
@@ -169,7 +166,8 @@ mod tests {
             row[0] = part[0] + sum;
             Ok(())
         };
-        merge_part((&[3.0, 7.0], &part), &mut out, &mut all, back).unwrap();
+        let mut sums = Sums { out: &mut out, stats: &mut all };
+        merge_part((&[3.0, 7.0], &part), &mut sums, back).unwrap();
         for (x, expected) in out.iter().zip([0.5 * 1.0 + 4.0, 0.5 * 2.0, 7.5, 0.0]) {
             assert!((x - expected).abs() < 1e-6, "{out:?}");
         }

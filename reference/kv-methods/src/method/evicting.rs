@@ -8,11 +8,10 @@ use std::sync::Arc;
 use kv_llama::ops::{dot, softmax};
 use kv_llama::{Footprint, PromptRows};
 use kv_model::Rope;
-use svd_core::SoftmaxStats;
 
 use super::budget::part;
 use crate::Result;
-use crate::cache::{Geometry, RotatedStore, Store};
+use crate::cache::{Geometry, RotatedStore, Store, Sums};
 
 /// Eviction in front of another store.
 #[derive(Clone)]
@@ -104,15 +103,8 @@ impl<S: RotatedStore + Clone + 'static> Store for EvictingStore<S> {
         self.inner.truncate(self.kept.len())
     }
 
-    fn attend(
-        &self,
-        head: usize,
-        first: usize,
-        q: &[f32],
-        out: &mut [f32],
-        stats: &mut [SoftmaxStats],
-    ) -> Result<()> {
-        self.inner.attend(head, self.kept.partition_point(|&token| token < first), q, out, stats)
+    fn attend(&self, head: usize, first: usize, q: &[f32], sums: &mut Sums<'_>) -> Result<()> {
+        self.inner.attend(head, self.kept.partition_point(|&token| token < first), q, sums)
     }
 
     fn footprint(&self) -> Footprint {
@@ -122,6 +114,8 @@ impl<S: RotatedStore + Clone + 'static> Store for EvictingStore<S> {
 
 #[cfg(test)]
 mod tests {
+    use svd_core::SoftmaxStats;
+
     use super::*;
     use crate::cache::DenseStore;
     use kv_attend::ElementType;
@@ -153,7 +147,8 @@ mod tests {
         store.truncate(9).unwrap();
         assert_eq!((store.len(), &store.kept[..], store.inner.len()), (9, &[2, 5, 8][..], 3));
         let (mut out, mut stats) = (vec![0.0; geometry.head_dim], [SoftmaxStats::EMPTY]);
-        store.attend(0, 0, &vec![0.0; geometry.head_dim], &mut out, &mut stats).unwrap();
+        let mut sums = Sums { out: &mut out, stats: &mut stats };
+        store.attend(0, 0, &vec![0.0; geometry.head_dim], &mut sums).unwrap();
         stats[0].normalize(&mut out);
         assert!(out.iter().all(|&x| (x - 7.0 / 3.0).abs() < 1e-6), "{out:?}"); // the third value is 0
     }

@@ -15,12 +15,11 @@ use kv_llama::{Fetched, Footprint};
 use kv_model::{LayerAttention, Rope};
 use pq_core::TokenBudget;
 use rayon::prelude::*;
-use svd_core::SoftmaxStats;
 
 use super::budget::take_budget;
 use super::kind::{BuildContext, Kind, Registration};
 use crate::Result;
-use crate::cache::{FetchCounter, Geometry, KeptRows, Store};
+use crate::cache::{FetchCounter, Geometry, KeptRows, Store, Sums};
 
 pub(super) const H2O: Registration = Registration {
     names: &["h2o"],
@@ -186,15 +185,8 @@ impl Store for H2oStore {
         Ok(())
     }
 
-    fn attend(
-        &self,
-        head: usize,
-        first: usize,
-        q: &[f32],
-        out: &mut [f32],
-        stats: &mut [SoftmaxStats],
-    ) -> Result<()> {
-        self.fetched.add(self.heads[head].kept.attend(first, q, out, stats)?);
+    fn attend(&self, head: usize, first: usize, q: &[f32], sums: &mut Sums<'_>) -> Result<()> {
+        self.fetched.add(self.heads[head].kept.attend(first, q, sums)?);
         Ok(())
     }
 
@@ -213,6 +205,7 @@ mod tests {
     use super::*;
     use kv_attend::ElementType;
     use kv_llama::Rng;
+    use svd_core::SoftmaxStats;
 
     /// The paper's rule, token by token, in `f64`: after a prompt of 30 tokens, and 10 steps.
     #[test]
@@ -280,7 +273,7 @@ mod tests {
             let query = of(&q, 3, config.q_dim(), head * group);
             let scaled: Vec<f32> = query.iter().map(|&x| (x / (dim as f64).sqrt()) as f32).collect();
             let (mut out, mut stats) = (vec![0.0; dim], [SoftmaxStats::EMPTY]);
-            store.attend(head, 0, &scaled, &mut out, &mut stats).unwrap();
+            store.attend(head, 0, &scaled, &mut Sums { out: &mut out, stats: &mut stats }).unwrap();
             stats[0].normalize(&mut out);
             let weights = weights(&query, &kept);
             for (c, &x) in out.iter().enumerate() {

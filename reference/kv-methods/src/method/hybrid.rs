@@ -30,7 +30,7 @@ use super::pqklt::{CodedStep, PqKlt, TransformedStore};
 use super::settings::Switch;
 use crate::Profile;
 use crate::Result;
-use crate::cache::{Geometry, OffloadedRows, Store};
+use crate::cache::{Geometry, OffloadedRows, Store, Sums};
 use crate::calibrate::Calibration;
 
 pub(super) const HYBRID: Registration = Registration {
@@ -203,8 +203,7 @@ impl HybridStore {
         step: &CodedStep<'_>,
         first: usize,
         others: &[SoftmaxStats],
-        out: &mut [f32],
-        stats: &mut [SoftmaxStats],
+        sums: &mut Sums<'_>,
     ) -> Result<Vec<u32>> {
         let n = step.tokens.n();
         let part = |share: f64| TokenBudget::Share(share).k(n - first, 0);
@@ -216,6 +215,7 @@ impl HybridStore {
         };
         let hybrid = Hybrid { rows, score_variances: &step.score_variances, others, ..Hybrid::default() };
         let shape = step.tokens.value_shape();
+        let Sums { out, stats } = sums;
         let mut floats = vec![0.0; HybridScratch::len(shape, stats.len(), n)];
         let mut scratch_stats = vec![SoftmaxStats::EMPTY; stats.len()];
         let mut scratch = HybridScratch::new(shape, n, &mut floats, &mut scratch_stats)?;
@@ -247,21 +247,14 @@ impl Store for HybridStore {
         Ok(())
     }
 
-    fn attend(
-        &self,
-        head: usize,
-        first: usize,
-        q: &[f32],
-        out: &mut [f32],
-        stats: &mut [SoftmaxStats],
-    ) -> Result<()> {
-        let others = stats.to_vec();
+    fn attend(&self, head: usize, first: usize, q: &[f32], sums: &mut Sums<'_>) -> Result<()> {
+        let others = sums.stats.to_vec();
         let mut selected = vec![];
-        self.coded.attend_by(head, first, q, out, stats, |step, out, stats| {
-            selected = self.attend_to_rest(step, first, &others, out, stats)?;
+        self.coded.attend_by(head, first, q, sums, |step, sums| {
+            selected = self.attend_to_rest(step, first, &others, sums)?;
             Ok(())
         })?;
-        self.exact.attend(head, &selected, q, out, stats)
+        self.exact.attend(head, &selected, q, sums)
     }
 
     fn footprint(&self) -> Footprint {

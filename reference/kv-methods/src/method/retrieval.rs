@@ -15,7 +15,7 @@ use super::offload::OffloadSettings;
 #[cfg(feature = "cuda")]
 use super::on_device::{DeviceKind, Limit};
 use crate::Result;
-use crate::cache::{Geometry, OffloadedRows, Store};
+use crate::cache::{Geometry, OffloadedRows, Store, Sums};
 
 pub(super) const ORACLE: Registration = Registration {
     names: &["oracle"],
@@ -150,18 +150,11 @@ impl<S: Scorer> Store for RetrievalStore<S> {
         self.scorer.truncate(&self.exact)
     }
 
-    fn attend(
-        &self,
-        head: usize,
-        first: usize,
-        q: &[f32],
-        out: &mut [f32],
-        stats: &mut [SoftmaxStats],
-    ) -> Result<()> {
+    fn attend(&self, head: usize, first: usize, q: &[f32], sums: &mut Sums<'_>) -> Result<()> {
         if self.exact.len() <= first {
             return Ok(());
         }
-        self.exact.attend(head, &self.select(head, first, q)?, q, out, stats)
+        self.exact.attend(head, &self.select(head, first, q)?, q, sums)
     }
 
     fn fetched(&self) -> Fetched {
@@ -259,7 +252,8 @@ pub(super) mod tests {
             for head in 0..self.config.n_kv_heads {
                 let q = self.random(group * dim);
                 let (mut out, mut stats) = (vec![0.0; q.len()], vec![SoftmaxStats::EMPTY; group]);
-                self.store.attend(head, first, &q, &mut out, &mut stats).unwrap();
+                let mut sums = Sums { out: &mut out, stats: &mut stats };
+                self.store.attend(head, first, &q, &mut sums).unwrap();
                 let q: Vec<Vec<f64>> = q.chunks(dim).map(|q| q.iter().map(|&x| x.into()).collect()).collect();
                 let tokens = choose(self, head, &q);
                 let values = self.store.exact.values(head, 0..self.store.len()).unwrap();

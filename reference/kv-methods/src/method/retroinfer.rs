@@ -22,7 +22,7 @@ use super::kind::{BuildContext, Kind, Registration};
 #[cfg(feature = "cuda")]
 use super::on_device::{DeviceKind, Limit};
 use crate::Result;
-use crate::cache::{DenseStore, FetchCounter, Geometry, HeadRows, Store};
+use crate::cache::{DenseStore, FetchCounter, Geometry, HeadRows, Store, Sums};
 
 pub(super) const RETRO_INFER: Registration = Registration {
     names: &["retroinfer"],
@@ -222,14 +222,7 @@ impl Store for RetroInferStore {
         self.exact.truncate(len)
     }
 
-    fn attend(
-        &self,
-        head: usize,
-        first: usize,
-        q: &[f32],
-        out: &mut [f32],
-        stats: &mut [SoftmaxStats],
-    ) -> Result<()> {
+    fn attend(&self, head: usize, first: usize, q: &[f32], sums: &mut Sums<'_>) -> Result<()> {
         let (dim, n) = (self.geometry.head_dim, self.exact.tokens() - first);
         let clusters = self.clusters_of(head, first..first + n)?;
         let count = clusters.tokens.len();
@@ -242,7 +235,8 @@ impl Store for RetroInferStore {
             .chunks_exact(dim)
             .flat_map(|q| means.keys.chunks_exact(dim).map(move |centroid| dot(q, centroid)))
             .collect();
-        let (mut combined, mut combined_stats) = (vec![0.0; count], vec![SoftmaxStats::EMPTY; stats.len()]);
+        let (mut combined, mut combined_stats) =
+            (vec![0.0; count], vec![SoftmaxStats::EMPTY; sums.stats.len()]);
         combine_group_into(&scores, GroupRule::SumOfSoftmax, &mut combined_stats, &mut combined)?;
         let mut order: Vec<usize> = (0..count).collect();
         order.sort_by(|&a, &b| combined[b].total_cmp(&combined[a]));
@@ -259,10 +253,11 @@ impl Store for RetroInferStore {
         let (rows, bytes) = (retrieved.len() as u64, (retrieved.len() * self.exact.row_bytes()) as u64);
         let scored_bytes = (count * self.exact.row_bytes() / 2) as u64; // centroids of keys
         self.fetched.add(Fetched { attentions: 1, rows, bytes, scored_bytes, ..Fetched::default() });
-        self.exact.head(head).attend(0, Some(&retrieved), q, out, stats)?;
+        self.exact.head(head).attend(0, Some(&retrieved), q, sums)?;
 
         let estimated: Vec<usize> = left.take(part(self.settings.estimate, count)).collect();
-        for ((scores, out), stats) in scores.chunks_exact(count).zip(out.chunks_exact_mut(dim)).zip(stats) {
+        let all = sums.out.chunks_exact_mut(dim).zip(sums.stats.iter_mut());
+        for (scores, (out, stats)) in scores.chunks_exact(count).zip(all) {
             // A cluster has the weight of its tokens with the centroid as the key of each.
             let score = |c: usize| scores[c] + (clusters.tokens[c].len() as f32).ln();
             let max = estimated.iter().map(|&c| score(c)).fold(f32::NEG_INFINITY, f32::max);
@@ -325,7 +320,7 @@ mod tests {
                 let q = random(config.gqa_group() * dim);
                 let (mut out, mut stats) =
                     (vec![0.0; q.len()], vec![SoftmaxStats::EMPTY; config.gqa_group()]);
-                store.attend(head, first, &q, &mut out, &mut stats).unwrap();
+                store.attend(head, first, &q, &mut Sums { out: &mut out, stats: &mut stats }).unwrap();
 
                 let row = |t: u32| {
                     let (mut key, mut value) = (vec![0.0; dim], vec![0.0; dim]);

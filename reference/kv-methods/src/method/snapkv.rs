@@ -12,12 +12,11 @@ use std::sync::Arc;
 use kv_llama::ops::{dot, softmax};
 use kv_llama::{Fetched, Footprint};
 use kv_model::Rope;
-use svd_core::SoftmaxStats;
 
 use super::budget::part;
 use super::kind::{BuildContext, Kind, Registration};
 use crate::Result;
-use crate::cache::{FetchCounter, Geometry, KeptRows, Store};
+use crate::cache::{FetchCounter, Geometry, KeptRows, Store, Sums};
 
 pub(super) const SNAP_KV: Registration = Registration {
     names: &["snapkv"],
@@ -144,15 +143,8 @@ impl Store for SnapKvStore {
         Ok(())
     }
 
-    fn attend(
-        &self,
-        head: usize,
-        first: usize,
-        q: &[f32],
-        out: &mut [f32],
-        stats: &mut [SoftmaxStats],
-    ) -> Result<()> {
-        self.fetched.add(self.heads[head].attend(first, q, out, stats)?);
+    fn attend(&self, head: usize, first: usize, q: &[f32], sums: &mut Sums<'_>) -> Result<()> {
+        self.fetched.add(self.heads[head].attend(first, q, sums)?);
         Ok(())
     }
 
@@ -170,6 +162,7 @@ mod tests {
     use super::*;
     use kv_attend::ElementType;
     use kv_llama::Rng;
+    use svd_core::SoftmaxStats;
 
     /// The authors' rule in `f64`, after a prompt of 60 tokens of which 8 are observed, and two steps.
     #[test]
@@ -220,7 +213,7 @@ mod tests {
             let query = of(&q, 3, q_dim, head * group);
             let scaled: Vec<f32> = query.iter().map(|&x| (x / (dim as f64).sqrt()) as f32).collect();
             let (mut out, mut stats) = (vec![0.0; dim], [SoftmaxStats::EMPTY]);
-            store.attend(head, 0, &scaled, &mut out, &mut stats).unwrap();
+            store.attend(head, 0, &scaled, &mut Sums { out: &mut out, stats: &mut stats }).unwrap();
             stats[0].normalize(&mut out);
             let weights = softmax(&query, head, &kept);
             for (c, &x) in out.iter().enumerate() {

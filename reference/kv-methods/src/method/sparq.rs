@@ -17,7 +17,7 @@ use svd_core::SoftmaxStats;
 use super::kind::{BuildContext, Kind, Registration};
 #[cfg(feature = "cuda")]
 use super::on_device::{DeviceKind, Limit};
-use crate::cache::{DenseStore, FetchCounter, Geometry, Store};
+use crate::cache::{DenseStore, FetchCounter, Geometry, Store, Sums};
 use crate::{Error, Result};
 
 pub(super) const SPARQ: Registration = Registration {
@@ -160,14 +160,7 @@ impl Store for SparQStore {
         Ok(())
     }
 
-    fn attend(
-        &self,
-        head: usize,
-        first: usize,
-        q: &[f32],
-        out: &mut [f32],
-        stats: &mut [SoftmaxStats],
-    ) -> Result<()> {
+    fn attend(&self, head: usize, first: usize, q: &[f32], sums: &mut Sums<'_>) -> Result<()> {
         let (dim, n) = (self.geometry.head_dim, self.exact.tokens() - first);
         if n == 0 {
             return Ok(());
@@ -184,12 +177,18 @@ impl Store for SparQStore {
         // Components of keys, stored by component as the authors' code does.
         let scored_bytes = (n * self.components * self.exact.row_bytes() / (2 * dim)) as u64;
         self.fetched.add(Fetched { attentions: 1, rows, bytes, scored_bytes, ..Fetched::default() });
-        let (mut part, mut part_stats) = (vec![0.0; out.len()], vec![SoftmaxStats::EMPTY; stats.len()]);
+        let mut part = vec![0.0; sums.out.len()];
+        let mut part_stats = vec![SoftmaxStats::EMPTY; sums.stats.len()];
         let tokens: Vec<u32> = selected.iter().map(|t| first as u32 + t).collect();
-        self.exact.head(head).attend(0, Some(&tokens), q, &mut part, &mut part_stats)?;
+        self.exact.head(head).attend(
+            0,
+            Some(&tokens),
+            q,
+            &mut Sums { out: &mut part, stats: &mut part_stats },
+        )?;
         let mean = self.mean(head, first);
         let parts = part.chunks_exact_mut(dim).zip(part_stats).zip(estimates.chunks_exact(n));
-        let all = out.chunks_exact_mut(dim).zip(stats);
+        let all = sums.out.chunks_exact_mut(dim).zip(sums.stats.iter_mut());
         for (((part, mut part_stats), estimates), (out, stats)) in parts.zip(all) {
             let mass: f32 = selected.iter().map(|&t| estimates[t as usize]).sum();
             let mass = mass.clamp(LEAST_MASS, 1.0);
@@ -255,7 +254,7 @@ mod tests {
                 let q = random(config.gqa_group() * dim);
                 let (mut out, mut stats) =
                     (vec![0.0; q.len()], vec![SoftmaxStats::EMPTY; config.gqa_group()]);
-                store.attend(head, 0, &q, &mut out, &mut stats).unwrap();
+                store.attend(head, 0, &q, &mut Sums { out: &mut out, stats: &mut stats }).unwrap();
                 // Queries are scaled already: 1 / sqrt(head_dim) appears nowhere.
                 let q: Vec<Vec<f64>> = q.chunks(dim).map(|q| q.iter().map(|&x| x.into()).collect()).collect();
                 let rows: Vec<[Vec<f64>; 2]> = (0..n)

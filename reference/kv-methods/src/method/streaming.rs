@@ -7,11 +7,10 @@
 use std::sync::Arc;
 
 use kv_llama::Footprint;
-use svd_core::SoftmaxStats;
 
 use super::kind::{BuildContext, Kind, Registration};
 use crate::Result;
-use crate::cache::{Geometry, Store};
+use crate::cache::{Geometry, Store, Sums};
 
 pub(super) const STREAMING: Registration = Registration {
     names: &["streaming"],
@@ -67,7 +66,7 @@ impl Store for StreamingStore {
         Ok(())
     }
 
-    fn attend(&self, _: usize, _: usize, _: &[f32], _: &mut [f32], _: &mut [SoftmaxStats]) -> Result<()> {
+    fn attend(&self, _: usize, _: usize, _: &[f32], _: &mut Sums<'_>) -> Result<()> {
         Ok(())
     }
 

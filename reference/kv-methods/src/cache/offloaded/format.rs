@@ -4,9 +4,10 @@ use std::iter;
 
 use bytemuck::{Pod, cast_slice, cast_slice_mut};
 use half::{bf16, f16};
-use kv_attend::{Element, ElementType, ExactTokens, Rows, SoftmaxStats};
+use kv_attend::{Element, ElementType, ExactTokens, Rows};
 
 use crate::Result;
+use crate::cache::Sums;
 use crate::cache::exact::{attend_rows, attend_tokens, rounded};
 
 /// The encoding of a record.
@@ -86,21 +87,15 @@ impl RowFormat {
     }
 
     /// Adds the attention of scaled queries (group, dim) on the records whose indices are `rows`, in that
-    /// order, to `out` (group, dim) and `stats` (group,).
-    pub fn attend(
-        self,
-        records: &[u32],
-        rows: &[u32],
-        q: &[f32],
-        out: &mut [f32],
-        stats: &mut [SoftmaxStats],
-    ) -> Result<()> {
+    /// order.
+    pub fn attend(self, records: &[u32], rows: &[u32], q: &[f32], sums: &mut Sums<'_>) -> Result<()> {
         match self {
-            Self::Exact(ElementType::F32) => attend::<f32>(cast_slice(records), rows, q, out, stats),
-            Self::Exact(ElementType::F16) => attend::<f16>(cast_slice(records), rows, q, out, stats),
-            Self::Exact(ElementType::Bf16) => attend::<bf16>(cast_slice(records), rows, q, out, stats),
+            Self::Exact(ElementType::F32) => attend::<f32>(cast_slice(records), rows, q, sums),
+            Self::Exact(ElementType::F16) => attend::<f16>(cast_slice(records), rows, q, sums),
+            Self::Exact(ElementType::Bf16) => attend::<bf16>(cast_slice(records), rows, q, sums),
             Self::Int8 => {
-                let (dim, words) = (q.len() / stats.len(), self.words(q.len() / stats.len()));
+                let dim = q.len() / sums.stats.len();
+                let words = self.words(dim);
                 let (mut keys, mut values) = (vec![0.0; rows.len() * dim], vec![0.0; rows.len() * dim]);
                 let places = keys.chunks_exact_mut(dim).zip(values.chunks_exact_mut(dim));
                 for (&row, (key, value)) in rows.iter().zip(places) {
@@ -108,7 +103,7 @@ impl RowFormat {
                     int8_row(record, 0, key);
                     int8_row(record, 1, value);
                 }
-                attend_rows(q, &keys, &values, out, stats)
+                attend_rows(q, &keys, &values, sums)
             }
         }
     }
@@ -123,17 +118,11 @@ fn read<E: Element>(elements: &[E], out: &mut [f32]) {
     out.iter_mut().zip(elements).for_each(|(out, x)| *out = x.to_f32());
 }
 
-fn attend<E: Element>(
-    records: &[E],
-    rows: &[u32],
-    q: &[f32],
-    out: &mut [f32],
-    stats: &mut [SoftmaxStats],
-) -> Result<()> {
-    let dim = q.len() / stats.len();
+fn attend<E: Element>(records: &[E], rows: &[u32], q: &[f32], sums: &mut Sums<'_>) -> Result<()> {
+    let dim = q.len() / sums.stats.len();
     let pairs = Rows::contiguous(records, 2 * dim)?;
     let tokens = ExactTokens::new(pairs.columns(0, dim)?, pairs.columns(dim, dim)?)?.chosen(rows)?;
-    attend_tokens(q, &tokens, out, stats)
+    attend_tokens(q, &tokens, sums)
 }
 
 /// The scale of a group: 1/63 of its largest magnitude. A subnormal one has few bits: rounded down, it would
@@ -174,6 +163,8 @@ fn int8_row(record: &[u32], side: usize, out: &mut [f32]) {
 
 #[cfg(test)]
 mod tests {
+    use svd_core::SoftmaxStats;
+
     use super::*;
 
     fn row(dim: usize, seed: usize) -> Vec<f32> {
@@ -240,11 +231,13 @@ mod tests {
                 (0..9).for_each(|t| format.push(&row(dim, t), &row(dim, t + 50), &mut records));
                 let (q, rows) = ([row(dim, 90), row(dim, 91)].concat(), [7, 0, 3]);
                 let (mut out, mut stats) = (vec![0.0; 2 * dim], vec![SoftmaxStats::EMPTY; 2]);
-                format.attend(&records, &rows, &q, &mut out, &mut stats).unwrap();
+                let mut sums = Sums { out: &mut out, stats: &mut stats };
+                format.attend(&records, &rows, &q, &mut sums).unwrap();
                 let take = |seed: usize| rows.iter().flat_map(|&t| row(dim, t as usize + seed)).collect();
                 let (keys, values): (Vec<f32>, Vec<f32>) = (take(0), take(50));
                 let (mut expected, mut of) = (vec![0.0; 2 * dim], vec![SoftmaxStats::EMPTY; 2]);
-                attend_rows(&q, &keys, &values, &mut expected, &mut of).unwrap();
+                let mut sums = Sums { out: &mut expected, stats: &mut of };
+                attend_rows(&q, &keys, &values, &mut sums).unwrap();
                 for i in 0..2 * dim {
                     let (x, y) = (out[i] / stats[i / dim].sum, expected[i] / of[i / dim].sum);
                     assert!((x - y).abs() < 0.3, "{format:?} of {dim}: {x} for {y}");

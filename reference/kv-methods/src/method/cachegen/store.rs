@@ -5,9 +5,8 @@ use std::sync::Arc;
 use codec_core::{Frame, FrameInfo, LayerRows, Place, Profile};
 use kv_attend::owner::{Pair, Side};
 use kv_llama::Footprint;
-use svd_core::SoftmaxStats;
 
-use crate::cache::{DenseStore, Geometry, Grouped, Store};
+use crate::cache::{DenseStore, Geometry, Grouped, Store, Sums};
 use crate::{Error, Result};
 
 /// Encodes every batch of tokens to a bitstream (keys before RoPE, values); attention runs over the decoded
@@ -151,15 +150,8 @@ impl Store for CacheGenStore {
         self.grouped.truncate(len, self.geometry.kv_dim())
     }
 
-    fn attend(
-        &self,
-        head: usize,
-        first: usize,
-        q: &[f32],
-        out: &mut [f32],
-        stats: &mut [SoftmaxStats],
-    ) -> Result<()> {
-        self.grouped.rows.attend(head, first, q, out, stats)
+    fn attend(&self, head: usize, first: usize, q: &[f32], sums: &mut Sums<'_>) -> Result<()> {
+        self.grouped.rows.attend(head, first, q, sums)
     }
 
     fn footprint(&self) -> Footprint {

@@ -7,10 +7,9 @@ use half::f16;
 use kv_attend::owner::{Pair, Side};
 use kv_llama::Footprint;
 use kv_model::Rope;
-use svd_core::SoftmaxStats;
 
 use crate::Result;
-use crate::cache::{Geometry, Store, attend_rows, rounded};
+use crate::cache::{Geometry, Store, Sums, attend_rows, rounded};
 use crate::method::scalar::{BLOCK, pack, packed_len, unpack};
 
 /// A map of a range to -1 to 1.
@@ -183,19 +182,12 @@ impl Store for NuqStore {
         Ok(())
     }
 
-    fn attend(
-        &self,
-        head: usize,
-        first: usize,
-        q: &[f32],
-        out: &mut [f32],
-        stats: &mut [SoftmaxStats],
-    ) -> Result<()> {
+    fn attend(&self, head: usize, first: usize, q: &[f32], sums: &mut Sums<'_>) -> Result<()> {
         for start in (first..self.len()).step_by(BLOCK) {
             let tokens = start..self.len().min(start + BLOCK);
             let mut keys = self.decoded(Side::Keys, head, tokens.clone());
             self.rope.rotate_rows(&mut keys, self.geometry.head_dim, self.start + start);
-            attend_rows(q, &keys, &self.decoded(Side::Values, head, tokens), out, stats)?;
+            attend_rows(q, &keys, &self.decoded(Side::Values, head, tokens), sums)?;
         }
         Ok(())
     }

@@ -9,10 +9,10 @@ use std::sync::Arc;
 use kv_attend::owner::{Pair, Side};
 use kv_attend::{Backend, Rows};
 use kv_llama::{Footprint, HeadFit};
-use pq_core::{HeadCodes, Outlier, SoftmaxStats, decode_into, extract_outliers, restore_outliers};
+use pq_core::{HeadCodes, Outlier, decode_into, extract_outliers, restore_outliers};
 
 use crate::Result;
-use crate::cache::{HeadStore, Store, attend_rows};
+use crate::cache::{HeadStore, Store, Sums, attend_rows};
 
 /// Codes of rows whose outliers are replaced by the centre of their channel, and the outliers.
 #[derive(Clone)]
@@ -102,17 +102,10 @@ impl Store for OutlierStore {
         self.coded.truncate(len)
     }
 
-    fn attend(
-        &self,
-        head: usize,
-        first: usize,
-        q: &[f32],
-        out: &mut [f32],
-        stats: &mut [SoftmaxStats],
-    ) -> Result<()> {
+    fn attend(&self, head: usize, first: usize, q: &[f32], sums: &mut Sums<'_>) -> Result<()> {
         let rows = Pair::try_of(|side| self.decoded(head, side))?;
         let start = first * self.coded.geometry.head_dim;
-        attend_rows(q, &rows.keys[start..], &rows.values[start..], out, stats)
+        attend_rows(q, &rows.keys[start..], &rows.values[start..], sums)
     }
 
     fn footprint(&self) -> Footprint {

@@ -17,7 +17,7 @@ use svd_core::{MapBuf, Rows, RowsMut, SoftmaxStats};
 
 use super::mean_errors::MeanErrors;
 use crate::Result;
-use crate::cache::{CodingError, Geometry, Store, head_fits, merge_part};
+use crate::cache::{CodingError, Geometry, Store, Sums, head_fits, merge_part};
 
 /// The space in which keys are coded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -251,9 +251,8 @@ impl TransformedStore {
         head: usize,
         first: usize,
         q: &[f32],
-        out: &mut [f32],
-        stats: &mut [SoftmaxStats],
-        attend: impl FnOnce(&CodedStep<'_>, &mut [f32], &mut [SoftmaxStats]) -> Result<()>,
+        sums: &mut Sums<'_>,
+        attend: impl FnOnce(&CodedStep<'_>, &mut Sums<'_>) -> Result<()>,
     ) -> Result<()> {
         if self.len == 0 {
             return Ok(());
@@ -264,7 +263,8 @@ impl TransformedStore {
             (!coded.norms.is_empty()).then(|| coded.norms.iter().map(|&norm| decode_norm(norm)).collect())
         };
         let (mut key_scales, value_scales) = (scales(keys), scales(values));
-        let mut luts = vec![0.0; stats.len() * keys.codes.view().shape().lut_len()];
+        let group = sums.stats.len();
+        let mut luts = vec![0.0; group * keys.codes.view().shape().lut_len()];
         let mut probes = q.to_vec();
         let mut bias = if self.plan.space == KeySpace::BeforeRope {
             key_scales = None; // tables of zeros: the bias is the whole score
@@ -291,10 +291,10 @@ impl TransformedStore {
             mean_errors: self.value_errors.get(head),
         };
         // Attention on the transformed values, mapped back once per query.
-        let mut transformed = vec![0.0; out.len()];
-        let mut transformed_stats = vec![SoftmaxStats::EMPTY; stats.len()];
-        attend(&step, &mut transformed, &mut transformed_stats)?;
-        merge_part((&transformed, &transformed_stats), out, stats, |transformed, weight, row| {
+        let mut transformed = vec![0.0; sums.out.len()];
+        let mut transformed_stats = vec![SoftmaxStats::EMPTY; group];
+        attend(&step, &mut Sums { out: &mut transformed, stats: &mut transformed_stats })?;
+        merge_part((&transformed, &transformed_stats), sums, |transformed, weight, row| {
             value_code.dual.view().reconstruct_into(transformed, row)?;
             row.iter_mut().zip(&value_code.mean).for_each(|(x, mean)| *x += weight * mean);
             Ok(())
@@ -369,15 +369,8 @@ impl Store for TransformedStore {
         Ok(())
     }
 
-    fn attend(
-        &self,
-        head: usize,
-        first: usize,
-        q: &[f32],
-        out: &mut [f32],
-        stats: &mut [SoftmaxStats],
-    ) -> Result<()> {
-        self.attend_by(head, first, q, out, stats, |step, out, stats| {
+    fn attend(&self, head: usize, first: usize, q: &[f32], sums: &mut Sums<'_>) -> Result<()> {
+        self.attend_by(head, first, q, sums, |step, Sums { out, stats }| {
             let mut scratch = vec![0.0; attend_scratch_len(step.tokens.value_shape(), stats.len())];
             Ok(attend_into(&step.luts, &step.tokens, &mut scratch, out, stats)?)
         })

@@ -14,7 +14,7 @@ use kv_model::Rope;
 use svd_core::{HeadMaps, Rows, SoftmaxStats};
 
 use crate::Result;
-use crate::cache::{Geometry, RotatedStore, Store, attend_rows, merge_part};
+use crate::cache::{Geometry, RotatedStore, Store, Sums, attend_rows, merge_part};
 
 /// Codec between rows (n, head_dim) of one head and bytes.
 pub(crate) trait BlockCodec: Send + Sync {
@@ -119,29 +119,22 @@ impl Store for CodedStore {
         Ok(())
     }
 
-    fn attend(
-        &self,
-        head: usize,
-        first: usize,
-        q: &[f32],
-        out: &mut [f32],
-        stats: &mut [SoftmaxStats],
-    ) -> Result<()> {
-        let ranks = self.ranks(head);
+    fn attend(&self, head: usize, first: usize, q: &[f32], sums: &mut Sums<'_>) -> Result<()> {
+        let (ranks, group) = (self.ranks(head), sums.stats.len());
         let longest = self.blocks.iter().map(|block| block.coded).max().unwrap_or(0);
         let mut rows = Pair::of(|side| vec![0.0; longest * ranks[side]]);
         let mut q = match self.maps(head) {
             None => q.to_vec(),
             Some(maps) => {
-                let mut projected = vec![0.0; stats.len() * ranks.keys];
+                let mut projected = vec![0.0; group * ranks.keys];
                 let rows = Rows::contiguous(q, self.geometry.head_dim)?;
                 maps.keys().project_queries(Backend::detect(), rows, &mut projected)?;
                 projected
             }
         };
         q.chunks_exact_mut(ranks.keys).for_each(|q| self.codecs.keys.rotate(q));
-        let mut rotated = vec![0.0; stats.len() * ranks.values];
-        let mut rotated_stats = vec![SoftmaxStats::EMPTY; stats.len()];
+        let mut rotated = vec![0.0; group * ranks.values];
+        let mut rotated_stats = vec![SoftmaxStats::EMPTY; group];
         let mut start = 0; // the block's first token
         for block in &self.blocks {
             let hidden = first.saturating_sub(start).min(block.valid);
@@ -154,9 +147,10 @@ impl Store for CodedStore {
                 self.codecs[side].decode(&block.codes[head][side], ranks[side], rows);
             }
             let valid = |side: Side| &rows[side][hidden * ranks[side]..block.valid * ranks[side]];
-            attend_rows(&q, valid(Side::Keys), valid(Side::Values), &mut rotated, &mut rotated_stats)?;
+            let mut sums = Sums { out: &mut rotated, stats: &mut rotated_stats };
+            attend_rows(&q, valid(Side::Keys), valid(Side::Values), &mut sums)?;
         }
-        merge_part((&rotated, &rotated_stats), out, stats, |rotated, _, row| {
+        merge_part((&rotated, &rotated_stats), sums, |rotated, _, row| {
             let row = &mut row[..ranks.values];
             row.copy_from_slice(rotated);
             self.codecs.values.rotate_back(row);

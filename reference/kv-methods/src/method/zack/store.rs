@@ -5,10 +5,10 @@ use std::sync::Arc;
 use kv_attend::{Backend, Element};
 use kv_llama::{Footprint, PromptRows};
 use kv_model::Rope;
-use svd_core::{HeadMaps, ReducedRows, Reduction, SoftmaxStats};
+use svd_core::{HeadMaps, ReducedRows, Reduction};
 
 use crate::Result;
-use crate::cache::{Geometry, RotatedStore, Store};
+use crate::cache::{Geometry, RotatedStore, Store, Sums};
 
 /// ZACK: rotated keys and values truncated to each head's rank; attention in the rotated space.
 ///
@@ -74,16 +74,10 @@ impl<E: Element> Store for ZackStore<E> {
         Ok(())
     }
 
-    fn attend(
-        &self,
-        head: usize,
-        first: usize,
-        q: &[f32],
-        out: &mut [f32],
-        stats: &mut [SoftmaxStats],
-    ) -> Result<()> {
+    fn attend(&self, head: usize, first: usize, q: &[f32], sums: &mut Sums<'_>) -> Result<()> {
         let rows = &self.heads[head];
-        let mut scratch = vec![0.0; rows.scratch_len(stats.len())];
+        let mut scratch = vec![0.0; rows.scratch_len(sums.stats.len())];
+        let Sums { out, stats } = sums;
         Ok(rows.attend_into(Backend::detect(), q, first..rows.len(), None, &mut scratch, out, stats)?)
     }
 
