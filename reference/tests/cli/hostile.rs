@@ -4,6 +4,8 @@
 use std::path::Path;
 use std::process::Command;
 
+use serde_json::Value;
+
 use crate::support::kv::{copy, fixture, kv, refused, run};
 #[cfg(target_os = "linux")]
 use crate::support::kv::{kv_after, one_line};
@@ -23,171 +25,115 @@ fn edited(name: &str, file: &str, from: &str, to: &str) -> tempfile::TempDir {
     folder
 }
 
+/// A copied fixture whose configuration has these entries, of JSON, too or instead.
+fn configured(name: &str, entries: &str) -> tempfile::TempDir {
+    fn merge(into: &mut Value, from: Value) {
+        match (into, from) {
+            (Value::Object(into), Value::Object(from)) => {
+                from.into_iter()
+                    .for_each(|(key, value)| merge(into.entry(key).or_insert(Value::Null), value));
+            }
+            (into, from) => *into = from,
+        }
+    }
+    let folder = copy(name);
+    let path = folder.path().join("config.json");
+    let mut config = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    merge(&mut config, serde_json::from_str(entries).unwrap());
+    std::fs::write(path, config.to_string()).unwrap();
+    folder
+}
+
 #[test]
 fn configs() {
-    for (case, from, to, what) in [
-        ("no JSON", "{\n", "", "config.json"),
+    for (case, entries, what) in [
         (
             "another family",
-            "\"llama\"",
-            "\"gpt2\"",
+            r#"{"model_type": "gpt2"}"#,
             "model_type `gpt2` is not supported, only llama, mistral, qwen2",
         ),
-        ("no family", "\"model_type\": \"llama\",", "", "no model_type"),
-        ("a window", "\"mlp_bias\": false,", "\"sliding_window\": 8,", "no sliding_window"),
-        ("norms that are not stored", "\"model_type\": \"llama\"", "\"model_type\": \"qwen3\"", "q_norm"),
-        (
-            "biases that are not stored",
-            "\"model_type\": \"llama\"",
-            "\"model_type\": \"qwen2\"",
-            "q_proj.bias",
-        ),
-        ("no heads", "\"num_attention_heads\": 4", "\"num_attention_heads\": 0", "num_attention_heads is 0"),
-        (
-            "heads that do not divide",
-            "\"num_key_value_heads\": 2",
-            "\"num_key_value_heads\": 3",
-            "do not divide",
-        ),
-        (
-            "no kv heads",
-            "\"num_key_value_heads\": 2",
-            "\"num_key_value_heads\": 0",
-            "num_key_value_heads is 0",
-        ),
-        ("an odd head", "\"head_dim\": 16", "\"head_dim\": 15", "odd"),
-        ("a head that is not stored", "\"head_dim\": 16", "\"head_dim\": 32", "has shape"),
-        ("a huge vocabulary", "\"vocab_size\": 96", "\"vocab_size\": 18446744073709551615", "vocab_size"),
-        ("a larger vocabulary", "\"vocab_size\": 96", "\"vocab_size\": 97", "has shape"),
-        ("too many layers", "\"num_hidden_layers\": 2", "\"num_hidden_layers\": 3", "model.layers.2"),
-        (
-            "endless layers",
-            "\"num_hidden_layers\": 2",
-            "\"num_hidden_layers\": 4000000000",
-            "num_hidden_layers",
-        ),
-        (
-            "a negative size",
-            "\"hidden_size\": 64",
-            "\"hidden_size\": -64",
-            "config.json: hidden_size: invalid value",
-        ),
-        ("no epsilon", "\"rms_norm_eps\": 1e-05", "\"rms_norm_eps\": 0.0", "rms_norm_eps"),
-        (
-            "an end that is a word",
-            "\"eos_token_id\": 2",
-            "\"eos_token_id\": \"</s>\"",
-            "eos_token_id: `\"</s>\"` is no token",
-        ),
-        (
-            "a negative end",
-            "\"eos_token_id\": 2",
-            "\"eos_token_id\": [2, -1]",
-            "eos_token_id: `-1` is no token",
-        ),
-        ("a start beyond 32 bits", "\"bos_token_id\": 1", "\"bos_token_id\": 4294967296", "bos_token_id"),
-        ("another activation", "\"silu\"", "\"relu\"", "relu"),
-        (
-            "no context",
-            "\"max_position_embeddings\": 64",
-            "\"max_position_embeddings\": 0",
-            "max_position_embeddings",
-        ),
-        ("an unknown rope", "\"rope_type\": \"default\"", "\"rope_type\": \"longrope\"", "longrope"),
-        ("a rope without its factor", "\"rope_type\": \"default\"", "\"rope_type\": \"linear\"", "factor"),
+        ("a window", r#"{"sliding_window": 8}"#, "no sliding_window"),
+        ("norms that are not stored", r#"{"model_type": "qwen3"}"#, "q_norm"),
+        ("biases that are not stored", r#"{"model_type": "qwen2"}"#, "q_proj.bias"),
+        ("no heads", r#"{"num_attention_heads": 0}"#, "num_attention_heads is 0"),
+        ("heads that do not divide", r#"{"num_key_value_heads": 3}"#, "do not divide"),
+        ("no kv heads", r#"{"num_key_value_heads": 0}"#, "num_key_value_heads is 0"),
+        ("an odd head", r#"{"head_dim": 15}"#, "odd"),
+        ("a head that is not stored", r#"{"head_dim": 32}"#, "has shape"),
+        ("a huge vocabulary", r#"{"vocab_size": 18446744073709551615}"#, "vocab_size"),
+        ("a larger vocabulary", r#"{"vocab_size": 97}"#, "has shape"),
+        ("too many layers", r#"{"num_hidden_layers": 3}"#, "model.layers.2"),
+        ("endless layers", r#"{"num_hidden_layers": 4000000000}"#, "num_hidden_layers"),
+        ("a negative size", r#"{"hidden_size": -64}"#, "config.json: hidden_size: invalid value"),
+        ("no epsilon", r#"{"rms_norm_eps": 0.0}"#, "rms_norm_eps"),
+        ("an end that is a word", r#"{"eos_token_id": "</s>"}"#, "eos_token_id: `\"</s>\"` is no token"),
+        ("a negative end", r#"{"eos_token_id": [2, -1]}"#, "eos_token_id: `-1` is no token"),
+        ("a start beyond 32 bits", r#"{"bos_token_id": 4294967296}"#, "bos_token_id"),
+        ("another activation", r#"{"hidden_act": "relu"}"#, "relu"),
+        ("no context", r#"{"max_position_embeddings": 0}"#, "max_position_embeddings"),
+        ("an unknown rope", r#"{"rope_parameters": {"rope_type": "longrope"}}"#, "longrope"),
+        ("a rope without its factor", r#"{"rope_parameters": {"rope_type": "linear"}}"#, "factor"),
         (
             "a rope that divides by zero",
-            "\"rope_type\": \"default\"",
-            "\"rope_type\": \"linear\", \"factor\": 0",
+            r#"{"rope_parameters": {"rope_type": "linear", "factor": 0}}"#,
             "positive",
         ),
         (
             "two ropes",
-            "\"mlp_bias\": false,",
-            "\"mlp_bias\": false, \"rope_scaling\": {\"type\": \"linear\", \"factor\": 2},",
+            r#"{"rope_scaling": {"type": "linear", "factor": 2}}"#,
             "`rope_scaling` differs from `rope_parameters`",
         ),
-        (
-            "a rope that is a word",
-            "\"mlp_bias\": false,",
-            "\"mlp_bias\": false, \"rope_scaling\": \"yarn\",",
-            "not an object",
-        ),
-        (
-            "two bases",
-            "\"mlp_bias\": false,",
-            "\"mlp_bias\": false, \"rope_theta\": 0,",
-            "`rope_theta` differs",
-        ),
+        ("a rope that is a word", r#"{"rope_scaling": "yarn"}"#, "not an object"),
+        ("two bases", r#"{"rope_theta": 0}"#, "`rope_theta` differs"),
     ] {
-        model_refused(case, edited("gqa", "config.json", from, to).path(), what);
+        model_refused(case, configured("gqa", entries).path(), what);
     }
-    for (case, name, from, to, what) in [
-        (
-            "a window of nothing",
-            "mistral-window",
-            "\"sliding_window\": 5",
-            "\"sliding_window\": 0",
-            "sliding_window is 0",
-        ),
-        (
-            "a negative window",
-            "mistral-window",
-            "\"sliding_window\": 5",
-            "\"sliding_window\": -5",
-            "config.json",
-        ),
-        (
-            "a window of null",
-            "qwen2-window",
-            "\"sliding_window\": 4",
-            "\"sliding_window\": null",
-            "there is no sliding_window",
-        ),
+    for (case, name, entries, what) in [
+        ("a window of nothing", "mistral-window", r#"{"sliding_window": 0}"#, "sliding_window is 0"),
+        ("a negative window", "mistral-window", r#"{"sliding_window": -5}"#, "config.json"),
+        ("a window of null", "qwen2-window", r#"{"sliding_window": null}"#, "there is no sliding_window"),
         (
             "an unknown layer",
             "qwen2-window",
-            "\"sliding_attention\"",
-            "\"chunked_attention\"",
+            r#"{"layer_types": ["chunked_attention"]}"#,
             "chunked_attention",
         ),
         (
             "a layer too few",
             "qwen2-window",
-            "\"full_attention\",",
-            "",
+            r#"{"layer_types": ["sliding_attention"]}"#,
             "layer_types has no entry for layer 1",
         ),
-        (
-            "no interval",
-            "smollm3",
-            "\"no_rope_layers\": [\n    1,\n    1,\n    1,\n    0,\n    1\n  ]",
-            "\"no_rope_layers\": []",
-            "no_rope_layers",
-        ),
+        ("no interval", "smollm3", r#"{"no_rope_layers": []}"#, "no_rope_layers"),
     ] {
-        model_refused(case, edited(name, "config.json", from, to).path(), what);
+        model_refused(case, configured(name, entries).path(), what);
+    }
+    for (case, from, to, what) in [
+        ("no JSON", "{\n", "", "config.json"),
+        ("no family", "\"model_type\": \"llama\",", "", "no model_type"),
+    ] {
+        model_refused(case, edited("gqa", "config.json", from, to).path(), what);
     }
 }
 
 /// Another model's tensors under a configuration without them.
 #[test]
 fn tensors_that_the_model_does_not_use() {
-    let unused = |case: &str, fixture: &str, from: &str, to: &str, names: &[&str]| {
-        let folder = edited(fixture, "config.json", from, to);
+    let unused = |case: &str, fixture: &str, entries: &str, names: &[&str]| {
+        let folder = configured(fixture, entries);
         for name in names {
             model_refused(case, folder.path(), name);
         }
     };
-    let relabelled = |name: &str| format!("\"model_type\": \"{name}\"");
+    let llama = r#"{"model_type": "llama"}"#;
     let norms =
         ["a `llama` like this has no use for", "`model.layers.0.self_attn.k_norm.weight`", "and 1 more"];
-    unused("Qwen3 as a Llama", "qwen3", &relabelled("qwen3"), &relabelled("llama"), &norms);
+    unused("Qwen3 as a Llama", "qwen3", llama, &norms);
     let biases = ["`model.layers.0.self_attn.k_proj.bias`", "and 3 more"];
-    unused("Qwen2 as a Llama", "qwen2", &relabelled("qwen2"), &relabelled("llama"), &biases);
+    unused("Qwen2 as a Llama", "qwen2", llama, &biases);
     let bias = ["`model.layers.0.self_attn.k_proj.bias`"];
-    unused("biases", "bias-untied", "\"attention_bias\": true", "\"attention_bias\": false", &bias);
-    unused("layers", "gqa", "\"num_hidden_layers\": 2", "\"num_hidden_layers\": 1", &["model.layers.1."]);
+    unused("biases", "bias-untied", r#"{"attention_bias": false}"#, &bias);
+    unused("layers", "gqa", r#"{"num_hidden_layers": 1}"#, &["model.layers.1."]);
 
     // Old checkpoints also store redundant tensors: rotary frequencies, and the output under tied embeddings.
     let folder = copy("mha");
