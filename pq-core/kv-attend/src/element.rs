@@ -147,73 +147,47 @@ impl Sealed for f32 {
     }
 }
 
-impl Element for f16 {
-    fn to_f32(self) -> f32 {
-        Self::to_f32(self)
-    }
-    fn from_f32(x: f32) -> Self {
-        Self::from_f32(x)
-    }
-    fn saturate(self) -> Self {
-        if self.is_infinite() { Self::MAX.copysign(self) } else { self }
-    }
+/// The implementations of a type of 16 bits, given its loads and stores.
+macro_rules! sixteen_bits {
+    ($element:ident, $any:ident, $load:ident, $store:ident) => {
+        impl Element for $element {
+            fn to_f32(self) -> f32 {
+                Self::to_f32(self)
+            }
+            fn from_f32(x: f32) -> Self {
+                Self::from_f32(x)
+            }
+            fn saturate(self) -> Self {
+                if self.is_infinite() { Self::MAX.copysign(self) } else { self }
+            }
+        }
+
+        impl Sealed for $element {
+            #[inline(always)]
+            unsafe fn load<S: Simd>(s: S, p: *const Self) -> S::F32 {
+                // SAFETY: the caller guarantees it; the type has the layout of `u16`.
+                unsafe { s.$load(p.cast()) }
+            }
+
+            #[inline(always)]
+            unsafe fn store<S: Simd>(s: S, p: *mut Self, x: S::F32) {
+                // SAFETY: the caller guarantees it; the type has the layout of `u16`.
+                unsafe { s.$store(p.cast(), x) }
+            }
+
+            fn any(rows: Rows<'_, Self>) -> AnyRows<'_> {
+                AnyRows::$any(rows)
+            }
+
+            fn attend(backend: Backend, attend: Attend<'_, '_, Self>) {
+                backend.run(attend);
+            }
+        }
+    };
 }
 
-impl Sealed for f16 {
-    #[inline(always)]
-    unsafe fn load<S: Simd>(s: S, p: *const Self) -> S::F32 {
-        // SAFETY: the caller guarantees it; `f16` has the layout of `u16`.
-        unsafe { s.load_f16(p.cast()) }
-    }
-
-    #[inline(always)]
-    unsafe fn store<S: Simd>(s: S, p: *mut Self, x: S::F32) {
-        // SAFETY: the caller guarantees it; `f16` has the layout of `u16`.
-        unsafe { s.store_f16(p.cast(), x) }
-    }
-
-    fn any(rows: Rows<'_, Self>) -> AnyRows<'_> {
-        AnyRows::F16(rows)
-    }
-
-    fn attend(backend: Backend, attend: Attend<'_, '_, Self>) {
-        backend.run(attend);
-    }
-}
-
-impl Element for bf16 {
-    fn to_f32(self) -> f32 {
-        Self::to_f32(self)
-    }
-    fn from_f32(x: f32) -> Self {
-        Self::from_f32(x)
-    }
-    fn saturate(self) -> Self {
-        if self.is_infinite() { Self::MAX.copysign(self) } else { self }
-    }
-}
-
-impl Sealed for bf16 {
-    #[inline(always)]
-    unsafe fn load<S: Simd>(s: S, p: *const Self) -> S::F32 {
-        // SAFETY: the caller guarantees it; `bf16` has the layout of `u16`.
-        unsafe { s.load_bf16(p.cast()) }
-    }
-
-    #[inline(always)]
-    unsafe fn store<S: Simd>(s: S, p: *mut Self, x: S::F32) {
-        // SAFETY: the caller guarantees it; `bf16` has the layout of `u16`.
-        unsafe { s.store_bf16(p.cast(), x) }
-    }
-
-    fn any(rows: Rows<'_, Self>) -> AnyRows<'_> {
-        AnyRows::Bf16(rows)
-    }
-
-    fn attend(backend: Backend, attend: Attend<'_, '_, Self>) {
-        backend.run(attend);
-    }
-}
+sixteen_bits!(f16, F16, load_f16, store_f16);
+sixteen_bits!(bf16, Bf16, load_bf16, store_bf16);
 
 #[cfg(test)]
 mod tests {
