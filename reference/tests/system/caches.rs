@@ -1,12 +1,13 @@
 //! Every cache satisfies the contract of `KvCache`, and equals the dense one if it is lossless.
 
-use std::path::Path;
 use std::sync::{Arc, LazyLock};
 
 use kv_llama::{Decoder, HeadFit, KvCache, Side, logits, prefill};
 use kv_methods::{Error, Method, Prepared, Profile, calibrated};
 use kv_model::{Model, Rope, RopeScaling};
 use kv_reference::eval::Prompt;
+
+use crate::support::kv;
 
 /// One setting of each method; small windows, so that short sequences reach the compressed part. Nine tenths
 /// of the ranks: no direction of a random model's keys is small.
@@ -60,7 +61,7 @@ const METHODS: [&str; 46] = [
 ];
 
 pub struct Setup {
-    model: Arc<Model>,
+    pub model: Arc<Model>,
     pub rope: Arc<Rope>,
     pub tokens: Vec<u32>,
     profile: Profile,
@@ -79,8 +80,7 @@ fn setup_with(methods: &[&str], scaling: RopeScaling) -> Setup {
 }
 
 pub fn setup_of(fixture: &str, methods: &[&str], scaling: RopeScaling) -> Setup {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/parity/fixtures").join(fixture);
-    let mut model = Model::load(&folder).unwrap();
+    let mut model = Model::load(&kv::fixture(fixture)).unwrap();
     (model.config.max_seq_len, model.config.rope_scaling) = (256, scaling);
     let rope = Rope::new(&model.config, 256);
     let tokens: Vec<u32> = (0..256_u32).map(|i| (i * i + 7 * i) % 96).collect();
@@ -562,7 +562,7 @@ fn profiles_survive_the_disk_and_name_their_model() {
     let after: Vec<_> = methods.iter().map(|m| s.prefilled(m, 60).cache.footprint()).collect();
     assert_eq!(before, after);
 
-    let other = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/parity/fixtures/mha");
+    let other = kv::fixture("mha");
     let refused = Profile::load(&path, &Model::load(&other).unwrap()).unwrap_err().to_string();
     assert!(refused.contains("made for gqa") && refused.contains("not for mha"), "{refused}");
 }

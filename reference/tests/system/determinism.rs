@@ -1,14 +1,15 @@
 //! The same input gives the same bits, at any number of threads and in any process.
 
-use std::path::Path;
 use std::process::Command;
-use std::sync::Arc;
 
 use kv_llama::ops::{AttentionShape, causal_attention, matmul};
 use kv_methods::{Method, Profile, calibrated};
 use kv_model::{Matrix, Model, Rope};
 use kv_reference::compare::{Placed, Sizes, compare};
 use svd_core::SoftmaxStats;
+
+use crate::support::kv::fixture;
+use crate::support::shipped::shipped;
 
 const THREADS: [usize; 3] = [1, 2, 7];
 
@@ -59,19 +60,10 @@ fn attention_has_the_same_bits_at_any_number_of_threads() {
     }
 }
 
-/// The shipped model and the tokens of the shipped text.
-fn shipped() -> (Arc<Model>, Vec<u32>) {
-    let assets = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets");
-    let model = Arc::new(Model::load(&assets.join("tiny-llama-12m")).unwrap());
-    let text = std::fs::read_to_string(assets.join("sotu-heldout.txt")).unwrap();
-    let tokens = model.tokenizer().unwrap().encode(&text[..16_000]).unwrap();
-    (model, tokens)
-}
-
 #[test]
 #[ignore = "long: many seconds of a real model; `.ci/run` has it"]
 fn a_comparison_does_not_depend_on_the_number_of_threads() {
-    let (model, tokens) = shipped();
+    let (model, tokens) = shipped(16_000);
     let methods = "dense,pqcache:code=4x4,million:k=8x4:v=8x4,pqklt:k=8x4:v=8x4,zack,cachegen";
     let methods = Method::parse_list(methods).unwrap();
     let placed = Placed::new(&model.config, &methods, None).unwrap();
@@ -90,8 +82,7 @@ fn a_comparison_does_not_depend_on_the_number_of_threads() {
 
 #[test]
 fn a_profile_has_the_same_bytes_every_time() {
-    let model =
-        Model::load(&Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/parity/fixtures/gqa")).unwrap();
+    let model = Model::load(&fixture("gqa")).unwrap();
     let rope = Rope::new(&model.config, 256);
     let tokens: Vec<u32> = (0..256_u32).map(|i| (i * i + 7 * i) % 96).collect();
     let methods = Method::parse_list("million:k=8x4:v=8x4,pqklt:k=8x4:v=8x4,zack,cachegen").unwrap();

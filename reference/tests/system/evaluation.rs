@@ -1,6 +1,5 @@
 //! Metrics of logits, prompts that methods share, and the labels of charts.
 
-use std::path::Path;
 use std::sync::Arc;
 
 use kv_llama::Decoder;
@@ -9,6 +8,8 @@ use kv_methods::{Method, Prepared, calibrated};
 use kv_model::{Model, Rope};
 use kv_reference::eval::{Divergence, SharedPrompt, kl_divergence};
 use kv_reference::report::labels::Labels;
+
+use crate::support::kv::fixture;
 
 #[test]
 fn a_fair_coin_has_perplexity_two() {
@@ -56,8 +57,7 @@ fn large_logits_do_not_overflow() {
 
 #[test]
 fn a_shared_prompt_fills_caches_as_their_own_models_do() {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/parity/fixtures/gqa");
-    let model = Arc::new(Model::load(&path).unwrap());
+    let model = Arc::new(Model::load(&fixture("gqa")).unwrap());
     let tokens: Vec<u32> = (0..200_u32).map(|i| (i * i + 7 * i) % 96).collect();
     let rope = Arc::new(Rope::new(&model.config, tokens.len()));
     for spec in ["zack:exact=f32", "zack:prompt=cut:exact=f32"] {

@@ -1,14 +1,15 @@
 //! `hybrid:rows=auto` keeps its bound: along a real decode, the attention of nearly every step and head differs
 //! from exact attention by at most `bound` of the values' deviation.
 
-use std::path::Path;
 use std::sync::{Arc, Mutex};
 
 use kv_llama::{Decoder, Fetched, Footprint, KvCache, Result};
 use kv_methods::{Method, calibrated};
-use kv_model::{Model, Rope};
+use kv_model::Rope;
 use kv_reference::eval::Prompt;
 use svd_core::SoftmaxStats;
+
+use crate::support::shipped::shipped;
 
 /// An exact cache that also computes another cache's attention and records the difference.
 struct Watched {
@@ -104,11 +105,8 @@ impl KvCache for Watched {
 #[ignore = "long: a real model decodes over a thousand tokens; `.ci/run` has it"]
 fn the_error_keeps_the_bound_in_95_of_100_attentions() {
     let (calibration, context, decode) = (4096, 1536, 32);
-    let assets = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets");
-    let model = Arc::new(Model::load(&assets.join("tiny-llama-12m")).unwrap());
+    let (model, tokens) = shipped(usize::MAX);
     let config = &model.config;
-    let text = std::fs::read_to_string(assets.join("sotu-heldout.txt")).unwrap();
-    let tokens = model.tokenizer().unwrap().encode(&text).unwrap();
     let rope = Arc::new(Rope::new(config, calibration));
     let bounds = [0.2, 0.05, 0.02];
     let methods = bounds.map(|bound| format!("hybrid:rows=auto:bound={bound}").parse::<Method>().unwrap());

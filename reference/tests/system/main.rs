@@ -9,6 +9,7 @@ mod support {
     pub mod kv;
     #[cfg(feature = "s3")]
     pub mod s3;
+    pub mod shipped;
     #[cfg(feature = "s3")]
     #[allow(dead_code)] // what only the tests of the store need
     #[path = "../../../codec-core/kv-store/tests/support/weed.rs"]

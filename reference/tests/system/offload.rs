@@ -2,13 +2,13 @@
 
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
-use std::sync::Arc;
 use std::time::Duration;
 
 use kv_llama::{Decoder, KvCache};
-use kv_methods::{Error, Method, Prepared, Profile, calibrated};
-use kv_model::{Model, Rope};
+use kv_methods::{Error, Method};
+use kv_model::RopeScaling;
 
+use crate::caches::{Setup, setup_of};
 use crate::support::kv;
 
 /// Methods with offloaded rows.
@@ -21,29 +21,13 @@ const METHODS: [&str; 6] = [
     "hybrid:k=4x6:v=2x6:rows=auto:window=4",
 ];
 
-struct Setup {
-    model: Arc<Model>,
-    rope: Arc<Rope>,
-    tokens: Vec<u32>,
-    profile: Profile,
-}
-
 fn setup() -> Setup {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/parity/fixtures/gqa");
-    let mut model = Model::load(&folder).unwrap();
-    model.config.max_seq_len = 256;
-    let rope = Rope::new(&model.config, 256);
-    let tokens: Vec<u32> = (0..256_u32).map(|i| (i * i + 7 * i) % 96).collect();
-    let methods: Vec<Method> = METHODS.iter().map(|method| method.parse().unwrap()).collect();
-    let profile = calibrated(&model, &rope, &tokens, &methods).unwrap();
-    Setup { model: Arc::new(model), rope: Arc::new(rope), tokens, profile }
+    setup_of("gqa", &METHODS, RopeScaling::None)
 }
 
 impl Setup {
     fn cache(&self, method: &str) -> Box<dyn KvCache> {
-        let Prepared { cache, .. } =
-            method.parse::<Method>().unwrap().prepare(&self.model, &self.rope, &self.profile).unwrap();
-        cache
+        self.prepare(method).cache
     }
 
     fn decoder(&self) -> Decoder {

@@ -1,6 +1,5 @@
 //! A damaged profile is rejected, and a failed write does not lose an existing one.
 
-use std::path::Path;
 use std::process::Command;
 
 use kv_methods::{Error, Method, Profile, calibrated};
@@ -10,8 +9,7 @@ use crate::support::kv::{copy, fixture};
 
 /// A tiny random model and a profile for it.
 fn setup() -> (Model, Profile) {
-    let model =
-        Model::load(&Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/parity/fixtures/gqa")).unwrap();
+    let model = Model::load(&fixture("gqa")).unwrap();
     let rope = Rope::new(&model.config, 256);
     let tokens: Vec<u32> = (0..256_u32).map(|i| (i * i + 7 * i) % 96).collect();
     let methods = Method::parse_list("million:k=4x2:v=4x2,pqklt:k=4x2:v=4x2,zack,cachegen").unwrap();

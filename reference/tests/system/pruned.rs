@@ -1,13 +1,15 @@
 //! Every method runs on checkpoints with pruned heads: rows of a projection, or columns of the last one, that
 //! are zero.
 
-use std::path::Path;
 use std::sync::Arc;
 
 use kv_llama::Decoder;
 use kv_methods::{DEFAULT_METHODS, Method, Prepared, calibrated};
 use kv_model::{Model, Rope};
 use kv_reference::eval::Prompt;
+
+use crate::support::kv::fixture;
+use crate::support::shipped::shipped;
 
 const CALIBRATION: usize = 320;
 const CONTEXT: usize = 160;
@@ -79,8 +81,7 @@ fn run_all(model: Model, tokens: &[u32], case: &str) {
 
 #[test]
 fn every_method_runs_on_a_residual_stream_of_zeros() {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/parity/fixtures/gqa");
-    let mut model = Model::load(&folder).unwrap();
+    let mut model = Model::load(&fixture("gqa")).unwrap();
     model.config.max_seq_len = 512;
     let tokens: Vec<u32> = (0..512_u32).map(|i| (i * i + 7 * i) % 96).collect();
     for (case, value) in [("zero", 0.0), ("next to zero", 1e-36)] {
@@ -97,13 +98,10 @@ fn every_method_runs_on_a_residual_stream_of_zeros() {
 #[test]
 #[ignore = "long: many seconds of a real model; `.ci/run` has it"]
 fn every_method_runs_on_a_model_with_pruned_heads() {
-    let assets = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets");
-    let model = Model::load(&assets.join("tiny-llama-12m")).unwrap();
-    let text = std::fs::read_to_string(assets.join("sotu-heldout.txt")).unwrap();
-    let tokens = model.tokenizer().unwrap().encode(&text[..8000]).unwrap();
+    let (model, tokens) = shipped(8000);
     // Zero, and nearly zero in single precision; each projection in a different layer.
     for (all, factor) in [(false, 0.0), (true, 0.0), (false, 1e-36)] {
-        let mut pruned = model.clone();
+        let mut pruned = Model::clone(&model);
         for (l, projection) in
             [Projection::Q, Projection::K, Projection::V, Projection::O].into_iter().enumerate()
         {

@@ -1,20 +1,18 @@
 //! Expected quality on the shipped model: near-lossless settings lose next to nothing, aggressive ones
 //! degrade in the order that the papers report. Long; `caches.rs` has the quick checks of every method.
 
-use std::path::Path;
 use std::sync::Arc;
 
 use kv_llama::{Activations, Decoder, Side, logits, prefill};
 use kv_methods::{Method, Prepared, calibrated};
-use kv_model::{Model, Rope};
+use kv_model::Rope;
 use kv_reference::compare::{Comparison, Placed, Row, Sizes, compare};
 use kv_reference::eval::Divergence;
 
+use crate::support::shipped::shipped;
+
 fn run(methods: &[&str], sizes: Sizes) -> Comparison {
-    let assets = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets");
-    let model = Arc::new(Model::load(&assets.join("tiny-llama-12m")).unwrap());
-    let text = std::fs::read_to_string(assets.join("sotu-heldout.txt")).unwrap();
-    let tokens = model.tokenizer().unwrap().encode(&text).unwrap();
+    let (model, tokens) = shipped(usize::MAX);
     let methods = Method::parse_list(&methods.join(",")).unwrap();
     let placed = Placed::new(&model.config, &methods, None).unwrap();
     compare(&model, ("sotu-heldout", &tokens), &placed, sizes, None, 1, None, &()).unwrap()
@@ -168,10 +166,8 @@ fn log() -> String {
 fn codebooks_of_another_text_hold_at_length() {
     const CONTEXTS: [usize; 3] = [2048, 8192, 16_000];
     const DECODED: usize = 192;
-    let assets = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets");
-    let model = Arc::new(Model::load(&assets.join("tiny-llama-12m")).unwrap());
+    let (model, speech) = shipped(usize::MAX);
     let tokens = |text: &str| model.tokenizer().unwrap().encode(text).unwrap();
-    let speech = tokens(&std::fs::read_to_string(assets.join("sotu-heldout.txt")).unwrap());
     let methods =
         Method::parse_list("million,pqklt:k=64x8:v=64x8:keys=rotated,pqklt:k=64x8:v=64x8:keys=mean").unwrap();
     let rope = Arc::new(Rope::new(&model.config, model.config.max_seq_len));
@@ -215,10 +211,8 @@ fn codebooks_of_another_text_hold_at_length() {
 #[test]
 #[ignore = "long: calibrates and runs a real model"]
 fn codebooks_that_do_not_fit_are_noticed() {
-    let assets = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets");
-    let model = Arc::new(Model::load(&assets.join("tiny-llama-12m")).unwrap());
+    let (model, speech) = shipped(usize::MAX);
     let tokens = |text: &str| model.tokenizer().unwrap().encode(text).unwrap();
-    let speech = tokens(&std::fs::read_to_string(assets.join("sotu-heldout.txt")).unwrap());
     let specs =
         ["pqklt:k=64x8:v=16x8", "pqklt:k=64x8:v=16x8:values=trained", "sq:k=2:v=4", "sq:k=2:v=4:widen=off"];
     let methods = Method::parse_list(&specs.join(",")).unwrap();

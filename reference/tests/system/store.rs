@@ -16,6 +16,7 @@ use kv_store::{Check, Grid, KvStore, Options, ProfileId, Space, unfinished};
 use kv_stream::{Choice, ChunkFrame, LayerKv, Outcome, Speeds};
 
 use crate::support::kv::{kv, one_line, refused, run};
+use crate::support::shipped::shipped;
 
 const GRID: Grid = Grid { chunk: 60, tail: 20 };
 
@@ -29,10 +30,7 @@ struct Setup {
 
 /// The shipped model; a level that keeps every bit of rows of 16 bits, and a lossy one.
 static SETUP: LazyLock<Setup> = LazyLock::new(|| {
-    let assets = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets");
-    let model = Arc::new(Model::load(&assets.join("tiny-llama-12m")).unwrap());
-    let text = std::fs::read_to_string(assets.join("sotu-heldout.txt")).unwrap();
-    let tokens = model.tokenizer().unwrap().encode(&text[..20_000]).unwrap();
+    let (model, tokens) = shipped(20_000);
     let rope = Arc::new(Rope::new(&model.config, 2048));
     let methods = Method::parse_list("cachegen:mode=lossless:rows=f16,cachegen:bits=3").unwrap();
     let calibrated = calibrated(&model, &rope, &tokens[..1024], &methods).unwrap();

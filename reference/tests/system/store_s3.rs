@@ -7,7 +7,7 @@ use codec_core::{Encoding, Plans, StreamPolicy};
 use kv_llama::Decoder;
 use kv_llama::ops::log_softmax;
 use kv_methods::{Method, calibrated};
-use kv_model::{Model, Rope};
+use kv_model::Rope;
 use kv_reference::eval::kl_divergence;
 use kv_reference::stream::encoded::{EncodedContext, levels};
 use kv_reference::stream::prompt::{FillOptions, Filled, PromptStore};
@@ -18,6 +18,7 @@ use kv_stream::{Bytes, Choice, Link, Outcome, RealClock, RequestChunk, Speeds, s
 
 use crate::support::kv::run;
 use crate::support::s3::{bucket_is_missing, s3};
+use crate::support::shipped::shipped;
 use crate::support::weed::{BUCKET, Server, weed};
 
 #[test]
@@ -35,10 +36,7 @@ fn a_missing_bucket_is_not_an_empty_store() {
 fn a_stream_goes_on_as_text_when_its_server_dies() {
     let Some(weed) = weed() else { return };
     let folder = tempfile::tempdir().unwrap();
-    let assets = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("assets");
-    let model = Arc::new(Model::load(&assets.join("tiny-llama-12m")).unwrap());
-    let text = std::fs::read_to_string(assets.join("sotu-heldout.txt")).unwrap();
-    let tokens = model.tokenizer().unwrap().encode(&text[..20_000]).unwrap();
+    let (model, tokens) = shipped(20_000);
     let rope = Arc::new(Rope::new(&model.config, 2048));
     let methods = Method::parse_list("cachegen:bits=8,cachegen:bits=3").unwrap();
     let calibrated = calibrated(&model, &rope, &tokens[..1024], &methods).unwrap();

@@ -1,7 +1,6 @@
 //! Streams over a shaped link into real caches: faults of the link and of the bytes, and the quality of the
 //! loaded caches.
 
-use std::path::Path;
 use std::sync::{Arc, LazyLock};
 use std::time::Instant;
 
@@ -16,6 +15,8 @@ use kv_stream::{
     Bandwidth, Bytes, Choice, Error, GBPS, Link, Options, Outcome, RealClock, RequestChunk, ShapedLink,
     Trace, serve_into,
 };
+
+use crate::support::shipped::shipped;
 
 const TEXT: Encoding = Encoding::Text;
 
@@ -46,10 +47,7 @@ struct Setup {
 const PROMPT: usize = 1000;
 
 static SETUP: LazyLock<Setup> = LazyLock::new(|| {
-    let assets = Path::new(env!("CARGO_MANIFEST_DIR")).join("assets");
-    let model = Arc::new(Model::load(&assets.join("tiny-llama-12m")).unwrap());
-    let text = std::fs::read_to_string(assets.join("sotu-heldout.txt")).unwrap();
-    let tokens = model.tokenizer().unwrap().encode(&text[..40_000]).unwrap();
+    let (model, tokens) = shipped(40_000);
     let rope = Arc::new(Rope::new(&model.config, 2048));
     let methods = Method::parse_list("cachegen:bits=4,cachegen:bits=3,cachegen:bits=2").unwrap();
     let profile = calibrated(&model, &rope, &tokens[..2048], &methods).unwrap();
