@@ -164,7 +164,7 @@ fn log() -> String {
 #[test]
 #[ignore = "long: a prompt of 16,000 tokens of a real model"]
 fn codebooks_of_another_text_hold_at_length() {
-    const CONTEXTS: [usize; 3] = [2048, 8192, 16_000];
+    const CONTEXTS: [usize; 2] = [2048, 16_000];
     const DECODED: usize = 192;
     let (model, speech) = shipped(usize::MAX);
     let tokens = |text: &str| model.tokenizer().unwrap().encode(text).unwrap();
@@ -174,7 +174,7 @@ fn codebooks_of_another_text_hold_at_length() {
     let profile = calibrated(&model, &rope, &speech[..4096], &methods).unwrap();
     // Attention is causal: one run of the longest text has the rows of every context, and a dense cache's
     // logits.
-    let log = &tokens(&log())[..CONTEXTS[2] + DECODED + 1];
+    let log = &tokens(&log())[..CONTEXTS[1] + DECODED + 1];
     let mut rows = vec![];
     let hidden = prefill(&model, &rope, &log[..log.len() - 1], &mut |_, Activations { k, v, .. }| {
         rows.push((k.to_vec(), v.to_vec()));
@@ -200,8 +200,8 @@ fn codebooks_of_another_text_hold_at_length() {
             divergence.kl()
         });
         println!("{}: KL {kls:.5?}", method.spec());
-        let [short, long, longest] = kls;
-        assert!(long.max(longest) < 1.5 * short, "{}: KL {kls:?} after {CONTEXTS:?} tokens", method.spec());
+        let [short, long] = kls;
+        assert!(long < 1.5 * short, "{}: KL {kls:?} after {CONTEXTS:?} tokens", method.spec());
     }
 }
 
