@@ -2,7 +2,8 @@
 //!
 //! A layer has two exchanges, the sums over ranks of the products with `W_O` and `W_down`, and a step one
 //! more, the parts of the logits. Caches are of a head each, so a rank's cache is that of a smaller model, of
-//! any method. Every rank runs the same program on the same tokens; after an exchange all hold the same
+//! any method; of fewer KV heads than ranks, several ranks hold the same one, each for its own query heads.
+//! Every rank runs the same program on the same tokens; after an exchange all hold the same
 //! numbers, so all pick the same token.
 
 mod host_memory;
@@ -60,31 +61,48 @@ impl Shard {
     /// stream and of the vocabulary.
     ///
     /// # Errors
-    /// [`Error::Argument`] where KV heads, the feed-forward block or the vocabulary are no multiple of the
-    /// ranks.
+    /// [`Error::Argument`] where query heads, the feed-forward block or the vocabulary are no multiple of the
+    /// ranks, and where neither the KV heads are a multiple of the ranks nor the ranks one of the KV heads.
     pub fn config(self, config: &Config) -> Result<Config> {
-        let ranks = self.ranks;
+        let (ranks, kv_heads) = (self.ranks, config.n_kv_heads);
+        let refused = |size: usize, what: &str| {
+            Err(Error::Argument(format!("{size} {what} are not divisible among {ranks} ranks")))
+        };
+        if !kv_heads.is_multiple_of(ranks) && !ranks.is_multiple_of(kv_heads) {
+            return refused(kv_heads, "KV heads");
+        }
         let sizes = [
-            (config.n_kv_heads, "KV heads"),
+            (config.n_heads, "query heads"),
             (config.intermediate_size, "components of the feed-forward block"),
             (config.vocab_size, "tokens of the vocabulary"),
         ];
         if let Some((size, what)) = sizes.into_iter().find(|(size, _)| !size.is_multiple_of(ranks)) {
-            return Err(Error::Argument(format!("{size} {what} are not divisible among {ranks} ranks")));
+            return refused(size, what);
         }
         Ok(Config {
             n_heads: config.n_heads / ranks,
-            n_kv_heads: config.n_kv_heads / ranks,
+            n_kv_heads: self.kv_heads(kv_heads).len(),
             intermediate_size: config.intermediate_size / ranks,
             ..config.clone()
         })
     }
 
-    /// Its range of `len` items, a multiple of the ranks: KV heads, for example.
+    /// Its range of `len` items, a multiple of the ranks: query heads, for example.
     #[must_use]
     pub const fn of(self, len: usize) -> Range<usize> {
         let part = len / self.ranks;
         self.rank * part..(self.rank + 1) * part
+    }
+
+    /// Its range of `n` KV heads, a multiple of the ranks. Of fewer heads, of which the ranks are a multiple,
+    /// the one that its query heads attend to: successive ranks hold the same one.
+    #[must_use]
+    pub const fn kv_heads(self, n: usize) -> Range<usize> {
+        if n >= self.ranks {
+            return self.of(n);
+        }
+        let head = self.rank * n / self.ranks;
+        head..head + 1
     }
 }
 
@@ -121,4 +139,23 @@ pub trait Communicator: Send + Sync {
     /// Ends this rank's exchanges, pending ones too, with an error. Called from another thread when another
     /// rank has failed.
     fn abort(&self);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kv_heads_are_those_of_the_query_heads() {
+        for (heads, kv_heads) in [(32, 8), (64, 8), (32, 32), (16, 1), (16, 2), (96, 8)] {
+            for ranks in [1, 2, 4, 8, 16].into_iter().filter(|ranks| heads % ranks == 0) {
+                for rank in 0..ranks {
+                    let shard = Shard::new(rank, ranks).unwrap();
+                    let (own, group) = (shard.kv_heads(kv_heads), heads / kv_heads);
+                    let read: Vec<usize> = shard.of(heads).map(|head| head / group).collect();
+                    assert_eq!((own.start, own.end - 1), (read[0], read[read.len() - 1]), "{shard:?}");
+                }
+            }
+        }
+    }
 }

@@ -1,5 +1,6 @@
 //! The weights of a model on the device, in the order in which products read them.
 
+mod parts;
 mod random;
 mod store;
 
@@ -11,9 +12,10 @@ use kv_model::{Config, LayerAttention, Model};
 use crate::gemv::MOST_COLUMNS;
 use crate::ranks::Shard;
 use crate::{Error, Result};
+use parts::{LayerParts, Part};
 pub use random::RANDOM_MODELS;
 use random::random_config;
-use store::{Part, Store};
+use store::Store;
 
 /// `pack` and `unpack`.
 pub(super) fn program(element: Element) -> Program {
@@ -125,7 +127,8 @@ impl Weights {
     }
 
     /// Copies a rank's part of a model to its device: the rows of queries, keys, values, gate, up and of the
-    /// output that are its own, the columns of `W_O` and `W_down`, and all of the embedding.
+    /// output that are its own, the columns of `W_O` and `W_down`, and all of the embedding. Ranks that share
+    /// a KV head all hold its rows of keys and values.
     ///
     /// # Errors
     /// As [`Self::of`], and [`Error::Argument`] for a model that cannot be divided ([`Shard::config`]).
@@ -142,17 +145,14 @@ impl Weights {
         let mut rows = vec![]; // of a matrix at a time
         let layers = model.layers.iter().map(|layer| {
             let (attention, feed_forward) = (&layer.attention, &layer.feed_forward);
-            let qkv = [&attention.q, &attention.k, &attention.v].map(|linear| Part::rows(linear, shard));
-            let gate_up = [&feed_forward.gate, &feed_forward.up].map(|linear| Part::rows(linear, shard));
-            let columns =
-                |linear, rows: &mut _| store.parts(&[Part::columns(linear, shard)], Order::Rows, rows);
+            let LayerParts { qkv, o, gate_up, down } = LayerParts::of(layer, &model.config, shard);
             Ok(LayerWeights {
                 attention_norm: Buffer::of(gpu, &attention.norm)?,
                 qkv: store.parts(&qkv, Order::Heads, &mut rows)?,
-                o: columns(&attention.o, &mut rows)?,
+                o: store.parts(&[o], Order::Rows, &mut rows)?,
                 feed_forward_norm: Buffer::of(gpu, &feed_forward.norm)?,
                 gate_up: store.parts(&gate_up, Order::GateUp, &mut rows)?,
-                down: columns(&feed_forward.down, &mut rows)?,
+                down: store.parts(&[down], Order::Rows, &mut rows)?,
             })
         });
         let layers = layers.collect::<Result<_>>()?;

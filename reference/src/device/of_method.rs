@@ -65,7 +65,7 @@ pub fn rank_cache(
     let method = fitted(method, config)?;
     let shape = shape(&shard.config(config)?, element, method.window(), (batch, capacity));
     let plan = method.device_plan(config, profile)?;
-    let plan = if shard == Shard::WHOLE { plan } else { plan.of_heads(shard.of(config.n_kv_heads))? };
+    let plan = if shard == Shard::WHOLE { plan } else { plan.of_heads(shard.kv_heads(config.n_kv_heads))? };
     Ok(plan.build(gpu, &shape)?)
 }
 
