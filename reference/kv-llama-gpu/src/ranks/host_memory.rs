@@ -39,29 +39,48 @@ impl HostMemory {
         (0..ranks).map(|rank| Self { shard: Shard { rank, ranks }, meeting: meeting.clone() }).collect()
     }
 
-    /// Gives this rank's floats, and replaces them by `join` of those of all ranks.
+    /// Replaces the numbers of all ranks by their sums, in the order of the ranks.
+    pub(super) fn sum_rows(&self, data: &mut [f32]) -> Result<()> {
+        let all = self.meeting.exchange(self.shard.rank, data.to_vec())?;
+        data.fill(0.0);
+        all.iter().for_each(|given| data.iter_mut().zip(given).for_each(|(sum, x)| *sum += x));
+        Ok(())
+    }
+
+    /// Completes rows (rows, len), of which each rank has its part.
+    fn gather_rows(&self, data: &mut [f32], len: usize) -> Result<()> {
+        let all = self.meeting.exchange(self.shard.rank, data.to_vec())?;
+        for (rank, given) in all.iter().enumerate() {
+            let part = Shard { rank, ..self.shard }.of(len);
+            for (row, given) in data.chunks_exact_mut(len).zip(given.chunks_exact(len)) {
+                row[part.clone()].copy_from_slice(&given[part.clone()]);
+            }
+        }
+        Ok(())
+    }
+
+    /// Replaces floats on the device by what an exchange of them results in.
     ///
     /// # Safety
     /// As [`Communicator::sum`].
-    unsafe fn exchange(
-        &self,
+    unsafe fn on_device(
         stream: CUstream,
         data: DevicePtr<f32>,
         len: usize,
-        join: impl Fn(&[Vec<f32>]) -> Vec<f32>,
+        exchange: impl FnOnce(&mut [f32]) -> Result<()>,
     ) -> Result<()> {
-        let mut own = vec![0.0_f32; len];
+        let mut rows = vec![0.0_f32; len];
         // SAFETY: the caller's contract: `len` floats are there, and work on the stream may read and write
         // them.
         unsafe {
-            result::memcpy_dtoh_async(&mut own, data.address(), stream)
+            result::memcpy_dtoh_async(&mut rows, data.address(), stream)
                 .and_then(|()| result::stream::synchronize(stream))
                 .map_err(failed)?;
         }
-        let joined = join(&self.meeting.exchange(self.shard.rank, own)?);
+        exchange(&mut rows)?;
         // SAFETY: as above; the floats live until the copy has ended.
         unsafe {
-            result::memcpy_htod_async(data.address(), &joined, stream)
+            result::memcpy_htod_async(data.address(), &rows, stream)
                 .and_then(|()| result::stream::synchronize(stream))
                 .map_err(failed)
         }
@@ -110,23 +129,13 @@ impl Communicator for HostMemory {
     }
 
     unsafe fn sum(&self, stream: CUstream, data: DevicePtr<f32>, len: usize) -> Result<()> {
-        let sum = |all: &[Vec<f32>]| {
-            let mut sums = vec![0.0; len];
-            all.iter().for_each(|given| sums.iter_mut().zip(given).for_each(|(sum, x)| *sum += x));
-            sums
-        };
         // SAFETY: the caller's contract.
-        unsafe { self.exchange(stream, data, len, sum) }
+        unsafe { Self::on_device(stream, data, len, |data| self.sum_rows(data)) }
     }
 
     unsafe fn gather(&self, stream: CUstream, data: DevicePtr<f32>, rows: usize, len: usize) -> Result<()> {
-        let ranks = self.shard.ranks;
-        let gather = |all: &[Vec<f32>]| {
-            let of_rank = |rank: usize, row| &all[rank][row * len..][Shard { rank, ranks }.of(len)];
-            (0..rows).flat_map(|row| (0..ranks).flat_map(move |rank| of_rank(rank, row))).copied().collect()
-        };
         // SAFETY: the caller's contract.
-        unsafe { self.exchange(stream, data, rows * len, gather) }
+        unsafe { Self::on_device(stream, data, rows * len, |data| self.gather_rows(data, len)) }
     }
 
     fn is_capturable(&self) -> bool {
@@ -143,22 +152,50 @@ impl Communicator for HostMemory {
 mod tests {
     use super::*;
 
-    #[test]
-    fn ranks_get_what_all_have_given_in_every_round() {
-        const ROUNDS: usize = 100;
-        let ranks = HostMemory::ranks(4);
+    /// Runs `body` for as many ranks at the same time.
+    fn each<T: Send>(ranks: usize, body: impl Fn(&HostMemory) -> T + Sync) -> Vec<T> {
+        let all = HostMemory::ranks(ranks);
         std::thread::scope(|scope| {
-            for HostMemory { shard, meeting } in &ranks {
-                scope.spawn(move || {
-                    for round in 0..ROUNDS {
-                        let all =
-                            meeting.exchange(shard.rank, vec![(10 * round + shard.rank) as f32]).unwrap();
-                        let expected: Vec<_> = (0..4).map(|rank| vec![(10 * round + rank) as f32]).collect();
-                        assert_eq!(all, expected);
-                    }
-                });
-            }
-        });
+            let running: Vec<_> = all.iter().map(|memory| scope.spawn(|| body(memory))).collect();
+            running.into_iter().map(|thread| thread.join().unwrap()).collect()
+        })
+    }
+
+    #[test]
+    fn all_ranks_get_the_same_sums_in_every_round() {
+        const ROUNDS: usize = 100;
+        for ranks in [1, 2, 4, 8] {
+            let number = |rank: usize, round: usize, i: usize| ((10 * rank + i) as f32).sin() + round as f32;
+            let sums = each(ranks, |memory| {
+                let sum = |round| {
+                    let mut data = [0, 1, 2].map(|i| number(memory.shard.rank, round, i));
+                    memory.sum_rows(&mut data).unwrap();
+                    data.map(f32::to_bits)
+                };
+                (0..ROUNDS).map(sum).collect::<Vec<_>>()
+            });
+            let in_order = |round, i| (0..ranks).fold(0.0, |sum, rank| sum + number(rank, round, i));
+            let expected: Vec<[u32; 3]> =
+                (0..ROUNDS).map(|round| [0, 1, 2].map(|i| in_order(round, i).to_bits())).collect();
+            assert!(sums.iter().all(|sums| *sums == expected), "{ranks} ranks");
+        }
+    }
+
+    #[test]
+    fn all_ranks_get_the_rows_of_which_each_has_a_part() {
+        const ROWS: usize = 3;
+        for ranks in [1, 2, 4, 8] {
+            let len = 5 * ranks;
+            let whole: Vec<f32> = (0..ROWS * len).map(|i| i as f32).collect();
+            let gathered = each(ranks, |memory| {
+                let of_rank = |i: usize| memory.shard.of(len).contains(&(i % len));
+                let mut data: Vec<f32> =
+                    (0..ROWS * len).map(|i| if of_rank(i) { i as f32 } else { f32::NAN }).collect();
+                memory.gather_rows(&mut data, len).unwrap();
+                data
+            });
+            assert!(gathered.iter().all(|rows| *rows == whole), "{ranks} ranks");
+        }
     }
 
     #[test]
