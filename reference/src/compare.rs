@@ -9,9 +9,9 @@ mod runner;
 
 use std::sync::Arc;
 
-#[cfg(feature = "cuda")]
-use kv_device::Gpu;
 use kv_llama::{FetchedPerStep, HeadFit};
+#[cfg(feature = "cuda")]
+use kv_llama_gpu::ranks::Rank;
 use kv_methods::{Method, Place, Profile, calibrated};
 use kv_model::{Config, Model, Rope};
 use serde::Serialize;
@@ -57,14 +57,14 @@ impl Sizes {
     }
 }
 
-/// A GPU, for the methods that are implemented on it.
+/// A GPU, or several among which the model is divided, for the methods that are implemented there.
 #[cfg(feature = "cuda")]
 pub struct OnGpu {
-    /// The GPU.
-    pub gpu: Arc<Gpu>,
-    /// Tokens per prefill chunk on it. Later chunks attend to earlier ones as compressed.
+    /// The ranks of the model; one on a single GPU.
+    pub ranks: Vec<Rank>,
+    /// Tokens per prefill chunk. Later chunks attend to earlier ones as compressed.
     pub chunk: usize,
-    /// Whether methods that it does not support run on the CPU; otherwise they are rejected.
+    /// Whether methods that GPUs do not support run on the CPU; otherwise they are rejected.
     pub others_on_cpu: bool,
 }
 

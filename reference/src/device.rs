@@ -6,7 +6,7 @@ mod score;
 mod stream_target;
 
 use crate::Error;
-pub use of_method::{fitted, method_cache, rank_cache};
+pub use of_method::{fitted, method_cache, rank_cache, rank_decoder};
 pub use score::{answer_questions, score_text};
 pub use stream_target::StreamTarget;
 

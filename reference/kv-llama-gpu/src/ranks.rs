@@ -3,13 +3,16 @@
 //! A layer has two exchanges, the sums over ranks of the products with `W_O` and `W_down`, and a step one
 //! more, the parts of the logits. Caches are of a head each, so a rank's cache is that of a smaller model, of
 //! any method; of fewer KV heads than ranks, several ranks hold the same one, each for its own query heads.
-//! Every rank runs the same program on the same tokens; after an exchange all hold the same
+//! Every rank runs the same program on the same tokens ([`Lockstep`]); after an exchange all hold the same
 //! numbers, so all pick the same token.
 
+mod batches;
+mod ends;
 mod host_memory;
+mod lockstep;
 #[cfg(feature = "nccl")]
 mod nccl;
-mod run;
+mod rank;
 
 use std::ops::Range;
 
@@ -18,10 +21,12 @@ use kv_gpu::DevicePtr;
 use kv_model::Config;
 
 use crate::{Error, Result};
+pub use batches::Batches;
 pub use host_memory::HostMemory;
+pub use lockstep::{Lockstep, RankError};
 #[cfg(feature = "nccl")]
 pub use nccl::Nccl;
-pub use run::{Rank, run};
+pub use rank::{Exchange, Rank};
 
 /// One of the equal parts of a model that ranks hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

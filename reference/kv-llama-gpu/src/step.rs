@@ -17,7 +17,7 @@ use kv_model::Rope;
 
 use super::products::{Context, StepProducts};
 use super::weights::Weights;
-use crate::ranks::{Communicator, Shard};
+use crate::ranks::{Communicator, Rank};
 use crate::{Error, Result};
 use picks::{NO_TOKEN, Picks};
 use prompt::Prompts;
@@ -98,42 +98,26 @@ impl Decoder {
     ///
     /// # Errors
     /// [`Error::Argument`] for more sequences than the [layout](crate::WeightLayout::most_sequences) of the
-    /// weights takes, and for weights of a rank; [`Error::Blas`] for weights in rows without cuBLASLt;
+    /// weights takes, and for weights of a part of a model; [`Error::Blas`] for weights in rows without cuBLASLt;
     /// [`Error::Device`].
     pub fn new(gpu: Arc<Gpu>, weights: Arc<Weights>, cache: DeviceCache, batch: usize) -> Result<Self> {
-        Self::build(gpu, weights, cache, batch, None)
+        Self::of_rank(&Rank::alone(gpu), weights, cache, batch)
     }
 
     /// As [`Self::new`] for a rank of a model in parts: its weights, a cache of its heads. All ranks call the
-    /// same functions with the same arguments, in the same order; one that fails must [end the
-    /// others](crate::ranks::run).
+    /// same functions with the same arguments, in the same order; one that fails must end the others
+    /// ([`Lockstep`](crate::ranks::Lockstep) does all that).
     ///
     /// # Errors
-    /// As [`Self::new`], and [`Error::Argument`] for weights of another rank than that of the communicator.
-    pub fn of_rank(
-        gpu: Arc<Gpu>,
-        weights: Arc<Weights>,
-        cache: DeviceCache,
-        batch: usize,
-        communicator: Arc<dyn Communicator>,
-    ) -> Result<Self> {
-        Self::build(gpu, weights, cache, batch, Some(communicator))
-    }
-
-    fn build(
-        gpu: Arc<Gpu>,
-        weights: Arc<Weights>,
-        mut cache: DeviceCache,
-        batch: usize,
-        communicator: Option<Arc<dyn Communicator>>,
-    ) -> Result<Self> {
+    /// As [`Self::new`], and [`Error::Argument`] for weights of another rank.
+    pub fn of_rank(rank: &Rank, weights: Arc<Weights>, mut cache: DeviceCache, batch: usize) -> Result<Self> {
+        let (Rank { gpu, communicator }, shard) = (rank.clone(), rank.shard());
         let _purpose = Allocating::new("steps");
         let config = &weights.config;
         let (layout, most) = (weights.layout, weights.layout.most_sequences());
         if batch == 0 || batch > most {
             return Err(Error::Argument(format!("a batch of {batch}: {layout:?} weights take 1 to {most}")));
         }
-        let shard = communicator.as_ref().map_or(Shard::WHOLE, |communicator| communicator.shard());
         if weights.shard != shard {
             let (weights, shard) = (weights.shard, shard);
             return Err(Error::Argument(format!("weights of {weights:?} for {shard:?}")));

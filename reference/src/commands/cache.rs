@@ -8,14 +8,12 @@ use std::sync::Arc;
 use clap::Args;
 use clap::builder::ArgPredicate;
 #[cfg(feature = "cuda")]
-use kv_device::Gpu;
-#[cfg(feature = "cuda")]
-use kv_llama_gpu::{WeightLayout, Weights};
+use kv_llama_gpu::ranks::Rank;
 use kv_methods::{Method, Profile, calibrated_on};
 use kv_model::{Checkpoint, Config, Model, Rope};
 use kv_reference::Result;
 #[cfg(feature = "cuda")]
-use kv_reference::device::method_cache;
+use kv_reference::device::rank_decoder;
 
 use super::device::Placement;
 use super::{DeviceArgs, Files, at_least_one, built_in_text, few_tokens, print_error, progress};
@@ -37,7 +35,7 @@ pub struct CacheArgs {
     #[arg(long, value_name = "FILE")]
     pub profile: Option<PathBuf>,
     #[command(flatten)]
-    device: DeviceArgs,
+    pub device: DeviceArgs,
 }
 
 /// Default tokens of a prefill chunk on a GPU.
@@ -96,19 +94,17 @@ impl CacheArgs {
         }
     }
 
-    /// A decoder on a GPU over the method's cache of `batch` sequences of at most `capacity` tokens.
+    /// Makes the decoder of a rank on a GPU over the method's cache of `batch` sequences of at most `capacity`
+    /// tokens.
     #[cfg(feature = "cuda")]
     pub fn device_decoder(
         &self,
-        gpu: Arc<Gpu>,
         model: &Arc<Model>,
         profile: &Profile,
-        (batch, capacity): (usize, usize),
-    ) -> Result<kv_llama_gpu::Decoder> {
-        let element = self.method.device_element()?;
-        let cache = method_cache(&gpu, &self.method, &model.config, element, Some(profile), batch, capacity)?;
-        let (folded, layout) = (self.method.device_model(model, profile)?, WeightLayout::of_batch(batch));
-        let weights = Arc::new(Weights::of(&gpu, &folded, element, layout)?);
-        Ok(kv_llama_gpu::Decoder::new(gpu, weights, cache, batch)?)
+        sizes: (usize, usize),
+    ) -> Result<impl Fn(&Rank) -> Result<kv_llama_gpu::Decoder> + Send + Sync + use<>> {
+        let (method, folded) = (self.method.clone(), self.method.device_model(model, profile)?);
+        let profile = profile.clone();
+        Ok(move |rank: &Rank| rank_decoder(rank, &method, &folded, &profile, sizes))
     }
 }

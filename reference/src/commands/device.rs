@@ -3,19 +3,19 @@
 use std::fmt;
 use std::num::NonZeroUsize;
 use std::str::FromStr;
-#[cfg(feature = "cuda")]
-use std::sync::Arc;
 
 use bytesize::ByteSize;
-use clap::Args;
+use clap::{Args, ValueEnum};
 #[cfg(feature = "cuda")]
-use kv_device::Gpu;
+use kv_llama_gpu::ranks::{self, Rank, Shard};
 use kv_methods::Method;
 use kv_model::Config;
 use kv_reference::compare::{OnGpu, Placed};
 #[cfg(feature = "cuda")]
 use kv_reference::device;
 use kv_reference::{Error, Result};
+
+use super::no_effect;
 
 /// What a build without GPUs says of them.
 #[cfg(not(feature = "cuda"))]
@@ -24,13 +24,26 @@ pub const WITHOUT_CUDA: &str = "this `kv` was built without the feature `cuda`";
 /// The options that select the device.
 #[derive(Args)]
 pub struct DeviceArgs {
-    /// Where to run: auto takes the first GPU, or the CPU if there is none
-    #[arg(long, value_name = "auto|cpu|cuda[:N]", default_value_t = Choice::Auto)]
+    /// Where to run: auto takes the first GPU, or the CPU if there is none; several GPUs, such as cuda:0,1,
+    /// each hold a part of the model
+    #[arg(long, value_name = "auto|cpu|cuda[:N[,N...]]", default_value_t = Choice::Auto)]
     device: Choice,
-    /// Limit of GPU memory for weights, caches, steps and prompts, such as 24GiB: more is an error [default:
-    /// all]
+    /// Limit of the memory of a GPU for weights, caches, steps and prompts, such as 24GiB: more is an error
+    /// [default: all]
     #[arg(long, value_name = "SIZE", value_parser = size)]
     device_memory: Option<ByteSize>,
+    /// How several GPUs exchange [default: nccl]
+    #[arg(long, value_enum, value_name = "HOW")]
+    exchange: Option<Exchange>,
+}
+
+/// How the parts of a model exchange.
+#[derive(Clone, Copy, ValueEnum)]
+enum Exchange {
+    /// By NCCL
+    Nccl,
+    /// Through memory of the host: slow, but without NCCL, and a GPU may hold several parts, as in cuda:0,0
+    Host,
 }
 
 /// Parses a number of bytes.
@@ -38,28 +51,29 @@ fn size(text: &str) -> std::result::Result<ByteSize, &'static str> {
     text.parse().map_err(|_| "must be a size, such as 24GiB")
 }
 
-/// A device.
-#[derive(Clone, Copy, PartialEq, Eq)]
+/// Devices.
+#[derive(Clone, PartialEq, Eq)]
 pub enum Choice {
     Auto,
     Cpu,
-    Cuda(usize),
+    /// Their numbers, at least one.
+    Cuda(Vec<usize>),
 }
 
 impl FromStr for Choice {
     type Err = String;
 
     fn from_str(text: &str) -> std::result::Result<Self, String> {
-        let ordinal = |text: &str| text.parse().ok();
+        let numbers = |list: &str| list.split(',').map(|number| number.parse().ok()).collect();
         match text {
             "auto" => Ok(Self::Auto),
             "cpu" => Ok(Self::Cpu),
-            "cuda" => Ok(Self::Cuda(0)),
+            "cuda" => Ok(Self::Cuda(vec![0])),
             _ => text
                 .strip_prefix("cuda:")
-                .and_then(ordinal)
+                .and_then(numbers)
                 .map(Self::Cuda)
-                .ok_or_else(|| "must be auto, cpu, cuda or cuda:N".into()),
+                .ok_or_else(|| "must be auto, cpu, cuda, cuda:N or a list, such as cuda:0,1".into()),
         }
     }
 }
@@ -69,7 +83,10 @@ impl fmt::Display for Choice {
         match self {
             Self::Auto => f.write_str("auto"),
             Self::Cpu => f.write_str("cpu"),
-            Self::Cuda(ordinal) => write!(f, "cuda:{ordinal}"),
+            Self::Cuda(numbers) => {
+                let numbers: Vec<String> = numbers.iter().map(usize::to_string).collect();
+                write!(f, "cuda:{}", numbers.join(","))
+            }
         }
     }
 }
@@ -77,7 +94,7 @@ impl fmt::Display for Choice {
 /// Where a command runs.
 #[cfg(feature = "cuda")]
 enum Chosen {
-    Gpu(Gpu),
+    Gpus(Vec<Rank>),
     /// The reason if `--device auto` takes it.
     Cpu {
         note: Option<String>,
@@ -90,18 +107,22 @@ fn on_cpu(reason: &impl fmt::Display) -> String {
 }
 
 impl DeviceArgs {
-    /// The GPU or the CPU.
+    /// The GPUs or the CPU.
     #[cfg(feature = "cuda")]
     fn choose(&self) -> Result<Chosen> {
         let most =
             self.device_memory.map_or(usize::MAX, |most| usize::try_from(most.0).unwrap_or(usize::MAX));
-        let note = match self.device {
-            Choice::Auto => match Gpu::open_within(0, most) {
-                Ok(gpu) => return Ok(Chosen::Gpu(gpu)),
+        let exchange = match self.exchange.unwrap_or(Exchange::Nccl) {
+            Exchange::Nccl => ranks::Exchange::Nccl,
+            Exchange::Host => ranks::Exchange::HostMemory,
+        };
+        let note = match &self.device {
+            Choice::Auto => match Rank::open(&[0], exchange, most) {
+                Ok(gpu) => return Ok(Chosen::Gpus(gpu)),
                 Err(e) => Some(on_cpu(&e)),
             },
             Choice::Cpu => None,
-            Choice::Cuda(ordinal) => return Ok(Chosen::Gpu(Gpu::open_within(ordinal, most)?)),
+            Choice::Cuda(devices) => return Ok(Chosen::Gpus(Rank::open(devices, exchange, most)?)),
         };
         if self.device_memory.is_some() {
             let reason = note.as_deref().unwrap_or("the command runs on the CPU");
@@ -110,19 +131,37 @@ impl DeviceArgs {
         Ok(Chosen::Cpu { note })
     }
 
-    /// Methods where they run, or the default ones of `kv compare`, and the GPU for them with prefill chunks
-    /// of `chunk` tokens. What a GPU does not support is refused before it is opened if all must run there.
+    /// Devices, each with a part of the model.
+    pub const fn count(&self) -> usize {
+        match &self.device {
+            Choice::Auto | Choice::Cpu => 1,
+            Choice::Cuda(devices) => devices.len(),
+        }
+    }
+
+    /// Rejects an exchange where there is none.
+    fn check_exchange(&self) -> Result<()> {
+        match self.exchange.is_some() && self.count() == 1 {
+            true => Err(no_effect("--exchange", "on one device")),
+            false => Ok(()),
+        }
+    }
+
+    /// Methods where they run, or the default ones of `kv compare`, and the GPUs for them with prefill chunks
+    /// of `chunk` tokens. What GPUs do not support is refused before they are opened if all must run there.
     #[cfg(feature = "cuda")]
     pub fn place(&self, config: &Config, methods: Option<&[Method]>, chunk: usize) -> Result<Placement> {
-        if let Choice::Cuda(_) = self.device {
-            kv_llama_gpu::Weights::check(config)?;
+        self.check_exchange()?;
+        if let Choice::Cuda(devices) = &self.device {
+            let shard = Shard::new(0, devices.len())?;
+            kv_llama_gpu::Weights::check(&shard.config(config)?)?;
             let mut methods = methods.into_iter().flatten();
-            methods.try_for_each(|method| device::fitted(method, config).map(drop))?;
+            methods.try_for_each(|method| device::fitted(method, config, shard).map(drop))?;
         }
         let (gpu, note) = match self.choose()? {
-            Chosen::Gpu(gpu) => {
+            Chosen::Gpus(ranks) => {
                 let others_on_cpu = self.device == Choice::Auto;
-                (Some(OnGpu { gpu: Arc::new(gpu), chunk, others_on_cpu }), None)
+                (Some(OnGpu { ranks, chunk, others_on_cpu }), None)
             }
             Chosen::Cpu { note } => (None, note),
         };
@@ -132,6 +171,7 @@ impl DeviceArgs {
     /// Methods on the CPU, or the default ones of `kv compare`.
     #[cfg(not(feature = "cuda"))]
     pub fn place(&self, config: &Config, methods: Option<&[Method]>, _chunk: usize) -> Result<Placement> {
+        self.check_exchange()?;
         Placement::new(config, methods, None, self.cpu()?)
     }
 

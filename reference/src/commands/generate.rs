@@ -8,6 +8,8 @@ use clap::Args;
 use clap::builder::NonEmptyStringValueParser;
 use kv_llama::{Decoder, HeadFit, KvCache, Sampler, Sampling};
 #[cfg(feature = "cuda")]
+use kv_llama_gpu::ranks::Lockstep;
+#[cfg(feature = "cuda")]
 use kv_methods::Place;
 use kv_methods::{Method, Prepared, Profile};
 use kv_model::{Checkpoint, Message, Model, Rope, TextStream, files};
@@ -167,6 +169,8 @@ impl Generate {
     fn check_effects(&self) -> Result<()> {
         let methods = vec![self.cache.method.clone()];
         #[cfg(feature = "store")]
+        self.kv.check_devices(&self.cache.device)?;
+        #[cfg(feature = "store")]
         let methods = [methods, self.kv.levels()?].concat();
         check_profile_has_effect(self.cache.profile.as_ref(), &methods)
     }
@@ -216,25 +220,25 @@ impl Generate {
         #[cfg(not(feature = "cuda"))]
         drop(placement); // it has no GPU
         #[cfg(feature = "cuda")]
-        if let Some(OnGpu { gpu, chunk, .. }) =
+        if let Some(OnGpu { ranks, chunk, .. }) =
             placement.gpu.filter(|_| self.cache.method.place() == Place::Cuda)
         {
-            let run = |decoder: &mut kv_llama_gpu::Decoder| {
+            let make = self.cache.device_decoder(&model, profile, (1, prompt.len() + self.tokens))?;
+            let mut decoder = Lockstep::start(ranks, move |rank| {
+                let mut decoder = make(rank)?;
+                if sampling.is_plain() {
+                    decoder.choose(sampling);
+                }
+                Result::Ok(decoder)
+            })?;
+            let fill = |decoder: &mut Lockstep<kv_llama_gpu::Decoder>| {
                 #[cfg(feature = "store")]
-                if let Some(kv) = &kv {
+                if let (Some(kv), Some(decoder)) = (&kv, decoder.as_alone()) {
                     return kv.fill_device(decoder, (prompt, chunk));
                 }
-                let begin = Instant::now();
-                decoder.prefill(&[prompt.to_vec()], chunk)?;
-                decoder.next_tokens()?; // waits
-                Ok(Prefilled { seconds: begin.elapsed().as_secs_f64(), prefix: None })
+                prefilled_on_device(decoder, (prompt, chunk))
             };
-            let capacity = prompt.len() + self.tokens;
-            let mut decoder = self.cache.device_decoder(gpu, &model, profile, (1, capacity))?;
-            if sampling.is_plain() {
-                decoder.choose(sampling);
-            }
-            let prefilled = run(&mut decoder)?;
+            let prefilled = fill(&mut decoder)?;
             let next = on_device(decoder, Sampler::after(sampling, prompt));
             return Ok(Started { model, prefilled, next, misfits: None });
         }
@@ -327,18 +331,37 @@ fn sampled(
     })
 }
 
+/// Runs a prompt on a GPU.
+#[cfg(feature = "cuda")]
+fn prefilled_on_device(
+    decoder: &mut Lockstep<kv_llama_gpu::Decoder>,
+    (prompt, chunk): (&[u32], usize),
+) -> Result<Prefilled> {
+    let (begin, prompts) = (Instant::now(), [prompt.to_vec()]);
+    decoder.call(move |decoder| {
+        decoder.prefill(&prompts, chunk)?;
+        decoder.next_tokens() // waits
+    })?;
+    Ok(Prefilled { seconds: begin.elapsed().as_secs_f64(), prefix: None })
+}
+
 /// Tokens after a prompt on a GPU, which samples them itself if it can.
 #[cfg(feature = "cuda")]
-fn on_device(mut decoder: kv_llama_gpu::Decoder, mut sampler: Sampler) -> Next {
+fn on_device(mut decoder: Lockstep<kv_llama_gpu::Decoder>, mut sampler: Sampler) -> Next {
     let (is_plain, mut last) = (sampler.sampling().is_plain(), None);
     Box::new(move || {
         if let Some(token) = last {
-            if !is_plain {
-                decoder.feed(&[token])?;
-            }
-            decoder.step()?;
+            decoder.call(move |decoder| {
+                if !is_plain {
+                    decoder.feed(&[token])?;
+                }
+                decoder.step()
+            })?;
         }
-        let token = if is_plain { decoder.next_tokens()?[0] } else { sampler.sample(&decoder.logits()?) };
+        let token = match is_plain {
+            true => decoder.call(|decoder| decoder.next_tokens())?[0],
+            false => sampler.sample(&decoder.call(|decoder| decoder.logits())?),
+        };
         last = Some(token);
         Ok(token)
     })

@@ -17,6 +17,10 @@ use clap::{Args, value_parser};
 use kv_llama::Decoder;
 use kv_llama::serve::{Engine, Sequences};
 #[cfg(feature = "cuda")]
+use kv_llama_gpu::Batch;
+#[cfg(feature = "cuda")]
+use kv_llama_gpu::ranks::{Batches, Lockstep, Rank};
+#[cfg(feature = "cuda")]
 use kv_methods::Place;
 use kv_methods::Prepared;
 #[cfg(feature = "cuda")]
@@ -91,11 +95,12 @@ impl Serve {
         #[cfg(not(feature = "cuda"))]
         drop(placement); // it has no GPU
         #[cfg(feature = "cuda")]
-        if let Some(OnGpu { gpu, chunk, .. }) =
+        if let Some(OnGpu { ranks, chunk, .. }) =
             placement.gpu.filter(|_| self.cache.method.place() == Place::Cuda)
         {
-            let decoder = self.cache.device_decoder(gpu, &model, &profile, sequences)?;
-            return opening.run(kv_llama_gpu::Batch::new(decoder, chunk)?, out);
+            let make = self.cache.device_decoder(&model, &profile, sequences)?;
+            let batch = move |rank: &Rank| Result::Ok(Batch::new(make(rank)?, chunk)?);
+            return opening.run(Batches::new(Lockstep::start(ranks, batch)?)?, out);
         }
         let Prepared { model, cache } = self.cache.method.prepare(&model, &rope, &profile)?;
         let decoder = Decoder::new(model, rope);

@@ -27,7 +27,7 @@ impl Progress for () {}
 pub(super) struct Run<'a> {
     pub model: &'a Arc<Model>,
     pub rope: Arc<Rope>,
-    pub profile: Profile,
+    pub profile: Arc<Profile>,
     pub methods: Vec<Method>,
 }
 

@@ -37,7 +37,7 @@ impl<'a> Runner<'a> {
         #[cfg(not(feature = "cuda"))]
         let _ = gpu;
         Self {
-            run: Run { model, rope, profile, methods: placed.methods.clone() },
+            run: Run { model, rope, profile: Arc::new(profile), methods: placed.methods.clone() },
             #[cfg(feature = "cuda")]
             models: gpu.map(super::gpu::Models::new),
         }

@@ -4,6 +4,7 @@ use std::time::Instant;
 
 use kv_llama::ops::argmax;
 use kv_llama_gpu::Decoder;
+use kv_llama_gpu::ranks::Lockstep;
 
 use crate::eval::{Divergence, Question, RetrievalTask, TextScores};
 use crate::{Error, Result};
@@ -14,7 +15,7 @@ use crate::{Error, Result};
 /// # Errors
 /// What the decoder returns.
 pub fn score_text(
-    decoder: &mut Decoder,
+    decoder: &mut Lockstep<Decoder>,
     (prompt, chunk): (&[u32], usize),
     tokens: &[u32],
     reference: Option<&[Vec<f32>]>,
@@ -22,9 +23,7 @@ pub fn score_text(
     let mut divergence = Divergence::default();
     let mut all = vec![];
     let mut seconds = 0.0;
-    decoder.clear()?;
-    decoder.prefill(&[prompt.to_vec()], chunk)?;
-    decoder.logits()?; // waits
+    start(decoder, prompt, chunk)?;
     for (i, pair) in tokens.windows(2).enumerate() {
         let start = Instant::now();
         let logits = logits_of(decoder, pair[0])?;
@@ -43,23 +42,28 @@ pub fn score_text(
 ///
 /// # Errors
 /// What the decoder returns.
-pub fn answer_questions(decoder: &mut Decoder, chunk: usize, task: &RetrievalTask) -> Result<usize> {
+pub fn answer_questions(
+    decoder: &mut Lockstep<Decoder>,
+    chunk: usize,
+    task: &RetrievalTask,
+) -> Result<usize> {
     let hits = task.questions.iter().map(|question| {
-        decoder.clear()?;
-        decoder.prefill(std::slice::from_ref(&task.prompt), chunk)?;
+        start(decoder, &task.prompt, chunk)?;
         answers(decoder, question)
     });
     Ok(hits.collect::<Result<Vec<bool>>>()?.into_iter().filter(|&hit| hit).count())
 }
 
 /// Whether the greedy continuation of the question is its answer.
-fn answers(decoder: &mut Decoder, question: &Question) -> Result<bool> {
+fn answers(decoder: &mut Lockstep<Decoder>, question: &Question) -> Result<bool> {
     let Some((&last, ask)) = question.ask.split_last() else {
         return Err(Error::argument("a question without tokens"));
     };
     for &token in ask {
-        decoder.feed(&[token])?;
-        decoder.step()?;
+        decoder.call(move |decoder| {
+            decoder.feed(&[token])?;
+            decoder.step()
+        })?;
     }
     let mut token = last;
     for &expected in &question.answer {
@@ -71,8 +75,20 @@ fn answers(decoder: &mut Decoder, question: &Question) -> Result<bool> {
     Ok(true)
 }
 
-fn logits_of(decoder: &mut Decoder, token: u32) -> Result<Vec<f32>> {
-    decoder.feed(&[token])?;
-    decoder.step()?;
-    Ok(decoder.logits()?)
+/// Runs a prompt over the emptied cache, and waits for it.
+fn start(decoder: &mut Lockstep<Decoder>, prompt: &[u32], chunk: usize) -> Result<()> {
+    let prompts = [prompt.to_vec()];
+    Ok(decoder.call(move |decoder| {
+        decoder.clear()?;
+        decoder.prefill(&prompts, chunk)?;
+        decoder.logits().map(drop)
+    })?)
+}
+
+fn logits_of(decoder: &mut Lockstep<Decoder>, token: u32) -> Result<Vec<f32>> {
+    Ok(decoder.call(move |decoder| {
+        decoder.feed(&[token])?;
+        decoder.step()?;
+        decoder.logits()
+    })?)
 }

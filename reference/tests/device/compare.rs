@@ -4,6 +4,7 @@
 use std::sync::Arc;
 
 use kv_device::Gpu;
+use kv_llama_gpu::ranks::{Exchange, Rank};
 use kv_methods::{Method, Place};
 use kv_reference::compare::{OnGpu, Placed, Row, Sizes, compare};
 use kv_reference::{Error, Result};
@@ -53,7 +54,7 @@ fn rows_of_hybrid_are_those_of_the_cpu() {
 
 /// Each method has the same row on both, up to rounding. Returns the GPU's rows.
 fn rows_agree(methods: &str, sizes: Sizes, gpu: Arc<Gpu>) -> Vec<Row> {
-    let on = OnGpu { gpu, chunk: sizes.context, others_on_cpu: false };
+    let on = OnGpu { ranks: vec![Rank::alone(gpu)], chunk: sizes.context, others_on_cpu: false };
     let on_cpu = methods.replace(":rows-on=device", ""); // has no effect there
     let (here, there) = (rows(&on_cpu, sizes, None).unwrap(), rows(methods, sizes, Some(&on)).unwrap());
     for (cpu, gpu) in here.iter().zip(&there) {
@@ -96,9 +97,32 @@ fn rows_agree(methods: &str, sizes: Sizes, gpu: Arc<Gpu>) -> Vec<Row> {
 fn methods_without_a_form_there_are_refused_or_run_on_the_cpu() {
     let Some(gpu) = gpu("compare elsewhere") else { return };
     let methods = "int2,dense:dtype=f16,streaming";
-    let refused = rows(methods, SIZES, Some(&OnGpu { gpu: gpu.clone(), chunk: 100, others_on_cpu: false }));
+    let on = |others_on_cpu| OnGpu { ranks: vec![Rank::alone(gpu.clone())], chunk: 100, others_on_cpu };
+    let refused = rows(methods, SIZES, Some(&on(false)));
     assert!(matches!(&refused, Err(Error::Argument(what)) if what.contains("int2")), "{refused:?}");
-    let mixed = rows(methods, SIZES, Some(&OnGpu { gpu, chunk: 100, others_on_cpu: true })).unwrap();
+    let mixed = rows(methods, SIZES, Some(&on(true))).unwrap();
     let expected = [("int2", Place::Cpu), ("dense", Place::Cuda), ("streaming", Place::Cpu)];
     assert_eq!(mixed.iter().map(|row| (row.name.as_str(), row.device)).collect::<Vec<_>>(), expected);
+}
+
+/// Two ranks that share the device score texts and find pass keys as one does. Their caches together have the
+/// bytes of one: each KV head is held once.
+#[test]
+fn rows_of_ranks_are_those_of_one() {
+    let Some(gpu) = gpu("compare over ranks") else { return };
+    let methods = "dense:dtype=f16,int4,million,pqklt,sq,zack:k=0.5:v=0.5:multiple=8:window=32:sinks=2";
+    let over = |ranks| {
+        let on = OnGpu { ranks, chunk: SIZES.context, others_on_cpu: false };
+        rows(methods, SIZES, Some(&on)).unwrap()
+    };
+    let one = over(vec![Rank::alone(gpu)]);
+    let two = over(Rank::open(&[0, 0], Exchange::HostMemory, usize::MAX).unwrap());
+    for (one, two) in one.iter().zip(&two) {
+        let name = format!("{} {}", one.name, one.setting);
+        println!("{name}: KL {:.3e} and {:.3e}", one.kl, two.kl);
+        assert!((one.kl - two.kl).abs() <= (0.05 * one.kl).max(2e-4), "{name}: KL {} and {}", one.kl, two.kl);
+        assert!((one.perplexity / two.perplexity - 1.0).abs() < 0.01, "{name}: perplexity");
+        assert!((one.bits_per_value / two.bits_per_value - 1.0).abs() < 0.02, "{name}: bits");
+        assert!((one.needle.unwrap() - two.needle.unwrap()).abs() <= 0.25, "{name}: pass keys");
+    }
 }

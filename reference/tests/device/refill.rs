@@ -4,8 +4,8 @@
 use std::sync::{Arc, Mutex};
 
 use kv_llama::Sampling;
-use kv_llama::serve::{Client, Finish, Request, Scheduler, Token};
-use kv_llama_gpu::{Batch, Decoder, Error};
+use kv_llama::serve::{Client, Engine, Finish, Request, Scheduler, Token};
+use kv_llama_gpu::{Batch, Error};
 use kv_methods::{Method, Prepared, Profile};
 use kv_model::{Model, Rope};
 use kv_reference::eval::score_text;
@@ -141,9 +141,13 @@ impl Client<Error> for Reader {
 }
 
 /// The greedy texts of up to so many tokens after prompts that come at once.
-fn batched(decoder: Decoder, model: &Model, prompts: &[(Vec<u32>, usize)], logits: bool) -> Vec<Vec<u32>> {
-    let batch = Batch::new(decoder, 64).unwrap();
-    let mut scheduler = Scheduler::new(batch, model.config.eos_tokens.clone());
+pub fn batched(
+    engine: impl Engine<Error = Error>,
+    model: &Model,
+    prompts: &[(Vec<u32>, usize)],
+    logits: bool,
+) -> Vec<Vec<u32>> {
+    let mut scheduler = Scheduler::new(engine, model.config.eos_tokens.clone());
     let log_probabilities = logits.then_some(0);
     let texts = prompts.iter().map(|(prompt, most)| {
         let (prompt, most, tokens) = (prompt.clone(), *most, Arc::default());
@@ -166,7 +170,10 @@ fn more_prompts_than_places_take_turns() {
     let prompts: Vec<(Vec<u32>, usize)> =
         (0..7).map(|i| (tokens[600 * i..][..20 + 13 * i].to_vec(), 10 + 5 * i)).collect();
     for spec in ["dense:dtype=f16", "dense:dtype=f16:pages=16:pool=160"] {
-        let new = |batch| decoder(&gpu, &model, spec, &Profile::default(), batch, 200);
+        let new = |batch| {
+            let decoder = decoder(&gpu, &model, spec, &Profile::default(), batch, 200);
+            Batch::new(decoder, 64).unwrap()
+        };
         let queued = batched(new(3), &model, &prompts, false);
         let on_host = batched(new(3), &model, &prompts, true);
         for (i, prompt) in prompts.iter().enumerate() {

@@ -12,9 +12,9 @@ use std::time::Instant;
 use clap::Parser;
 use copy_rate::copy_rate;
 use kv_benches::cli::{DeviceArgs, JsonArgs, asset, check_number};
-use kv_device::{Gpu, Timed};
+use kv_device::Timed;
 use kv_gpu::Element;
-use kv_llama_gpu::ranks::{Nccl, Rank, Shard, run};
+use kv_llama_gpu::ranks::{Exchange, Lockstep, Rank};
 use kv_llama_gpu::{Decoder, Part, RANDOM_MODELS, WeightLayout, Weights};
 use kv_methods::Method;
 use kv_model::Model;
@@ -98,36 +98,29 @@ impl Speed {
             let known = RANDOM_MODELS.join(", ");
             return Err(Error::Argument(format!("--random: no random model `{name}`, only {known}")));
         }
-        let (output, logits) = if self.ranks > 1 {
-            let ranks = run(self.open_ranks()?, |rank| self.times(rank.gpu.clone(), Some(rank), &methods))?;
-            ranks.into_iter().next().ok_or_else(|| Error::argument("--ranks: none"))?
-        } else {
-            self.times(self.device.require_gpu()?, None, &methods)?
+        let ranks = match self.ranks {
+            1 => vec![Rank::alone(self.device.require_gpu()?)],
+            ranks => Rank::open(&(0..ranks).collect::<Vec<_>>(), Exchange::Nccl, usize::MAX)?,
         };
+        let (speed, mut ranks) = (Arc::new(self), Lockstep::start(ranks, |rank| Result::Ok(rank.clone()))?);
+        let of_rank = speed.clone();
+        let (output, logits) = ranks.call(move |rank| of_rank.times(rank, &methods))?;
         println!("{}", output.table());
-        self.json.write(&output)?;
-        let path = self.logits.as_deref();
+        speed.json.write(&output)?;
+        let path = speed.logits.as_deref();
         path.map_or(Ok(()), |path| std::fs::write(path, logits).map_err(|e| Error::io(path, e)))
     }
 
-    fn open_ranks(&self) -> Result<Vec<Rank>> {
-        let gpus = (0..self.ranks).map(|i| Ok(Arc::new(Gpu::open(i)?))).collect::<Result<Vec<_>>>()?;
-        let communicators = Nccl::ranks(&gpus.iter().map(|gpu| &**gpu).collect::<Vec<_>>())?;
-        let rank = |(gpu, communicator)| Rank { gpu, communicator: Arc::new(communicator) };
-        Ok(gpus.into_iter().zip(communicators).map(rank).collect())
-    }
-
-    /// Times of all methods, of a rank if there are several.
-    fn times(&self, gpu: Arc<Gpu>, rank: Option<&Rank>, methods: &[Method]) -> Result<(Times, Vec<u8>)> {
+    /// Times of all methods, of a rank.
+    fn times(&self, rank: &Rank, methods: &[Method]) -> Result<(Times, Vec<u8>)> {
         let mut output = Times {
             model: String::new(),
             ranks: self.ranks,
-            copy_bytes_per_second: copy_rate(&gpu)?,
+            copy_bytes_per_second: copy_rate(&rank.gpu)?,
             rows: vec![],
         };
         let mut logits = vec![];
         let mut loaded: Option<Arc<Weights>> = None;
-        let shard = rank.map_or(Shard::WHOLE, Rank::shard);
         for method in methods {
             let element = method.device_element()?;
             for (&context, &batch) in self
@@ -135,17 +128,17 @@ impl Speed {
                 .iter()
                 .flat_map(|context| self.batches.iter().map(move |batch| (context, batch)))
             {
-                if shard.rank() == 0 {
+                if rank.shard().rank() == 0 {
                     eprintln!("{} {context} x {batch}", method.spec());
                 }
                 let layout = if self.rows { WeightLayout::Rows } else { WeightLayout::of_batch(batch) };
                 let suits = |weights: &Arc<Weights>| (weights.element, weights.layout) == (element, layout);
                 let weights = match loaded.take().filter(suits) {
                     Some(weights) => weights,
-                    None => Arc::new(self.weights(&gpu, (element, layout), shard, &mut output.model)?),
+                    None => Arc::new(self.weights(rank, (element, layout), &mut output.model)?),
                 };
                 output.rows.push(self.row(
-                    (&gpu, &weights, rank),
+                    (rank, &weights),
                     method,
                     (context, batch),
                     output.copy_bytes_per_second,
@@ -159,39 +152,35 @@ impl Speed {
 
     fn weights(
         &self,
-        gpu: &Gpu,
+        rank: &Rank,
         (element, layout): (Element, WeightLayout),
-        shard: Shard,
         name: &mut String,
     ) -> Result<Weights> {
         if let Some(random) = &self.random {
             name.clone_from(random);
-            return Ok(Weights::random_shard(gpu, random, element, layout, shard)?);
+            return Ok(Weights::random_shard(&rank.gpu, random, element, layout, rank.shard())?);
         }
         let model = Model::load(&self.model.clone().unwrap_or_else(|| asset("tiny-llama-12m")))?;
         name.clone_from(&model.name);
-        Ok(Weights::of(gpu, &model, element, layout)?)
+        Ok(Weights::of(&rank.gpu, &model, element, layout)?)
     }
 
     fn row(
         &self,
-        (gpu, weights, rank): (&Arc<Gpu>, &Arc<Weights>, Option<&Rank>),
+        (rank, weights): (&Rank, &Arc<Weights>),
         method: &Method,
         (context, batch): (usize, usize),
         copy_rate: f64,
         logits: &mut Vec<u8>,
     ) -> Result<StepTimes> {
         let capacity = (context + self.steps + WARM_UP).next_multiple_of(64);
-        let mut cache = method_cache(gpu, method, &weights.config, weights.element, None, batch, capacity)?;
+        let (config, element) = (&weights.config, weights.element);
+        let mut cache = method_cache(&rank.gpu, method, config, element, None, batch, capacity)?;
         cache.force_hits(self.hits);
         if self.synchronous {
             cache.encode_synchronously();
         }
-        let on = (gpu.clone(), weights.clone());
-        let mut decoder = match rank {
-            Some(rank) => Decoder::of_rank(on.0, on.1, cache, batch, rank.communicator.clone())?,
-            None => Decoder::new(on.0, on.1, cache, batch)?,
-        };
+        let mut decoder = Decoder::of_rank(rank, weights.clone(), cache, batch)?;
         let mut prompt_logits = vec![];
         let prompt = self.chunk.map(|chunk| {
             let prompts = prompts(batch, context, weights.config.vocab_size);

@@ -65,7 +65,7 @@ pub struct PromptTimes {
 pub struct Times {
     /// The model's name.
     pub model: String,
-    /// Ranks, each with a part of the model: bytes are those of one.
+    /// Ranks, each with a part of the model: bytes and rows are those of one.
     pub ranks: usize,
     /// Copy rate of the device, reads and writes both counted.
     pub copy_bytes_per_second: f64,

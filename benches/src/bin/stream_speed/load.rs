@@ -8,6 +8,7 @@ use clap::Args;
 use kv_benches::cli::{DeviceArgs, asset};
 use kv_device::{Gpu, PageLocked};
 use kv_llama::{Decoder, KvCache};
+use kv_llama_gpu::ranks::Lockstep;
 use kv_llama_gpu::{WeightLayout, Weights};
 use kv_methods::{Method, Prepared, Profile, calibrated};
 use kv_model::{Model, Rope, files};
@@ -199,14 +200,14 @@ impl Run<'_> {
         let weights = Arc::new(Weights::of(gpu, model, element, WeightLayout::of_batch(1))?);
         let capacity = prompt.len() + decoded.len();
         let cache = method_cache(gpu, &dense, &model.config, element, None, 1, capacity)?;
-        let mut decoder = kv_llama_gpu::Decoder::new(gpu.clone(), weights, cache, 1)?;
-        let reference =
-            device::score_text(&mut decoder, (prompt, kv_llama_gpu::CHUNK), decoded, None)?.logits;
+        let mut alone = Lockstep::alone(kv_llama_gpu::Decoder::new(gpu.clone(), weights, cache, 1)?);
+        let reference = device::score_text(&mut alone, (prompt, kv_llama_gpu::CHUNK), decoded, None)?.logits;
+        let decoder = alone.as_alone().ok_or_else(|| Error::argument("a decoder of several ranks"))?;
         let mut loader = decoder.loader(planes)?;
         let lock = |frame: &Bytes| Ok(Bytes::from_owner(PageLocked::of(gpu, frame)?));
-        let context = context.with(StreamTarget::speeds(&mut decoder, prompt)?, lock)?;
+        let context = context.with(StreamTarget::speeds(decoder, prompt)?, lock)?;
         let costs = [context.costs()];
-        let target = StreamTarget::new(&mut decoder, &mut loader, context.context().clone());
+        let target = StreamTarget::new(decoder, &mut loader, context.context().clone());
         let clock = RealClock(Instant::now());
         let mut link = self.link(clock, vec![Arc::new(context)]);
         let trace = serve_into(&mut link, target, clock, &costs, &self.options)?;

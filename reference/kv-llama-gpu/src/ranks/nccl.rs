@@ -33,11 +33,7 @@ impl Nccl {
     /// # Errors
     /// [`Error::Ranks`] without NCCL, for a device that is given twice, and for what NCCL rejects.
     pub fn ranks(gpus: &[&Gpu]) -> Result<Vec<Self>> {
-        // SAFETY: it loads the library, if there is one, and calls nothing in it.
-        if !unsafe { sys::is_culib_present() } {
-            let install = "no NCCL here: install libnccl2, or the wheel nvidia-nccl";
-            return Err(Error::Ranks(install.into()));
-        }
+        check()?; // first: calls into a missing library panic
         let devices: Vec<c_int> = gpus.iter().map(|gpu| gpu.device().context().ordinal() as c_int).collect();
         let mut handles = vec![ptr::null_mut(); devices.len()];
         // SAFETY: there are as many handles as devices.
@@ -139,6 +135,15 @@ impl Drop for Nccl {
             // SAFETY: nothing else uses the handle; graphs with its exchanges have been dropped before.
             let _ = unsafe { result::comm_destroy(handle) };
         }
+    }
+}
+
+/// Rejects a machine without the library.
+pub(super) fn check() -> Result<()> {
+    // SAFETY: it loads the library, if there is one, and calls nothing in it.
+    match unsafe { sys::is_culib_present() } {
+        true => Ok(()),
+        false => Err(Error::Ranks("no NCCL here: install libnccl2, or the wheel nvidia-nccl".into())),
     }
 }
 

@@ -16,7 +16,7 @@ use kv_reference::{Error, Result};
 use kv_stream::{Choice, Options, Outcome, RESERVE, Speeds, Trace};
 
 use super::super::store::{LevelArgs, NOTHING, OpenStore, RetryArgs};
-use super::super::{Files, check_seconds, count, print_error};
+use super::super::{DeviceArgs, Files, check_seconds, count, print_error};
 use super::{Prefilled, Prefix};
 
 /// A store of caches for a prompt.
@@ -58,6 +58,14 @@ impl KvArgs {
     /// Adds the store to the files of a command.
     pub fn add_to(&self, files: &mut Files) -> Result<()> {
         self.kv.as_ref().map_or(Ok(()), |url| files.reads_store("--kv", url))
+    }
+
+    /// Rejects several devices: stored caches are of all heads.
+    pub fn check_devices(&self, device: &DeviceArgs) -> Result<()> {
+        match self.kv.is_some() && device.count() > 1 {
+            true => Err(Error::argument("--kv: stored caches are of all heads: pass one device (--device)")),
+            false => Ok(()),
+        }
     }
 
     /// Rejects wrong options and, before the long work, a method whose caches are not those of the store, and

@@ -1,0 +1,67 @@
+//! The batches of all ranks as one engine of continuous batching.
+
+use kv_llama::serve::Engine;
+
+use super::Lockstep;
+use crate::{Batch, Error, Result};
+
+/// The [`Batch`] of each rank, all of which run the same sequences.
+pub struct Batches {
+    ranks: Lockstep<Batch>,
+    places: usize,
+    capacity: usize,
+}
+
+impl Batches {
+    /// Batches of the same number of places and capacity.
+    ///
+    /// # Errors
+    /// [`Error::Rank`] of a rank that has failed.
+    pub fn new(mut ranks: Lockstep<Batch>) -> Result<Self> {
+        let (places, capacity) = ranks.call(|batch| Result::Ok((batch.places(), batch.capacity())))?;
+        Ok(Self { ranks, places, capacity })
+    }
+}
+
+impl Engine for Batches {
+    type Error = Error;
+
+    fn places(&self) -> usize {
+        self.places
+    }
+
+    fn capacity(&self) -> usize {
+        self.capacity
+    }
+
+    fn prefill(&mut self, place: usize, tokens: &[u32]) -> Result<usize> {
+        let tokens = tokens.to_vec();
+        self.ranks.call(move |batch| batch.prefill(place, &tokens))
+    }
+
+    fn step(&mut self, tokens: &[(usize, u32)]) -> Result<()> {
+        let tokens = tokens.to_vec();
+        self.ranks.call(move |batch| batch.step(&tokens))
+    }
+
+    fn logits(&mut self, place: usize) -> Result<Vec<f32>> {
+        self.ranks.call(move |batch| batch.logits(place))
+    }
+
+    fn most_likely(&mut self, place: usize) -> Result<u32> {
+        self.ranks.call(move |batch| batch.most_likely(place))
+    }
+
+    fn end(&mut self, place: usize) -> Result<()> {
+        self.ranks.call(move |batch| batch.end(place))
+    }
+
+    fn is_short_of_memory(error: &Error) -> bool {
+        match error {
+            Error::Rank { source, .. } => {
+                source.downcast_ref::<Error>().is_some_and(Batch::is_short_of_memory)
+            }
+            error => Batch::is_short_of_memory(error),
+        }
+    }
+}
