@@ -213,4 +213,46 @@ mod on_a_device {
             }
         }
     }
+
+    /// Several devices each have a part of the model: what has no parts, and devices that cannot exchange.
+    #[test]
+    fn what_several_devices_cannot_share() {
+        let model = without_weights();
+        let nccl = if cfg!(feature = "nccl") { "" } else { "build it with `--features nccl`" };
+        for (options, what) in [
+            ("--device cuda:0,1,2", "2 KV heads are not divisible among 3 ranks"),
+            ("--device cuda:0,1,2,3,4,5,6,7", "4 query heads are not divisible among 8 ranks"),
+            ("--device cuda:5,5", "device 5 is given twice"),
+            ("--device cuda:98,99", nccl),
+            ("--device cuda:98,99 --exchange host", "rank 0: "),
+            ("--device cuda --exchange host", "--exchange has no effect on one device"),
+            ("--device cpu --exchange nccl", "--exchange has no effect on one device"),
+        ] {
+            let options: Vec<&str> = options.split(' ').collect();
+            for command in [&["compare"][..], &["eval", "--methods", "dense,int4"], &["generate", "We"]] {
+                refused_at_once(model.path(), &[command, &options].concat(), what);
+            }
+            #[cfg(feature = "serve")]
+            refused_at_once(model.path(), &[&["serve"], &options[..]].concat(), what);
+        }
+        let bitstream = "a bitstream is of all heads";
+        let several = ["--device", "cuda:0,1"];
+        refused_at_once(
+            model.path(),
+            &[&["compare", "--methods", "cachegen"], &several[..]].concat(),
+            bitstream,
+        );
+        let generate = ["generate", "We", "--method", "cachegen"];
+        refused_at_once(model.path(), &[&generate, &several[..]].concat(), bitstream);
+        #[cfg(feature = "store")]
+        {
+            let folder = tempfile::tempdir().unwrap();
+            let generate = ["generate", "We", "--kv", text(folder.path())];
+            refused_at_once(
+                model.path(),
+                &[&generate, &several[..]].concat(),
+                "--kv: stored caches are of all",
+            );
+        }
+    }
 }

@@ -150,7 +150,7 @@ fn generated_on(device: &str, options: &[&str]) -> Option<Value> {
     let json = folder.path().join("json");
     let args = [&["generate", PROMPT, "--device", device, "--json", text(&json)], options].concat();
     let output = run("generate", kv(&args));
-    assert!(device == "cuda" || output.status.success(), "{output:?}");
+    assert!(device == "cuda" || output.status.success(), "{output:?}"); // whether there is one
     output.status.success().then(|| serde_json::from_slice(&std::fs::read(json).unwrap()).unwrap())
 }
 
@@ -191,6 +191,24 @@ fn a_gpu_answers_as_generate_does_there() {
                 json!({ "prompt": PROMPT, "max_tokens": 16, "temperature": temperature, "top_k": top_k });
             assert_eq!(text_of(&server.completion(&body)), expected["text"], "{method}, top-k {top_k}");
         }
+    }
+}
+
+/// Two parts of the model share the GPU. Without one it is skipped.
+#[test]
+fn ranks_answer_as_one_gpu_does() {
+    let method = ["--method", "dense:dtype=f16"];
+    let Some(expected) = generated_on("cuda", &[&["--tokens", "16"], &method[..]].concat()) else {
+        assert!(std::env::var("GPU_TESTS").as_deref() != Ok("require"), "kv generate on a GPU");
+        return;
+    };
+    let ranks = [&["--exchange", "host"], &method[..]].concat();
+    let generated = generated_on("cuda:0,0", &[&["--tokens", "16"], &ranks[..]].concat()).unwrap();
+    assert_eq!(generated["text"], expected["text"]);
+    let server = Server::start_on("cuda:0,0", &[&["--context", "512"], &ranks[..]].concat());
+    for (temperature, top_k) in [(0, 0), (1, 1)] {
+        let body = json!({ "prompt": PROMPT, "max_tokens": 16, "temperature": temperature, "top_k": top_k });
+        assert_eq!(text_of(&server.completion(&body)), expected["text"], "top-k {top_k}");
     }
 }
 

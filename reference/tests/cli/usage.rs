@@ -35,6 +35,9 @@ fn arguments_that_do_not_parse_get_a_whole_message() {
         ),
         ("a pool of nothing", &["generate", "a", "--method", "dense:pages=64:pool=0"], &["pool=0"]),
         ("a device that is none", &["compare", "--device", "gpu"], &["auto, cpu, cuda", "--device"]),
+        ("a list of none", &["compare", "--device", "cuda:"], &["auto, cpu, cuda", "cuda:0,1"]),
+        ("a list that does not end", &["compare", "--device", "cuda:0,"], &["auto, cpu, cuda", "cuda:0,1"]),
+        ("an exchange that is none", &["compare", "--exchange", "mail"], &["'mail'", "nccl, host"]),
         (
             "a size that is none",
             &["compare", "--device-memory", "lots"],
