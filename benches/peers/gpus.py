@@ -3,11 +3,12 @@
 
     cargo build --release -p kv-benches --bin decode_speed
     pip install torch
-    python benches/peers/gpus.py target/release/decode_speed benches/results [--ranks 2]
+    python benches/peers/gpus.py target/release/decode_speed benches/results [--ranks 2] [--cases INDICES]
 
-Weights and caches are random; that ranks compute what one does is a test (`kv-reference`, device, `ranks`). The torch loop has the same
-shards in bf16: per layer two all-reduces of the hidden state, compiled norms, RoPE and SwiGLU, cuDNN's attention, all of it in one CUDA
-graph; a step's time is the median of 15 replays of the slowest rank. What does not run, for want of memory for example, is reported.
+Other numbers of ranks than two go to gpus-RANKS.{json,md}. Weights and caches are random; that ranks compute what one does is a test
+(`kv-reference`, device, `ranks`). The torch loop has the same shards in bf16: per layer two all-reduces of the hidden state, compiled
+norms, RoPE and SwiGLU, cuDNN's attention, all of it in one CUDA graph; a step's time is the median of 15 replays of the slowest rank. Of
+fewer key/value heads than ranks, several ranks hold the same one. What does not run, for want of memory for example, is reported.
 """
 
 import argparse, json, os, subprocess, sys, tempfile
@@ -19,16 +20,25 @@ SHAPES = {
     "llama-3.1-8b": (4096, 14336, 32, 32, 8, 128256),
     "llama-3.1-70b": (8192, 28672, 80, 64, 8, 128256),
 }
-# shape, context, batch; and whether one GPU has room for the weights
-CASES = [
-    ("llama-3.1-8b", 8192, 1, True),
-    ("llama-3.1-8b", 8192, 16, True),
-    ("llama-3.1-8b", 131072, 1, True),
-    ("llama-3.1-70b", 32768, 1, False),
-    ("llama-3.1-70b", 131072, 1, False),
-    ("llama-3.1-70b", 131072, 4, False),
-]
 METHODS = ["dense:dtype=bf16", "million:exact=bf16"]
+# No row of a step is resident: each travels over the link of its rank.
+ON_HOST = ["pqcache:tokens=2048:exact=bf16:codebooks=profile", "hybrid:rows=0.0625:exact=bf16"]
+LONG = ["million:exact=bf16", "hybrid:rows=0.0025:offloaded=int8:exact=bf16"]
+# shape, context, batch, methods; whether one GPU has room; whether torch runs it
+CASES = [
+    ("llama-3.1-8b", 8192, 1, METHODS, True, True),
+    ("llama-3.1-8b", 8192, 16, METHODS, True, True),
+    ("llama-3.1-8b", 131072, 1, METHODS, True, True),
+    ("llama-3.1-70b", 32768, 1, METHODS, False, True),
+    ("llama-3.1-70b", 131072, 1, METHODS, False, True),
+    ("llama-3.1-70b", 131072, 4, METHODS, False, True),
+    ("llama-3.1-8b", 131072, 16, METHODS, True, True),
+    ("llama-3.1-70b", 32768, 8, METHODS, False, True),
+    ("llama-3.1-70b", 131072, 8, METHODS, False, True),
+    ("llama-3.1-70b", 131072, 16, METHODS, False, True),
+    ("llama-3.1-8b", 32768, 8, ON_HOST, True, False),
+    ("llama-3.1-70b", 1000000, 1, LONG, False, False),
+]
 
 
 def torch_rank(rank, ranks, shape, context, batch):
@@ -42,7 +52,7 @@ def torch_rank(rank, ranks, shape, context, batch):
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", rank=rank, world_size=ranks, device_id=torch.device("cuda", rank))
     hidden, inner, layers, heads, kv_heads, vocab = SHAPES[shape]
-    inner, heads, kv_heads = inner // ranks, heads // ranks, kv_heads // ranks
+    inner, heads, kv_heads = inner // ranks, heads // ranks, max(kv_heads // ranks, 1)
     random = lambda *sizes: torch.randn(*sizes, device="cuda", dtype=torch.bfloat16) * 0.02
     sizes = [((heads + 2 * kv_heads) * 128, hidden), (hidden, heads * 128), (2 * inner, hidden), (hidden, inner)]
     weights = [[random(*size) for size in sizes] for _ in range(layers)]
@@ -106,12 +116,20 @@ def times(decode_speed, ranks, shape, context, batch, method):
             return json.load(file)["rows"][0]
 
 
+def torch_times(ranks, shape, context, batch):
+    """The step of the torch loop, and the versions of what it ran on."""
+    peer = [sys.executable, __file__, "-", "--ranks", ranks, "--peer", shape, context, batch]
+    said, missing = run(list(map(str, peer)))
+    times = json.loads(said) if said else {"missing": missing}
+    return times, {name: times.pop(name) for name in ("torch", "gpu") if name in times}
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("decode_speed")
     parser.add_argument("results", nargs="?", help="a folder")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--cases", type=int, default=len(CASES), help="the first of them alone")
+    parser.add_argument("--cases", default="", help="indices of cases, separated by commas [default: all]")
     parser.add_argument("--commit", help="of the program, where there is no repository")
     parser.add_argument("--peer", nargs=3)
     args = parser.parse_args()
@@ -119,19 +137,19 @@ def main():
         shape, context, batch = args.peer
         return spawn(args.ranks, shape, int(context), int(batch))
     cases, versions = [], {}
-    for shape, context, batch, fits in CASES[: args.cases]:
-        peer = [sys.executable, __file__, "-", "--ranks", args.ranks, "--peer", shape, context, batch]
-        said, missing = run(list(map(str, peer)))
-        torch = json.loads(said) if said else {"missing": missing}
-        versions |= {name: torch.pop(name) for name in ("torch", "gpu") if name in torch}
+    for i in [int(i) for i in args.cases.split(",") if i] or range(len(CASES)):
+        shape, context, batch, methods, fits_one, has_torch = CASES[i]
+        torch, found = torch_times(args.ranks, shape, context, batch) if has_torch else ({}, {})
+        versions |= found
         rows = [
             {"ranks": ranks} | times(args.decode_speed, ranks, shape, context, batch, method)
-            for method in METHODS
-            for ranks in ([1] if fits else []) + [args.ranks]
+            for method in methods
+            for ranks in ([1] if fits_one else []) + [args.ranks]
         ]
         cases.append({"shape": shape, "context": context, "batch": batch, "torch": torch, "rows": rows})
         data = {"date": tables.today(), "commit": args.commit or tables.commit(), "ranks": args.ranks, "versions": versions, "cases": cases}
-        tables.write(os.path.join(args.results, "gpus.json"), data)
+        name = "gpus.json" if args.ranks == 2 else f"gpus-{args.ranks}.json"
+        tables.write(os.path.join(args.results, name), data)
 
 
 if __name__ == "__main__":

@@ -781,21 +781,21 @@ def storage_doors(data):
 
 
 def gpus(data):
-    """Steps of ranks over those of one GPU and of the torch loop."""
-    ranks = data["ranks"]
+    """Steps of ranks over those of one GPU and of the torch loop, and rows that they read over their links."""
+    ranks, versions = data["ranks"], data["versions"]
     lines = [
         "# Decode steps on several GPUs",
         "",
-        ", ".join([f"{ranks} x {data['versions']['gpu']}; {time_of(data)}", f"torch {data['versions']['torch']}."]),
+        ", ".join([f"{ranks} x {versions.get('gpu', 'GPU')}; {time_of(data)}", f"torch {versions.get('torch', 'none')}."]),
         "",
         f"    python benches/peers/gpus.py target/release/decode_speed benches/results --ranks {ranks}",
         "",
         "Milliseconds per step of the whole batch. `products` are those with weights and the exchanges between ranks.",
         "",
     ]
-    rows, missing = [], []
+    rows, fetched, missing = [], [], []
     for case in data["cases"]:
-        one = {row["method"]: row["step_ms"] for row in case["rows"] if row["ranks"] == 1 and "step_ms" in row}
+        one = {row["method"]: row for row in case["rows"] if row["ranks"] == 1 and "step_ms" in row}
         where = f"{case['shape']}, {case['context']:,} x {case['batch']}"
         missing += [f"{where}, torch: {case['torch']['missing']}"] if "missing" in case["torch"] else []
         for row in case["rows"]:
@@ -805,16 +805,33 @@ def gpus(data):
             step, torch = row["step_ms"], case["torch"].get("step_ms") if row["ranks"] > 1 else None
             before = one.get(row["method"]) if row["ranks"] > 1 else None
             cells = [case["shape"], f"{case['context']:,}", case["batch"], f"`{row['method'].split(':')[0]}`", row["ranks"]]
+            if row["fetched_rows"]:
+                fetched.append(cells + rows_of_links(row, before))
             cells += [f"{step:.2f}", f"{step / row['floor_ms']:.2f}", f"{row['products_ms']:.2f}", f"{row['attention_ms']:.2f}"]
-            cells += [f"{before / step:.2f}" if before else "", f"{torch:.2f}" if torch else "", f"{torch / step:.2f}" if torch else ""]
+            cells += [f"{before['step_ms'] / step:.2f}" if before else ""]
+            cells += [f"{torch:.2f}" if torch else "", f"{torch / step:.2f}" if torch else ""]
             rows.append(cells)
-    columns = ["shape", "context", "batch", "cache", "ranks", "step", "over floor", "products", "attention", "one rank / this"]
-    lines += table([*columns, "torch", "torch / this"], rows)
+    columns = ["shape", "context", "batch", "cache", "ranks"]
+    timed = ["step", "over floor", "products", "attention", "one rank / this", "torch", "torch / this"]
+    lines += table([*columns, *timed], rows)
+    if fetched:
+        lines += ["Rows (a token's key and value of one head) that steps read from memory of the host, over all links.", ""]
+        lines += table([*columns, "rows a step", "million rows a second", "GB a second", "this / one rank", "GiB of a rank's caches"], fetched)
     return lines + [f"* {what}" for what in missing]
+
+
+def rows_of_links(row, one):
+    """The rows that all ranks read, of which a row of results has those of one."""
+    rate = lambda row: row["ranks"] * row["fetched_rows"] / row["step_ms"]
+    gigabytes = row["ranks"] * row["fetched_bytes"] / row["step_ms"] / 1e6
+    cells = [f"{row['ranks'] * row['fetched_rows']:,.0f}", f"{rate(row) / 1e3:.1f}", f"{gigabytes:.1f}"]
+    return cells + [f"{rate(row) / rate(one):.2f}" if one else "", f"{row['device_bytes'] / 2**30:.1f}"]
 
 
 PAGES = {
     "gpus": gpus,
+    "gpus-4": gpus,
+    "gpus-8": gpus,
     "gpu": gpu,
     "gpu-scalar": gpu,
     "gpu-mean-errors": gpu,
