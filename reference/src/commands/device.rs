@@ -101,6 +101,17 @@ enum Chosen {
     },
 }
 
+/// Names the way to do without NCCL in an error about it.
+#[cfg(feature = "cuda")]
+fn without_nccl(e: kv_llama_gpu::Error) -> Error {
+    match e {
+        kv_llama_gpu::Error::Ranks(what) => {
+            Error::Argument(format!("{what}; --exchange host does without, but slowly"))
+        }
+        e => e.into(),
+    }
+}
+
 /// Says why `--device auto` takes the CPU.
 fn on_cpu(reason: &impl fmt::Display) -> String {
     format!("--device auto takes the CPU: {reason}")
@@ -122,7 +133,9 @@ impl DeviceArgs {
                 Err(e) => Some(on_cpu(&e)),
             },
             Choice::Cpu => None,
-            Choice::Cuda(devices) => return Ok(Chosen::Gpus(Rank::open(devices, exchange, most)?)),
+            Choice::Cuda(devices) => {
+                return Ok(Chosen::Gpus(Rank::open(devices, exchange, most).map_err(without_nccl)?));
+            }
         };
         if self.device_memory.is_some() {
             let reason = note.as_deref().unwrap_or("the command runs on the CPU");

@@ -218,7 +218,8 @@ mod on_a_device {
     #[test]
     fn what_several_devices_cannot_share() {
         let model = without_weights();
-        let nccl = if cfg!(feature = "nccl") { "" } else { "build it with `--features nccl`" };
+        let nccl =
+            if cfg!(feature = "nccl") { "" } else { "build it with `--features nccl`; --exchange host" };
         for (options, what) in [
             ("--device cuda:0,1,2", "2 KV heads are not divisible among 3 ranks"),
             ("--device cuda:0,1,2,3,4,5,6,7", "4 query heads are not divisible among 8 ranks"),
