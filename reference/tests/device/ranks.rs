@@ -127,7 +127,7 @@ fn ranks_compute_what_one_does(gpu: &Arc<Gpu>, model: &Arc<Model>, ranks: impl F
             .unwrap();
         assert!(parts.iter().all(|part| *part == parts[0]), "{method}: all ranks have the same logits");
         let (worst, least) =
-            (worst(&parts[0], &whole), if share && method == "hybrid" { 0.97 } else { 0.999 });
+            (worst(&parts[0], &whole), if share && method == "hybrid" { 0.95 } else { 0.999 });
         println!("{method}, {} ranks: cosine {worst:.7}", parts.len());
         assert!(worst >= least, "{method}, {} ranks: cosine {worst}", parts.len());
     }
@@ -423,5 +423,11 @@ fn models_that_cannot_be_divided_are_refused_by_name() {
         let method = "dense:dtype=f16".parse().unwrap();
         let cache = rank_cache(&gpu, &method, (&model.config, shard), Element::F16, None, 1, 64).unwrap();
         assert!(Decoder::new(gpu, Arc::new(weights), cache, 1).is_err(), "a rank without the others");
+        for order in [&[1, 0][..], &[0, 0], &[0], &[]] {
+            let ranks = on_one_device(2);
+            let given = order.iter().map(|&rank: &usize| ranks[rank].clone()).collect();
+            let refused = Lockstep::start(given, |_| Result::Ok(())).map(drop).unwrap_err().to_string();
+            assert!(refused.contains("all those of a model"), "{order:?}: {refused}");
+        }
     }
 }

@@ -65,3 +65,18 @@ impl Engine for Batches {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranks_are_short_of_memory_as_one_is() {
+        let of_rank = |source| Error::Rank { rank: 1, source };
+        let pages = || Error::Device(kv_device::Error::Pages { needed: 3, free: 2, pages: 9, page: 16 });
+        assert!(Batches::is_short_of_memory(&pages()));
+        assert!(Batches::is_short_of_memory(&of_rank(Box::new(pages()))));
+        assert!(!Batches::is_short_of_memory(&of_rank(Box::new(Error::argument("no pages")))));
+        assert!(!Batches::is_short_of_memory(&of_rank("no pages".into())));
+    }
+}
