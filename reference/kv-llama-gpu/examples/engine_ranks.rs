@@ -51,14 +51,14 @@ fn shape(config: &Config) -> CacheShape {
     CacheShape { layers, heads, group, head_dim, frequencies, element, window, batch: 1, capacity: 512 }
 }
 
-fn main() -> Result<(), Box<dyn std::error::Error>> {
+fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
     let model = Model::load(&Path::new(env!("CARGO_MANIFEST_DIR")).join("../assets/tiny-llama-12m"))?;
-    let (gpu, bytes) = (Arc::new(Gpu::open(0)?), Arc::new(AtomicUsize::new(0)));
-    let rank = |memory| Rank {
-        gpu: gpu.clone(),
-        communicator: Some(Arc::new(Counted(memory, bytes.clone())) as Arc<dyn Communicator>),
+    let bytes = Arc::new(AtomicUsize::new(0));
+    let rank = |memory| {
+        let communicator: Arc<dyn Communicator> = Arc::new(Counted(memory, bytes.clone()));
+        Ok(Rank { gpu: Arc::new(Gpu::open(0)?), communicator: Some(communicator) }) // each with a stream
     };
-    let ranks = HostMemory::ranks(2).into_iter().map(rank).collect();
+    let ranks = HostMemory::ranks(2).into_iter().map(rank).collect::<Result<Vec<Rank>>>()?;
     let mut decoder = Lockstep::start(ranks, move |rank| {
         let (element, layout) = (Element::F16, WeightLayout::Packed);
         let weights = Weights::shard_of(&rank.gpu, &model, element, layout, rank.shard())?;

@@ -10,7 +10,7 @@ use crate::{Error, Result};
 /// What a rank computes with.
 #[derive(Clone)]
 pub struct Rank {
-    /// Its device.
+    /// Its device, with a stream that no other rank uses.
     pub gpu: Arc<Gpu>,
     /// Its exchanges with the others; none if it is alone.
     pub communicator: Option<Arc<dyn Communicator>>,
