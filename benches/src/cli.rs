@@ -7,6 +7,8 @@ use bytesize::ByteSize;
 use clap::Args;
 use comfy_table::{Table, presets};
 use kv_device::Gpu;
+use kv_llama_gpu::RANDOM_MODELS;
+use kv_model::Model;
 use kv_reference::{Error, Result};
 use serde::Serialize;
 
@@ -48,6 +50,41 @@ impl DeviceArgs {
     /// [`Error::Argument`] if there is none; as [`Self::gpu`].
     pub fn require_gpu(&self) -> Result<Arc<Gpu>> {
         self.gpu()?.ok_or_else(|| Error::argument("this bench times a GPU, and there is none (--device)"))
+    }
+}
+
+/// The model of a bench.
+#[derive(Args)]
+pub struct ModelArgs {
+    /// Hugging Face folder or GGUF file [default: the shipped tiny-llama-12m]
+    #[arg(long, value_name = "DIR|FILE")]
+    model: Option<PathBuf>,
+    /// A model shape with hashed weights: llama-2-7b, llama-3.1-8b, llama-3.1-70b or llama-3.1-70b/8
+    #[arg(long, value_name = "NAME", conflicts_with = "model")]
+    random: Option<String>,
+}
+
+impl ModelArgs {
+    /// The name of the shape, if there are no weights.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for a name that is not of one.
+    pub fn random(&self) -> Result<Option<&str>> {
+        match self.random.as_deref() {
+            Some(name) if !RANDOM_MODELS.contains(&name) => {
+                let known = RANDOM_MODELS.join(", ");
+                Err(Error::Argument(format!("--random: no random model `{name}`, only {known}")))
+            }
+            random => Ok(random),
+        }
+    }
+
+    /// Loads the checkpoint.
+    ///
+    /// # Errors
+    /// Those of [`Model::load`].
+    pub fn load(&self) -> Result<Model> {
+        Ok(Model::load(&self.model.clone().unwrap_or_else(|| asset("tiny-llama-12m")))?)
     }
 }
 

@@ -15,4 +15,4 @@ pub use gemm::check_cublas;
 pub use programs::programs;
 pub use serve::Batch;
 pub use step::{CHUNK, Decoder, Part};
-pub use weights::{RANDOM_MODELS, WeightLayout, Weights};
+pub use weights::{RANDOM_MODELS, WeightLayout, Weights, random_config};

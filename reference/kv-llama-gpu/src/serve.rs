@@ -1,30 +1,44 @@
 //! The places of a batch as an engine of continuous batching.
 
-use kv_llama::serve::Engine;
+use kv_llama::serve::{Engine, Part};
 
 use super::Decoder;
 use crate::{Error, Result};
 
 /// The sequences of a [`Decoder`]'s batch. Tokens are chosen on the host: of a greedy sequence the device's
 /// choice is read, of others the logits. Both are read for all sequences at once.
+///
+/// A step runs the whole batch, so a sequence takes part in it while its prompt comes in parts: the last token
+/// of a part is held back, and is fed to a step, or begins the next part if there is none between.
 pub struct Batch {
     decoder: Decoder,
-    chunk: usize,
+    prompts: Vec<Prompt>,              // (batch,)
     choices: Option<Vec<Option<u32>>>, // (batch,), until the next launch
     logits: Option<Vec<f32>>,          // (batch, vocab_size), until the next launch
 }
 
+/// How far a sequence's prompt is.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Prompt {
+    /// It has run, or there is none.
+    Whole,
+    /// It has more parts, and this token comes before them.
+    Held(u32),
+    /// It has more parts, and a step has been fed with what came before them.
+    Fed,
+}
+
 impl Batch {
-    /// Empty places. The decoder's previous sequences are discarded; a prompt runs whole, `chunk` tokens at
-    /// once, while the other sequences wait.
+    /// Empty places. The decoder's previous sequences are discarded.
     ///
     /// # Errors
     /// [`Error::Device`].
-    pub fn new(mut decoder: Decoder, chunk: usize) -> Result<Self> {
+    pub fn new(mut decoder: Decoder) -> Result<Self> {
         decoder.choose(kv_llama::Sampling::GREEDY);
         decoder.clear()?;
         (0..decoder.batch()).try_for_each(|place| decoder.end(place))?;
-        Ok(Self { decoder, chunk, choices: None, logits: None })
+        let prompts = vec![Prompt::Whole; decoder.batch()];
+        Ok(Self { decoder, prompts, choices: None, logits: None })
     }
 
     /// The decoder, whose results are about to change.
@@ -45,19 +59,55 @@ impl Engine for Batch {
         self.decoder.cache().capacity()
     }
 
-    fn prefill(&mut self, place: usize, tokens: &[u32]) -> Result<usize> {
-        let chunk = self.chunk;
-        self.launching().prefill_one(place, tokens, chunk)?;
-        Ok(tokens.len())
+    fn has_room(&mut self, prompts: &[(usize, usize)]) -> Result<bool> {
+        self.decoder.has_room(prompts)
+    }
+
+    fn prefill(&mut self, parts: &[Part<'_>]) -> Result<()> {
+        let to_run = parts.iter().map(|part| {
+            let held = match self.prompts[part.place] {
+                Prompt::Held(token) => Some(token),
+                Prompt::Whole | Prompt::Fed => None,
+            };
+            let mut tokens: Vec<u32> = held.into_iter().chain(part.tokens.iter().copied()).collect();
+            tokens.truncate(tokens.len() - usize::from(!part.is_last));
+            (part.place, tokens)
+        });
+        let to_run: Vec<(usize, Vec<u32>)> = to_run.filter(|(_, tokens)| !tokens.is_empty()).collect();
+        if !to_run.is_empty() {
+            let prompts: Vec<(usize, &[u32])> =
+                to_run.iter().map(|(place, tokens)| (*place, tokens.as_slice())).collect();
+            let all = prompts.iter().map(|(_, tokens)| tokens.len()).sum();
+            self.launching().prefill_some(&prompts, all)?;
+        }
+        for part in parts {
+            self.prompts[part.place] = match part.tokens.last() {
+                Some(&token) if !part.is_last => Prompt::Held(token),
+                _ => Prompt::Whole,
+            };
+        }
+        Ok(())
     }
 
     fn step(&mut self, tokens: &[(usize, u32)]) -> Result<()> {
         let mut fed = vec![0; self.places()]; // also to empty places, where nothing reads it
         tokens.iter().for_each(|&(place, token)| fed[place] = token);
+        let mut prompts = self.prompts.clone();
+        for (place, prompt) in prompts.iter_mut().enumerate() {
+            match *prompt {
+                Prompt::Held(token) if !self.decoder.has_ended(place) => {
+                    (fed[place], *prompt) = (token, Prompt::Fed);
+                }
+                Prompt::Whole | Prompt::Held(_) => {}
+                Prompt::Fed => return Err(Error::argument("two steps between the parts of a prompt")),
+            }
+        }
         let decoder = self.launching();
         // Also what the device has chosen: a token that it takes for the end of a text stops a sequence.
         decoder.feed(&fed)?;
-        decoder.step()
+        decoder.step()?;
+        self.prompts = prompts;
+        Ok(())
     }
 
     fn logits(&mut self, place: usize) -> Result<Vec<f32>> {
@@ -83,6 +133,7 @@ impl Engine for Batch {
     }
 
     fn end(&mut self, place: usize) -> Result<()> {
+        self.prompts[place] = Prompt::Whole;
         self.decoder.end(place)
     }
 

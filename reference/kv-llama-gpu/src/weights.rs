@@ -13,8 +13,7 @@ use crate::gemv::MOST_COLUMNS;
 use crate::ranks::Shard;
 use crate::{Error, Result};
 use parts::{LayerParts, Part};
-pub use random::RANDOM_MODELS;
-use random::random_config;
+pub use random::{RANDOM_MODELS, random_config};
 use store::Store;
 
 /// `pack` and `unpack`.

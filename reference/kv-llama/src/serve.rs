@@ -33,8 +33,8 @@
 //! let model = Arc::new(Model::load("../assets/tiny-llama-12m".as_ref())?);
 //! let rope = Arc::new(Rope::new(&model.config, 64));
 //! let empty = Box::new(ExactCache::new(&model.config, &rope));
-//! let engine = Sequences::new(Decoder::new(model, rope), empty, (2, 64), 16);
-//! let mut scheduler = Scheduler::new(engine, vec![]);
+//! let engine = Sequences::new(Decoder::new(model, rope), empty, (2, 64));
+//! let mut scheduler = Scheduler::new(engine, vec![], 16);
 //! let texts: [Rc<RefCell<Vec<u32>>>; 3] = Default::default();
 //! for (text, prompt) in texts.iter().zip([vec![11, 97], vec![5], vec![42, 7, 30]]) {
 //!     let request = Request { prompt, most: 4, sampling: Sampling::GREEDY, log_probabilities: None };
@@ -64,15 +64,23 @@ pub trait Engine {
     /// Tokens of a sequence, at most.
     fn capacity(&self) -> usize;
 
-    /// Appends the first of `tokens` to a sequence, as many as the engine runs at once, and returns their
-    /// number. The other sequences wait.
+    /// Whether there is memory for these prompts next to all other sequences: the places and whole lengths of
+    /// those that have begun or are about to. More may be short later, when sequences grow.
     ///
     /// # Errors
-    /// An error leaves the other sequences as they were; this one must [end](Self::end) unless
-    /// [memory was short](Self::is_short_of_memory), which changes nothing.
-    fn prefill(&mut self, place: usize, tokens: &[u32]) -> Result<usize, Self::Error>;
+    /// An error ends all sequences.
+    fn has_room(&mut self, prompts: &[(usize, usize)]) -> Result<bool, Self::Error>;
 
-    /// Appends a token to each of these sequences, which are all whose prompts have run.
+    /// Appends parts of prompts, of one or of several sequences, while the others wait.
+    ///
+    /// # Errors
+    /// An error leaves the other sequences as they were; those with a part must [end](Self::end) unless
+    /// [memory was short](Self::is_short_of_memory), which changes nothing. That of a single sequence is
+    /// returned by [`Self::logits`].
+    fn prefill(&mut self, parts: &[Part<'_>]) -> Result<(), Self::Error>;
+
+    /// Appends a token to each of these sequences, which are all whose prompts have run. Each of those whose
+    /// prompts have begun has got a part since the last step.
     ///
     /// # Errors
     /// An error ends all sequences, unless [memory was short](Self::is_short_of_memory), which changes
@@ -101,6 +109,17 @@ pub trait Engine {
     fn is_short_of_memory(error: &Self::Error) -> bool;
 }
 
+/// Tokens of a prompt that run at once.
+#[derive(Clone, Copy, Debug)]
+pub struct Part<'a> {
+    /// The place of its sequence.
+    pub place: usize,
+    /// The tokens, at least one.
+    pub tokens: &'a [u32],
+    /// Whether the prompt ends with them: then there are logits.
+    pub is_last: bool,
+}
+
 /// A prompt to continue.
 #[derive(Clone, Debug)]
 pub struct Request {
@@ -121,6 +140,19 @@ pub struct Token {
     pub id: u32,
     /// As asked for.
     pub log_probabilities: Option<LogProbabilities>,
+}
+
+/// What runs and what waits.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Requests in places.
+    pub running: usize,
+    /// Requests without one.
+    pub waiting: usize,
+    /// Tokens of the sequences in places.
+    pub tokens: usize,
+    /// How often a request that had begun was put back so far.
+    pub put_back: u64,
 }
 
 /// Why a text ends.

@@ -27,8 +27,8 @@ pub struct CacheArgs {
         default_value_if("device_memory", ArgPredicate::IsPresent, Some("hybrid"))
     )]
     pub method: Method,
-    /// Tokens per prefill chunk [default: all; 8192 on a GPU]. Later chunks see earlier ones as the cache
-    /// stores them
+    /// Tokens per prefill chunk [default: all; 8192 on a GPU; of `kv serve` 512, 2048 on a GPU]. Later chunks
+    /// see earlier ones as the cache stores them
     #[arg(long, value_name = "N", value_parser = at_least_one)]
     chunk: Option<NonZeroUsize>,
     /// Use this profile (`kv calibrate`); without one a method that needs it calibrates on the built-in texts
@@ -55,7 +55,7 @@ impl CacheArgs {
 
     /// Where the method runs; it is then fitted to the model there.
     pub fn place(&mut self, checkpoint: &Checkpoint) -> Result<Placement> {
-        let chunk = self.chunk.map_or(DEVICE_CHUNK, NonZeroUsize::get);
+        let chunk = self.given_chunk().unwrap_or(DEVICE_CHUNK);
         let placement =
             self.device.place(&checkpoint.config, Some(std::slice::from_ref(&self.method)), chunk)?;
         self.method.clone_from(&placement.placed.methods()[0]);
@@ -64,7 +64,12 @@ impl CacheArgs {
 
     /// Tokens of a prefill chunk on the CPU.
     pub fn chunk(&self) -> usize {
-        self.chunk.map_or(usize::MAX, NonZeroUsize::get)
+        self.given_chunk().unwrap_or(usize::MAX)
+    }
+
+    /// Tokens of a prefill chunk, if they are given.
+    pub fn given_chunk(&self) -> Option<usize> {
+        self.chunk.map(NonZeroUsize::get)
     }
 
     /// Positions for sequences of `length` tokens, and for calibration.

@@ -4,7 +4,7 @@
 use std::sync::{Arc, Mutex};
 
 use kv_llama::Sampling;
-use kv_llama::serve::{Client, Engine, Finish, Request, Scheduler, Token};
+use kv_llama::serve::{Client, Engine, Finish, Part, Request, Scheduler, Token};
 use kv_llama_gpu::{Batch, Error};
 use kv_methods::{Method, Prepared, Profile};
 use kv_model::{Model, Rope};
@@ -84,6 +84,68 @@ fn refilled_batches_have_the_logits_of_the_cpu() {
     }
 }
 
+/// Prompts that come in parts, of two sequences at once, while a third one steps: the first part's last token
+/// runs in a step, that of the second part does not, as no step follows.
+#[test]
+fn prompts_in_parts_between_steps_have_the_logits_of_the_cpu() {
+    let Some(gpu) = gpu("prompts in parts") else { return };
+    let (model, tokens) = model();
+    let [goes_on, long, short] = [&tokens[3000..3400], &tokens[4000..4500], &tokens[5000..5150]];
+    for spec in [
+        "dense:dtype=f16",
+        "dense:dtype=f16:pages=32:pool=1248",
+        "int4",
+        "million",
+        "million:pages=64:pool=1300",
+        "pqklt",
+        "sq",
+        "hybrid:rows=0.1",
+        "zack:k=1:v=1",
+    ] {
+        let profile = profile(&model, &tokens[..2048], &[spec]);
+        let mut batch = Batch::new(decoder(&gpu, &model, spec, &profile, 3, 600)).unwrap();
+        let mut logits = vec![];
+        let part = |place, tokens, is_last| Part { place, tokens, is_last };
+        batch.prefill(&[part(0, &goes_on[..100], true)]).unwrap();
+        batch.step(&[(0, goes_on[100])]).unwrap();
+        batch.prefill(&[part(1, &long[..128], false)]).unwrap();
+        batch.step(&[(0, goes_on[101])]).unwrap();
+        batch.prefill(&[part(1, &long[128..256], false)]).unwrap();
+        batch.prefill(&[part(1, &long[256..300], true), part(2, &short[..90], true)]).unwrap();
+        for i in 0..50 {
+            batch.step(&[(0, goes_on[102 + i]), (1, long[300 + i]), (2, short[90 + i])]).unwrap();
+            logits.push([0, 1, 2].map(|place| batch.logits(place).unwrap()));
+        }
+        let in_one_piece = spec.split(":pages").next().unwrap();
+        let of_long = [&long[..127], &long[127..128], &long[128..255], &long[255..300]];
+        for (place, prompt, run) in [
+            (0, &[&goes_on[..100], &goes_on[100..101], &goes_on[101..102]][..], &goes_on[102..153]),
+            (1, &of_long[..], &long[300..351]),
+            (2, &[&short[..90]][..], &short[90..141]),
+        ] {
+            let own: Vec<Vec<f32>> = logits.iter().map(|all| all[place].clone()).collect();
+            let apart = divergence(&own, &on_cpu(&model, in_one_piece, &profile, prompt, run), run);
+            println!("{spec}, place {place}: KL {:.1e}, top-1 {:.4}", apart.kl(), apart.top1());
+            assert!(apart.kl() <= 1e-3 && apart.top1() >= 0.95, "{spec}, place {place}: KL {}", apart.kl());
+        }
+    }
+}
+
+#[test]
+fn a_second_step_between_parts_is_refused() {
+    let Some(gpu) = gpu("parts and steps") else { return };
+    let (model, tokens) = model();
+    let decoder = decoder(&gpu, &model, "dense:dtype=f16", &Profile::default(), 2, 256);
+    let mut batch = Batch::new(decoder).unwrap();
+    batch.prefill(&[Part { place: 0, tokens: &tokens[..10], is_last: true }]).unwrap();
+    batch.prefill(&[Part { place: 1, tokens: &tokens[..1], is_last: false }]).unwrap();
+    batch.step(&[(0, 5)]).unwrap(); // nothing of the prompt has run
+    batch.prefill(&[Part { place: 1, tokens: &tokens[1..9], is_last: false }]).unwrap();
+    batch.step(&[(0, 5)]).unwrap();
+    let error = batch.step(&[(0, 5)]).unwrap_err();
+    assert!(matches!(error, Error::Argument(_)), "{error}");
+}
+
 #[test]
 fn prompts_for_one_place_are_refused_by_name() {
     let Some(gpu) = gpu("refused places") else { return };
@@ -97,6 +159,8 @@ fn prompts_for_one_place_are_refused_by_name() {
         assert!(matches!(error, Error::Argument(_)), "{error}");
     }
     assert!(matches!(decoder.prefill_one(1, &tokens[..3], 0), Err(Error::Argument(_))));
+    let twice = [(1, &tokens[..3]), (1, &tokens[3..6])];
+    assert!(matches!(decoder.prefill_some(&twice, 32), Err(Error::Argument(_))));
     let error = decoder.prefill_one(1, &tokens[..40], 32).unwrap_err();
     assert!(matches!(error, Error::Device(kv_device::Error::Pages { .. })), "{error}");
     assert_eq!(decoder.logits().unwrap(), before);
@@ -147,7 +211,7 @@ pub fn batched(
     prompts: &[(Vec<u32>, usize)],
     logits: bool,
 ) -> Vec<Vec<u32>> {
-    let mut scheduler = Scheduler::new(engine, model.config.eos_tokens.clone());
+    let mut scheduler = Scheduler::new(engine, model.config.eos_tokens.clone(), 64);
     let log_probabilities = logits.then_some(0);
     let texts = prompts.iter().map(|(prompt, most)| {
         let (prompt, most, tokens) = (prompt.clone(), *most, Arc::default());
@@ -172,7 +236,7 @@ fn more_prompts_than_places_take_turns() {
     for spec in ["dense:dtype=f16", "dense:dtype=f16:pages=16:pool=160"] {
         let new = |batch| {
             let decoder = decoder(&gpu, &model, spec, &Profile::default(), batch, 200);
-            Batch::new(decoder, 64).unwrap()
+            Batch::new(decoder).unwrap()
         };
         let queued = batched(new(3), &model, &prompts, false);
         let on_host = batched(new(3), &model, &prompts, true);

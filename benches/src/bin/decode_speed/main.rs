@@ -11,13 +11,12 @@ use std::time::Instant;
 
 use clap::Parser;
 use copy_rate::copy_rate;
-use kv_benches::cli::{DeviceArgs, JsonArgs, asset, check_number};
+use kv_benches::cli::{DeviceArgs, JsonArgs, ModelArgs, check_number};
 use kv_device::Timed;
 use kv_gpu::Element;
 use kv_llama_gpu::ranks::{Exchange, Lockstep, Rank};
-use kv_llama_gpu::{Decoder, Part, RANDOM_MODELS, WeightLayout, Weights};
+use kv_llama_gpu::{Decoder, Part, WeightLayout, Weights};
 use kv_methods::Method;
-use kv_model::Model;
 use kv_reference::device::method_cache;
 use kv_reference::{Error, Result};
 use times::{PromptTimes, StepTimes, Times};
@@ -34,12 +33,8 @@ use times::{PromptTimes, StepTimes, Times};
 
 Methods and their settings: kv methods")]
 struct Speed {
-    /// Hugging Face folder or GGUF file [default: the shipped tiny-llama-12m]
-    #[arg(long, value_name = "DIR|FILE")]
-    model: Option<PathBuf>,
-    /// A model shape with hashed weights: llama-2-7b, llama-3.1-8b, llama-3.1-70b or llama-3.1-70b/8
-    #[arg(long, value_name = "NAME", conflicts_with = "model")]
-    random: Option<String>,
+    #[command(flatten)]
+    model: ModelArgs,
     /// Methods to time: cachegen, dense in 16 bits, hybrid, int4, million, pqcache, pqklt, sq and zack run on
     /// the device
     #[arg(long, value_name = "LIST", default_value = "dense:dtype=bf16,million:exact=bf16")]
@@ -94,10 +89,7 @@ impl Speed {
         }
         check_number("--hits", self.hits.into(), "a fraction from 0 to 1", |x| (0.0..=1.0).contains(&x))?;
         let methods = Method::parse_list(&self.methods)?;
-        if let Some(name) = self.random.as_ref().filter(|name| !RANDOM_MODELS.contains(&name.as_str())) {
-            let known = RANDOM_MODELS.join(", ");
-            return Err(Error::Argument(format!("--random: no random model `{name}`, only {known}")));
-        }
+        self.model.random()?;
         let ranks = match self.ranks {
             1 => vec![Rank::alone(self.device.require_gpu()?)],
             ranks => Rank::open(&(0..ranks).collect::<Vec<_>>(), Exchange::Nccl, usize::MAX)?,
@@ -156,13 +148,12 @@ impl Speed {
         (element, layout): (Element, WeightLayout),
         name: &mut String,
     ) -> Result<Weights> {
-        if let Some(random) = &self.random {
-            name.clone_from(random);
-            return Ok(Weights::random_shard(&rank.gpu, random, element, layout, rank.shard())?);
-        }
-        let model = Model::load(&self.model.clone().unwrap_or_else(|| asset("tiny-llama-12m")))?;
-        name.clone_from(&model.name);
-        Ok(Weights::of(&rank.gpu, &model, element, layout)?)
+        let weights = match self.model.random()? {
+            Some(random) => Weights::random_shard(&rank.gpu, random, element, layout, rank.shard())?,
+            None => Weights::of(&rank.gpu, &self.model.load()?, element, layout)?,
+        };
+        name.clone_from(&weights.name);
+        Ok(weights)
     }
 
     fn row(

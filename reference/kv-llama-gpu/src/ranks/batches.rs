@@ -1,6 +1,6 @@
 //! The batches of all ranks as one engine of continuous batching.
 
-use kv_llama::serve::Engine;
+use kv_llama::serve::{Engine, Part};
 
 use super::Lockstep;
 use crate::{Batch, Error, Result};
@@ -34,9 +34,22 @@ impl Engine for Batches {
         self.capacity
     }
 
-    fn prefill(&mut self, place: usize, tokens: &[u32]) -> Result<usize> {
-        let tokens = tokens.to_vec();
-        self.ranks.call(move |batch| batch.prefill(place, &tokens))
+    fn has_room(&mut self, prompts: &[(usize, usize)]) -> Result<bool> {
+        let prompts = prompts.to_vec();
+        self.ranks.call(move |batch| batch.has_room(&prompts))
+    }
+
+    fn prefill(&mut self, parts: &[Part<'_>]) -> Result<()> {
+        let parts: Vec<(usize, Vec<u32>, bool)> =
+            parts.iter().map(|part| (part.place, part.tokens.to_vec(), part.is_last)).collect();
+        self.ranks.call(move |batch| {
+            let parts = parts.iter().map(|(place, tokens, is_last)| Part {
+                place: *place,
+                tokens,
+                is_last: *is_last,
+            });
+            batch.prefill(&parts.collect::<Vec<_>>())
+        })
     }
 
     fn step(&mut self, tokens: &[(usize, u32)]) -> Result<()> {

@@ -87,11 +87,14 @@ impl Decoder {
     /// each prompt's last token, and its residual stream, are left in the activations of a step.
     pub(super) fn run_prompts(&mut self, prompts: &[Prompt<'_>], chunk: usize) -> Result<()> {
         let segments = segments(prompts, chunk);
-        let sizes = Sizes::of(&segments);
+        let needed = Sizes::of(&segments);
         let tokens = prompts.iter().map(|prompt| prompt.tokens.len()).sum();
         let columns = PromptProducts::columns(self.weights.layout, tokens);
         let made = if columns.is_some() { self.short_prompts.take() } else { self.prompts.take() };
-        let state = match made.filter(|state| state.columns == columns && state.sizes.fit(&sizes)) {
+        let made = made.filter(|state| state.columns == columns);
+        // They only grow, so that prompts of changing sizes soon find room for each of them.
+        let sizes = made.as_ref().map_or(needed, |state| state.sizes.max(needed));
+        let state = match made.filter(|state| state.sizes == sizes) {
             Some(state) => state,
             None => Prompts::new(&self.context(), sizes, columns)?,
         };

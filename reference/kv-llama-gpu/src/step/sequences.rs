@@ -59,29 +59,43 @@ impl Decoder {
     /// # Errors
     /// As [`Self::prefill`], and [`Error::Argument`] for a sequence that does not exist.
     pub fn prefill_one(&mut self, sequence: usize, prompt: &[u32], chunk: usize) -> Result<()> {
-        self.check_sequence(sequence)?;
-        let mut lengths = self.lengths()?;
-        let prompt = Prompt { sequence, start: lengths[sequence], tokens: prompt };
-        self.check_prompts(std::slice::from_ref(&prompt), chunk)?;
-        let end = prompt.end();
-        lengths[sequence] = end;
-        let gpu = self.gpu.clone();
-        self.cache.reserve(&gpu, &lengths)?;
-        self.run_prompts(&[prompt], chunk)?;
-        self.cache.set_length(&gpu, sequence, end)?;
-        self.sequences.positions.write_at(&gpu, sequence, &[end as u32 - 1])?;
-        self.sequences.running.write_at(&gpu, sequence, &[1])?;
-        self.picks.restart(&gpu, sequence..sequence + 1)?;
-        self.ended[sequence] = false;
-        self.longest = self.longest.max(end);
-        self.lengths.iter_mut().for_each(|lengths| lengths[sequence] = end);
-        self.launch_after_attention(self.weights.layers.len() - 1)?;
-        self.pick_for(sequence)
+        self.prefill_some(&[(sequence, prompt)], chunk)
     }
 
-    /// Computes the logits of one sequence and picks its next token. The activations of the other sequences
-    /// are unused, since a step begins with new ones; their logits are still those of the last step.
-    fn pick_for(&mut self, sequence: usize) -> Result<()> {
+    /// As [`Self::prefill_one`] for several sequences, each with its prompt, which run together.
+    ///
+    /// # Errors
+    /// As [`Self::prefill_one`], and [`Error::Argument`] for two prompts of a sequence.
+    pub fn prefill_some(&mut self, prompts: &[(usize, &[u32])], chunk: usize) -> Result<()> {
+        let mut lengths = self.lengths()?;
+        self.check_sequences(prompts.iter().map(|prompt| prompt.0))?;
+        let prompts = prompts.iter();
+        let prompts: Vec<Prompt> = prompts
+            .map(|&(sequence, tokens)| Prompt { sequence, start: lengths[sequence], tokens })
+            .collect();
+        self.check_prompts(&prompts, chunk)?;
+        prompts.iter().for_each(|prompt| lengths[prompt.sequence] = prompt.end());
+        let gpu = self.gpu.clone();
+        self.cache.reserve(&gpu, &lengths)?;
+        self.run_prompts(&prompts, chunk)?;
+        for prompt in &prompts {
+            let (sequence, end) = (prompt.sequence, prompt.end());
+            self.cache.set_length(&gpu, sequence, end)?;
+            self.sequences.positions.write_at(&gpu, sequence, &[end as u32 - 1])?;
+            self.sequences.running.write_at(&gpu, sequence, &[1])?;
+            self.picks.restart(&gpu, sequence..sequence + 1)?;
+            self.ended[sequence] = false;
+            self.longest = self.longest.max(end);
+            self.lengths.iter_mut().for_each(|lengths| lengths[sequence] = end);
+        }
+        self.launch_after_attention(self.weights.layers.len() - 1)?;
+        self.pick_for(prompts.iter().map(|prompt| prompt.sequence))
+    }
+
+    /// Computes the logits of some sequences and picks their next tokens. The activations of the other
+    /// sequences are unused, since a step begins with new ones; their logits are still those of the last
+    /// step.
+    fn pick_for(&mut self, sequences: impl Iterator<Item = usize>) -> Result<()> {
         let (gpu, vocab) = (&*self.gpu, self.weights.config.vocab_size);
         let logits = &self.activations.logits;
         let all = match self.logits_of_all.take() {
@@ -92,9 +106,24 @@ impl Decoder {
             }
         };
         self.launch_logits(all.pointer())?;
-        logits.copy(gpu, sequence * vocab, &all, sequence * vocab, vocab)?;
+        for sequence in sequences {
+            logits.copy(gpu, sequence * vocab, &all, sequence * vocab, vocab)?;
+            self.picks.launch(gpu, &self.sequences, logits.pointer(), sequence..sequence + 1)?;
+        }
         self.logits_of_all = Some(all);
-        self.picks.launch(gpu, &self.sequences, logits.pointer(), sequence..sequence + 1)
+        Ok(())
+    }
+
+    /// Whether a paged cache has pages for these sequences at these lengths, next to the others.
+    pub(crate) fn has_room(&mut self, longer: &[(usize, usize)]) -> Result<bool> {
+        let mut lengths = self.lengths()?;
+        longer.iter().for_each(|&(sequence, length)| lengths[sequence] = length);
+        let gpu = self.gpu.clone();
+        match self.cache.reserve(&gpu, &lengths) {
+            Ok(()) => Ok(true), // those that are not used are taken back by the next prompt or step
+            Err(kv_device::Error::Pages { .. }) => Ok(false),
+            Err(e) => Err(e.into()),
+        }
     }
 
     /// Empties one sequence. It is idle, and its logits are undefined, until it gets a prompt
@@ -104,7 +133,7 @@ impl Decoder {
     /// # Errors
     /// [`Error::Argument`] for a sequence that does not exist; [`Error::Device`].
     pub fn end(&mut self, sequence: usize) -> Result<()> {
-        self.check_sequence(sequence)?;
+        self.check_sequences([sequence].into_iter())?;
         self.cache.end(&self.gpu, sequence)?;
         self.ended[sequence] = true;
         self.lengths.iter_mut().for_each(|lengths| lengths[sequence] = 0);
@@ -112,16 +141,27 @@ impl Decoder {
         Ok(self.sequences.running.write_at(&self.gpu, sequence, &[0])?)
     }
 
-    fn check_sequence(&self, sequence: usize) -> Result<()> {
-        match sequence < self.batch {
-            true => Ok(()),
-            false => Err(Error::Argument(format!("sequence {sequence} of a batch of {}", self.batch))),
-        }
+    /// Whether a sequence is idle until it gets a prompt.
+    pub(crate) fn has_ended(&self, sequence: usize) -> bool {
+        self.ended[sequence]
+    }
+
+    /// Refuses sequences that do not exist or are named twice.
+    fn check_sequences(&self, mut sequences: impl Iterator<Item = usize>) -> Result<()> {
+        let mut named = vec![false; self.batch];
+        sequences.try_for_each(|sequence| match named.get_mut(sequence) {
+            Some(named) if !*named => {
+                *named = true;
+                Ok(())
+            }
+            Some(_) => Err(Error::Argument(format!("sequence {sequence} is named twice"))),
+            None => Err(Error::Argument(format!("sequence {sequence} of a batch of {}", self.batch))),
+        })
     }
 
     fn check_prompts(&self, prompts: &[Prompt], chunk: usize) -> Result<()> {
-        if chunk == 0 || prompts.iter().any(|prompt| prompt.tokens.is_empty()) {
-            return Err(Error::argument("an empty prompt, or chunks of no tokens"));
+        if chunk == 0 || prompts.is_empty() || prompts.iter().any(|prompt| prompt.tokens.is_empty()) {
+            return Err(Error::argument("no prompts, an empty one, or chunks of no tokens"));
         }
         prompts.iter().try_for_each(|prompt| self.check_tokens(prompt.tokens))?;
         let capacity = self.cache.capacity();

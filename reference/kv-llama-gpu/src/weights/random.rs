@@ -8,7 +8,10 @@ use crate::{Error, Result};
 pub const RANDOM_MODELS: [&str; 4] = ["llama-2-7b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-70b/8"];
 
 /// The shape of one of [`RANDOM_MODELS`].
-pub(super) fn random_config(name: &str) -> Result<Config> {
+///
+/// # Errors
+/// [`Error::Argument`] for another name.
+pub fn random_config(name: &str) -> Result<Config> {
     let llama3 = RopeScaling::Llama3 {
         factor: 8.0,
         low_freq_factor: 1.0,

@@ -1,6 +1,6 @@
 //! Sequences on a CPU.
 
-use super::Engine;
+use super::{Engine, Part};
 use crate::ops::argmax;
 use crate::{Decoder, Error, KvCache, Result};
 
@@ -9,7 +9,6 @@ pub struct Sequences {
     decoder: Decoder,
     empty: Box<dyn KvCache>,
     capacity: usize,
-    chunk: usize,
     places: Vec<Place>,
 }
 
@@ -22,16 +21,11 @@ struct Place {
 
 impl Sequences {
     /// Room for `places` sequences of at most `capacity` tokens, whose caches begin as copies of `empty`.
-    /// Prompts run `chunk` tokens at once, at least one: see [`Decoder::prefill`] for what chunks change.
+    /// See [`Decoder::prefill`] for what it changes that a prompt runs in parts.
     #[must_use]
-    pub fn new(
-        decoder: Decoder,
-        empty: Box<dyn KvCache>,
-        (places, capacity): (usize, usize),
-        chunk: usize,
-    ) -> Self {
+    pub fn new(decoder: Decoder, empty: Box<dyn KvCache>, (places, capacity): (usize, usize)) -> Self {
         let places = (0..places).map(|_| Place::default()).collect();
-        Self { decoder, empty, capacity, chunk: chunk.max(1), places }
+        Self { decoder, empty, capacity, places }
     }
 }
 
@@ -46,12 +40,21 @@ impl Engine for Sequences {
         self.capacity
     }
 
-    fn prefill(&mut self, place: usize, tokens: &[u32]) -> Result<usize> {
-        let Place { cache, after } = &mut self.places[place];
-        let cache = cache.get_or_insert_with(|| self.empty.clone_box());
-        let part = &tokens[..tokens.len().min(self.chunk)];
-        *after = Some(Ok(self.decoder.prefill(part, cache.as_mut())?.to_vec()));
-        Ok(part.len())
+    /// Memory of the host is not limited.
+    fn has_room(&mut self, _: &[(usize, usize)]) -> Result<bool> {
+        Ok(true)
+    }
+
+    fn prefill(&mut self, parts: &[Part<'_>]) -> Result<()> {
+        for &Part { place, tokens, .. } in parts {
+            let Place { cache, after } = &mut self.places[place];
+            // What went wrong in an earlier part is told at the end of the prompt.
+            if !matches!(after, Some(Err(_))) {
+                let cache = cache.get_or_insert_with(|| self.empty.clone_box());
+                *after = Some(self.decoder.prefill(tokens, cache.as_mut()).map(<[f32]>::to_vec));
+            }
+        }
+        Ok(())
     }
 
     fn step(&mut self, tokens: &[(usize, u32)]) -> Result<()> {
@@ -77,7 +80,6 @@ impl Engine for Sequences {
         Ok(())
     }
 
-    /// Memory of the host is not limited.
     fn is_short_of_memory(_: &Error) -> bool {
         false
     }

@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::panic)] // helpers of tests, too
 
 mod exact_cache;
+mod long_prompts;
 mod parity;
 mod quantized;
 mod scheduler;

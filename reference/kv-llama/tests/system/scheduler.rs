@@ -4,11 +4,14 @@
 use std::cell::RefCell;
 use std::rc::Rc;
 
-use kv_llama::serve::{Client, Engine, Finish, Request, Scheduler, Token};
+use kv_llama::serve::{Client, Counts, Engine, Finish, Part, Request, Scheduler, Token};
 use kv_llama::{Rng, Sampling};
 
 /// The token that ends a text.
 const END: u32 = 0;
+
+/// A token of a prompt with which the parts of a call fail.
+const FAILS: u32 = 99;
 
 /// The token after a sequence: END once in a while.
 fn after(tokens: &[u32]) -> u32 {
@@ -20,21 +23,37 @@ fn after(tokens: &[u32]) -> u32 {
 enum Fault {
     Memory,
     Sequence,
+    Parts,
 }
 
 /// Sequences in places, with room for `room` tokens together.
+#[derive(Default)]
 struct Fake {
-    places: Vec<Vec<u32>>,
-    in_prompt: Vec<bool>,
+    places: Vec<FakePlace>,
     room: usize,
     chunk: usize,
     begun: Rc<RefCell<Vec<u32>>>, // first tokens of prompts, when they first run
 }
 
+#[derive(Clone, Default)]
+struct FakePlace {
+    tokens: Vec<u32>,
+    in_prompt: bool,
+    has_part: bool, // since the last step
+    must_end: bool,
+}
+
 impl Fake {
+    fn new(places: usize, room: usize, chunk: usize) -> Self {
+        Self { places: vec![FakePlace::default(); places], room, chunk, begun: Rc::default() }
+    }
+
+    fn held(&self) -> usize {
+        self.places.iter().map(|place| place.tokens.len()).sum()
+    }
+
     fn take(&self, more: usize) -> Result<(), Fault> {
-        let held: usize = self.places.iter().map(Vec::len).sum();
-        if held + more > self.room { Err(Fault::Memory) } else { Ok(()) }
+        if self.held() + more > self.room { Err(Fault::Memory) } else { Ok(()) }
     }
 }
 
@@ -49,24 +68,37 @@ impl Engine for Fake {
         60
     }
 
-    fn prefill(&mut self, place: usize, tokens: &[u32]) -> Result<usize, Fault> {
-        assert!(self.places[place].is_empty() || self.in_prompt[place]);
-        let part = &tokens[..tokens.len().min(self.chunk)];
-        self.take(part.len())?;
-        if self.places[place].is_empty() && !self.begun.borrow().contains(&part[0]) {
-            self.begun.borrow_mut().push(part[0]);
+    fn has_room(&mut self, prompts: &[(usize, usize)]) -> Result<bool, Fault> {
+        let more: usize = prompts.iter().map(|&(place, whole)| whole - self.places[place].tokens.len()).sum();
+        Ok(self.held() + more <= self.room)
+    }
+
+    fn prefill(&mut self, parts: &[Part<'_>]) -> Result<(), Fault> {
+        let count: usize = parts.iter().map(|part| part.tokens.len()).sum();
+        assert!((1..=self.chunk).contains(&count), "a part of no tokens, or more than a chunk");
+        self.take(count)?;
+        let fails = parts.iter().any(|part| part.tokens.contains(&FAILS));
+        for &Part { place, tokens, is_last } in parts {
+            let place = &mut self.places[place];
+            assert!(!tokens.is_empty() && !place.must_end && (place.tokens.is_empty() || place.in_prompt));
+            if place.tokens.is_empty() && !self.begun.borrow().contains(&tokens[0]) {
+                self.begun.borrow_mut().push(tokens[0]);
+            }
+            place.tokens.extend(tokens);
+            assert!(is_last || place.tokens.len().is_multiple_of(self.chunk), "cut by other prompts");
+            (place.in_prompt, place.has_part, place.must_end) = (!is_last, true, fails);
         }
-        self.places[place].extend(part);
-        self.in_prompt[place] = part.len() < tokens.len();
-        Ok(part.len())
+        if fails { Err(Fault::Parts) } else { Ok(()) }
     }
 
     fn step(&mut self, tokens: &[(usize, u32)]) -> Result<(), Fault> {
         let stepping: Vec<usize> = tokens.iter().map(|step| step.0).collect();
-        let ready = |&place: &usize| !self.places[place].is_empty() && !self.in_prompt[place];
+        let ready = |&at: &usize| !self.places[at].tokens.is_empty() && !self.places[at].in_prompt;
         assert_eq!(stepping, (0..self.places.len()).filter(ready).collect::<Vec<_>>());
+        assert!(self.places.iter().all(|place| !place.must_end && (!place.in_prompt || place.has_part)));
         self.take(tokens.len())?;
-        tokens.iter().for_each(|&(place, token)| self.places[place].push(token));
+        tokens.iter().for_each(|&(place, token)| self.places[place].tokens.push(token));
+        self.places.iter_mut().for_each(|place| place.has_part = false);
         Ok(())
     }
 
@@ -78,14 +110,13 @@ impl Engine for Fake {
 
     /// A sequence that begins with 7 fails at 40 tokens.
     fn most_likely(&mut self, place: usize) -> Result<u32, Fault> {
-        let tokens = &self.places[place];
-        assert!(!tokens.is_empty() && !self.in_prompt[place]);
+        let FakePlace { tokens, in_prompt, .. } = &self.places[place];
+        assert!(!tokens.is_empty() && !in_prompt);
         if tokens[0] % 8 == 7 && tokens.len() >= 40 { Err(Fault::Sequence) } else { Ok(after(tokens)) }
     }
 
     fn end(&mut self, place: usize) -> Result<(), Fault> {
-        self.places[place].clear();
-        self.in_prompt[place] = false;
+        self.places[place] = FakePlace::default();
         Ok(())
     }
 
@@ -128,6 +159,9 @@ impl Client<Fault> for Reader {
 fn alone(request: &Request, room: usize) -> (Vec<u32>, Result<Finish, Fault>) {
     let mut tokens = request.prompt.clone();
     let said = |tokens: &[u32]| tokens[request.prompt.len()..].to_vec();
+    if tokens.contains(&FAILS) {
+        return (vec![], Err(Fault::Parts));
+    }
     loop {
         if tokens.len() > room {
             return (said(&tokens), Err(Fault::Memory));
@@ -147,8 +181,11 @@ fn alone(request: &Request, room: usize) -> (Vec<u32>, Result<Finish, Fault>) {
 
 /// A request whose prompt begins with its number.
 fn request(rng: &mut Rng, number: u32) -> Request {
-    let prompt: Vec<u32> =
-        [100 + number].into_iter().chain((0..rng.below(30)).map(|_| 1 + rng.below(11) as u32)).collect();
+    let mut prompt: Vec<u32> =
+        [100 + number].into_iter().chain((0..rng.below(20)).map(|_| 1 + rng.below(11) as u32)).collect();
+    if rng.below(8) == 0 {
+        prompt.push(FAILS);
+    }
     let most = 1 + rng.below(30);
     let sampling = [Sampling::GREEDY, Sampling::new(1e-3, 1.0, 3).unwrap()][rng.below(2)];
     Request { prompt, most, sampling, log_probabilities: [None, Some(2)][rng.below(2)] }
@@ -158,16 +195,10 @@ fn request(rng: &mut Rng, number: u32) -> Request {
 fn nothing_is_lost_and_nothing_out_of_order() {
     for seed in 0..300 {
         let mut rng = Rng(seed);
-        let (places, room, chunk) = (1 + rng.below(4), 20 + rng.below(150), 1 + rng.below(40));
-        let begun = Rc::new(RefCell::new(vec![]));
-        let engine = Fake {
-            places: vec![vec![]; places],
-            in_prompt: vec![false; places],
-            room,
-            chunk,
-            begun: begun.clone(),
-        };
-        let mut scheduler = Scheduler::new(engine, vec![END]);
+        let (places, room, chunk) = (1 + rng.below(4), 22 + rng.below(150), 1 + rng.below(40));
+        let engine = Fake::new(places, room, chunk);
+        let begun = engine.begun.clone();
+        let mut scheduler = Scheduler::new(engine, vec![END], chunk);
         let mut all: Vec<(Request, Rc<RefCell<Got>>)> = vec![];
         let mut to_come = 12;
         for rounds in 0.. {
@@ -186,8 +217,11 @@ fn nothing_is_lost_and_nothing_out_of_order() {
                 got.gone = got.end.is_none();
             }
             let more = scheduler.round().unwrap();
-            assert_eq!(more, !scheduler.is_idle());
+            let counts = scheduler.counts();
+            assert_eq!(more, counts.running + counts.waiting > 0);
+            assert!(counts.tokens <= room && counts.running <= places);
             if !more && to_come == 0 {
+                assert_eq!(counts, Counts { put_back: counts.put_back, ..Counts::default() });
                 break;
             }
         }
@@ -207,12 +241,26 @@ fn nothing_is_lost_and_nothing_out_of_order() {
 
 #[test]
 fn requests_that_cannot_run_are_refused() {
-    let engine =
-        || Fake { places: vec![vec![]], in_prompt: vec![false], room: 100, chunk: 8, begun: Rc::default() };
-    let mut scheduler = Scheduler::new(engine(), vec![END]);
+    let mut scheduler = Scheduler::new(Fake::new(1, 100, 8), vec![END], 8);
     for (prompt, most) in [(vec![], 1), (vec![1], 0), (vec![1; 60], 1), (vec![1], usize::MAX)] {
         let request = Request { prompt, most, sampling: Sampling::GREEDY, log_probabilities: None };
         assert!(scheduler.add(request, Reader(Rc::default())).is_err());
     }
     assert!(scheduler.is_idle() && !scheduler.round().unwrap());
+}
+
+/// A prompt that does not fit next to the others does not begin, so that none is put back.
+#[test]
+fn a_prompt_begins_when_there_is_room_for_all_of_it() {
+    let mut scheduler = Scheduler::new(Fake::new(4, 71, 8), vec![], 8);
+    for _ in 0..8 {
+        let request =
+            Request { prompt: vec![8; 31], most: 5, sampling: Sampling::GREEDY, log_probabilities: None };
+        scheduler.add(request, Reader(Rc::default())).unwrap();
+    }
+    let mut most = 0;
+    while scheduler.round().unwrap() {
+        most = most.max(scheduler.counts().running);
+    }
+    assert_eq!((most, scheduler.counts().put_back), (2, 0));
 }

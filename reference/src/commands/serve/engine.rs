@@ -3,9 +3,9 @@
 use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, Sender};
 
-use kv_llama::serve::{Client, Engine, Finish, Request, Scheduler, Token};
+use kv_llama::serve::{Client, Counts, Engine, Finish, Request, Scheduler, Token};
 use kv_reference::{Error, Result};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc as asynchronous};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc as asynchronous, watch};
 
 /// What happens to a request.
 pub enum Event {
@@ -21,6 +21,7 @@ pub struct Door {
     inbox: Sender<(Request, Port)>,
     room: Arc<Semaphore>,
     size: u32,
+    counts: watch::Receiver<Counts>,
 }
 
 /// A place in the queue, until it is dropped.
@@ -28,14 +29,18 @@ pub struct Ticket {
     _permit: OwnedSemaphorePermit,
 }
 
-/// Where requests arrive.
-pub struct Inbox(Receiver<(Request, Port)>);
+/// Where requests arrive, and what it is said to run of them.
+pub struct Inbox {
+    requests: Receiver<(Request, Port)>,
+    counts: watch::Sender<Counts>,
+}
 
 /// A door for `size` requests, and the inbox behind it.
 pub fn door(size: u32) -> (Door, Inbox) {
-    let (sender, receiver) = mpsc::channel();
+    let (inbox, requests) = mpsc::channel();
+    let (counts, counted) = watch::channel(Counts::default());
     let room = Arc::new(Semaphore::new(size as usize));
-    (Door { inbox: sender, room, size }, Inbox(receiver))
+    (Door { inbox, room, size, counts: counted }, Inbox { requests, counts })
 }
 
 impl Door {
@@ -51,6 +56,13 @@ impl Door {
         // If the engine has failed, nobody will send an event.
         let _ = self.inbox.send((request, Port { events, _ticket: ticket }));
         receiver
+    }
+
+    /// What runs after the last round. All other requests that have come in wait, also to be tokenized.
+    pub fn counts(&self) -> Counts {
+        let counts = *self.counts.borrow();
+        let inside = (self.size as usize).saturating_sub(self.room.available_permits());
+        Counts { waiting: inside.saturating_sub(counts.running), ..counts }
     }
 
     /// Waits until no request runs or waits.
@@ -84,22 +96,24 @@ where
 }
 
 impl Inbox {
-    /// Runs the requests on an engine, until nobody can send any more and all have ended.
-    pub fn run<E: Engine>(self, engine: E, ends: Vec<u32>) -> Result<()>
+    /// Runs the requests on an engine, at most `chunk` tokens of prompts between two steps, until nobody can
+    /// send any more and all have ended.
+    pub fn run<E: Engine>(self, engine: E, ends: Vec<u32>, chunk: usize) -> Result<()>
     where
         Error: From<E::Error>,
     {
-        let mut scheduler = Scheduler::new(engine, ends);
+        let mut scheduler = Scheduler::new(engine, ends, chunk);
         loop {
             if scheduler.is_idle() {
-                let Ok((request, port)) = self.0.recv() else { return Ok(()) };
+                let Ok((request, port)) = self.requests.recv() else { return Ok(()) };
                 scheduler.add(request, port)?;
             }
             // Those that have come meanwhile; when nobody can send any more, the loop ends above.
-            while let Ok((request, port)) = self.0.try_recv() {
+            while let Ok((request, port)) = self.requests.try_recv() {
                 scheduler.add(request, port)?;
             }
             scheduler.round()?;
+            self.counts.send_replace(scheduler.counts());
         }
     }
 }

@@ -27,6 +27,7 @@ use super::super::print_error;
 use super::answer::Writer;
 use super::engine::Door;
 use super::error::{ApiError, json_response};
+use super::metrics;
 use super::question::{Prompt, Question};
 use super::reader::{End, PATIENCE, Part, read};
 
@@ -60,6 +61,7 @@ pub async fn run(listener: TcpListener, served: Served, stop: Arc<Notify>) -> io
     let shared = Arc::new(Shared { served, answers: AtomicU64::new(0) });
     let router = Router::new()
         .route("/health", get(|| async { json_response(StatusCode::OK, &json!({ "status": "ok" })) }))
+        .route("/metrics", get(metrics))
         .route("/v1/models", get(models))
         .route("/v1/completions", post(completions))
         .route("/v1/chat/completions", post(chat_completions))
@@ -125,6 +127,10 @@ async fn models(State(shared): State<Arc<Shared>>) -> Response {
         "id": model.name, "object": "model", "created": 0, "owned_by": "kv-reference", "max_model_len": context
     });
     json_response(StatusCode::OK, &json!({ "object": "list", "data": [model] }))
+}
+
+async fn metrics(State(shared): State<Arc<Shared>>) -> Response {
+    metrics::response(shared.served.door.counts(), shared.answers.load(Ordering::Relaxed))
 }
 
 type Body = Result<Bytes, BytesRejection>;

@@ -97,9 +97,13 @@ impl Sizes {
         }
     }
 
-    /// Whether all of `needed` fits.
-    pub const fn fit(&self, needed: &Self) -> bool {
-        self.group >= needed.group && self.segment >= needed.segment && self.pieces >= needed.pieces
+    /// The larger of each.
+    pub fn max(self, other: Self) -> Self {
+        Self {
+            group: self.group.max(other.group),
+            segment: self.segment.max(other.segment),
+            pieces: self.pieces.max(other.pieces),
+        }
     }
 }
 
