@@ -828,10 +828,89 @@ def rows_of_links(row, one):
     return cells + [f"{rate(row) / rate(one):.2f}" if one else "", f"{row['device_bytes'] / 2**30:.1f}"]
 
 
+# ZACK's requests a second over those of its baseline at the same latency, over all models (figure 15).
+PAPER = {"imdb": "1.69 to 2.17", "arxiv": "1.59 to 2.08", "cocktail": "1.52 to 1.98", "humaneval": "1.65 to 2.24"}
+
+
+def serving(data):
+    """Latency against requests a second, and the requests a second at the same latency."""
+    ms = lambda summary, part="mean": f"{1e3 * summary[part]:.1f}" if summary else ""
+    lines = [
+        "# Requests that arrive at random",
+        "",
+        f"{data['device']}; {time_of(data)}; shape of {data['model']}, {data['memory']} for the cache of each method, {data['chunk']:,} prompt tokens between two steps.",
+        "",
+        "    python benches/peers/serving.py target/release/serve_speed benches/results",
+        "",
+        "Answers of the shipped model, 24 requests at once, next to those of each request alone:",
+        "",
+    ]
+    rows, missing = [], []
+    for row in data["checks"]:
+        name = f"`{row['method']}`"
+        if "missing" in row:
+            missing.append(f"shipped model, {name}: {row['missing']}")
+            continue
+        rows.append([name, row["answers"], f"{100 * row['share']:.0f} %", row["early"], row["largest_batch"], row["put_back"]])
+    lines += table(["cache", "answers", "tokens alike", "differ within 8", "batch", "put back"], rows)
+    rows = []
+    for trace in data["traces"]:
+        base = trace["methods"][0].get("capacity")
+        for method in trace["methods"]:
+            name = f"`{method['method']}`"
+            if "missing" in method:
+                missing.append(f"{trace['trace']}, {name}: {method['missing']}")
+                continue
+            first, over = method["rows"][0], method["capacity"] / base if base else None
+            cells = [trace["trace"], name, first["places"], f"{first['pool']:,}" if first["pool"] else ""]
+            cells += [max(row["largest_batch"] for row in method["rows"]), f"{1e3 * method['unloaded']:.1f}"]
+            cells += [("at least " if method["is_least"] else "") + f"{method['capacity']:.2f}", f"{over:.2f}" if over else ""]
+            rows.append(cells + [PAPER[trace["trace"]] if method["method"].startswith("zack") else ""])
+    columns = ["trace", "cache", "places", "tokens of the pool", "largest batch", "unloaded, ms/token", "requests/s"]
+    lines += ["Requests a second at twice the first cache's unloaded latency:", ""]
+    lines += table([*columns, "over the first", "the paper's"], rows)
+    for trace in data["traces"]:
+        rows = []
+        for row in (row for method in trace["methods"] for row in method.get("rows", [])):
+            cells = [cache_name(row), "alone" if row["rate"] is None else row["rate"], f"{row['whole']} / {row['came']}"]
+            cells += [ms(row["normalized"], part) for part in ("mean", "p50", "p99")]
+            cells += [ms(row["first_token"]), ms(row["first_token"], "p99"), ms(row["between_tokens"])]
+            cells += [f"{row['tokens_per_second']:.0f}", row["largest_batch"], row["put_back"]]
+            rows.append(cells)
+        columns = ["cache", "requests/s", "answers", "ms/token", "p50", "p99", "first token, ms", "p99", "between tokens"]
+        lines += [f"## {trace['trace']}", "", *table([*columns, "tokens/s", "batch", "put back"], rows)]
+    return lines + [f"* {what}" for what in missing]
+
+
+def serve_load(data):
+    """What the clients of a server have found."""
+    ms = lambda summary, part: f"{1e3 * summary[part]:.1f}" if summary else ""
+    before, after = data["resident_bytes"]
+    rows = [
+        ["requests", ", ".join(f"{what} {count:,}" for what, count in sorted(data["requests"].items()))],
+        ["put back", data["put_back"]],
+        ["ms per token: mean, p50, p99", ", ".join(ms(data["normalized"], part) for part in ("mean", "p50", "p99"))],
+        ["ms to the first token: mean, p50, p99", ", ".join(ms(data["first_token"], part) for part in ("mean", "p50", "p99"))],
+        ["resident memory, MiB: after the warm-up, at the end", f"{before / 2**20:.1f}, {after / 2**20:.1f}"],
+        ["failures", "; ".join(data["failures"]) or "none"],
+    ]
+    return [
+        "# Clients that leave",
+        "",
+        f"{data['device']}; {time_of(data)}; {data['clients']} clients, {data['rate']:g} requests/s, {data['seconds']:g} s.",
+        "",
+        f"    python benches/peers/serve_load.py target/release/kv benches/results -- {' '.join(data['options'])}",
+        "",
+        *table(["what", "found"], rows),
+    ]
+
+
 PAGES = {
     "gpus": gpus,
     "gpus-4": gpus,
     "gpus-8": gpus,
+    "serving": serving,
+    "serve-load": serve_load,
     "gpu": gpu,
     "gpu-scalar": gpu,
     "gpu-mean-errors": gpu,

@@ -368,6 +368,35 @@ fn a_client_that_leaves_frees_its_place() {
 }
 
 #[test]
+fn metrics_say_what_runs_and_what_waits() {
+    let server = Server::start(&["--sequences", "1", "--queue", "4"]);
+    let metric = |name: &str| -> u64 {
+        let text = server.request("GET", "/metrics", b"");
+        assert!(text.head.contains("content-type: text/plain; version=0.0.4"), "{}", text.head);
+        let line = text.body.lines().find_map(|line| line.strip_prefix(&format!("kv_{name} ")));
+        line.unwrap_or_else(|| panic!("{name}: {}", text.body)).parse().unwrap()
+    };
+    let until = |what: &str, holds: &dyn Fn() -> bool| {
+        let begin = Instant::now();
+        while !holds() {
+            assert!(begin.elapsed() < LONGEST, "{what}");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    };
+    let gauges = ["requests_running", "requests_waiting", "cached_tokens"];
+    assert_eq!(gauges.map(metric), [0; 3]);
+    let [first, second] = [(); 2].map(|()| {
+        let long = json!({ "prompt": "We", "max_tokens": 8000, "temperature": 0.9 });
+        server.send("POST", "/v1/completions", long.to_string().as_bytes())
+    });
+    until("one runs and one waits", &|| gauges[..2].iter().all(|name| metric(name) == 1));
+    until("it goes on", &|| metric("cached_tokens") > 20);
+    drop((first, second));
+    until("both have left", &|| gauges.map(metric) == [0; 3]);
+    assert_eq!((metric("answers_total"), metric("requests_put_back_total")), (2, 0));
+}
+
+#[test]
 fn a_slow_reader_stalls_nobody() {
     let server = Server::start(&["--sequences", "2"]);
     let long = json!({ "prompt": "We", "max_tokens": 800, "temperature": 0, "logprobs": 20, "stream": true });

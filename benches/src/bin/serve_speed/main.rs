@@ -62,6 +62,10 @@ struct ServeSpeed {
     /// Seconds in which the requests of a rate come; after as many more, those without an answer lose it
     #[arg(long, value_name = "S", default_value_t = 20.0)]
     seconds: f64,
+    /// Skip the other rates of a method after one whose mean latency per token is beyond so many times that of
+    /// requests one by one, or which leaves requests without an answer
+    #[arg(long, value_name = "FACTOR")]
+    until: Option<f64>,
     /// Prompt tokens that run between two steps, at most
     #[arg(long, value_name = "N", default_value = "2048")]
     chunk: NonZeroUsize,
@@ -110,11 +114,19 @@ fn main() -> Result<()> {
 }
 
 impl Source {
-    fn open(args: &ModelArgs, methods: &[Method]) -> Result<Self> {
+    /// That of the options, with a profile for these methods, which are then fitted to where they run.
+    fn open(args: &ModelArgs, methods: &mut [Method], on_gpu: bool) -> Result<Self> {
+        let mut fit = |config: &Config| -> Result<()> {
+            let mut methods = methods.iter_mut().filter(|_| on_gpu);
+            methods.try_for_each(|method| device::fitted(method, config).map(|fitted| *method = fitted))
+        };
         if let Some(name) = args.random()? {
-            return Ok(Self::Shape { name: name.to_owned(), config: random_config(name)? });
+            let config = random_config(name)?;
+            fit(&config)?;
+            return Ok(Self::Shape { name: name.to_owned(), config });
         }
         let (model, path) = (Arc::new(args.load()?), asset("sotu-heldout.txt"));
+        fit(&model.config)?;
         let text = std::fs::read_to_string(&path).map_err(|e| Error::io(&path, e))?;
         let text = model.tokenizer()?.encode(&text)?;
         let calibration = &text[..CALIBRATION.min(text.len()).min(model.config.max_seq_len)];
@@ -176,10 +188,13 @@ impl ServeSpeed {
         for &rate in &self.rates {
             check_number("--rates", rate, "at least 0", |x| x >= 0.0)?;
         }
+        if let Some(until) = self.until {
+            check_number("--until", until, "at least 1", |x| x >= 1.0)?;
+        }
         check_number("--seconds", self.seconds, "above 0 and at most a day", |x| x > 0.0 && x <= 86_400.0)?;
-        let methods = Method::parse_list(&self.methods)?;
+        let mut methods = Method::parse_list(&self.methods)?;
         let gpu = self.device.gpu()?;
-        let source = Source::open(&self.model, &methods)?;
+        let source = Source::open(&self.model, &mut methods, gpu.is_some())?;
         let (longest, most) = (self.trace.most(), source.config().max_seq_len);
         if longest > most {
             let (trace, name) = (self.trace, source.name());
@@ -234,7 +249,6 @@ impl ServeSpeed {
         kept: &mut Option<Arc<Weights>>,
     ) -> Result<Vec<Row>> {
         let config = source.config();
-        let method = device::fitted(method, config)?;
         let (element, capacity) = (method.device_element()?, self.trace.most().next_multiple_of(64));
         let cache = |method: &Method, places| {
             method_cache(gpu, method, config, element, source.profile(), places, capacity)
@@ -242,7 +256,7 @@ impl ServeSpeed {
         let memory = usize::try_from(self.memory.0).unwrap_or(usize::MAX);
         let most = self.sequences.get().min(WeightLayout::Rows.most_sequences());
         let bytes = |method: &Method, places| Ok(cache(method, places)?.bytes());
-        let Fitted { method, places, pool } = fitted(&method, (memory, most), self.trace.mean_held(), bytes)?;
+        let Fitted { method, places, pool } = fitted(method, (memory, most), self.trace.mean_held(), bytes)?;
         let layout = WeightLayout::of_batch(places);
         let suits = |weights: &Arc<Weights>| (weights.element, weights.layout) == (element, layout);
         let is_shape = matches!(source, Source::Shape { .. });
@@ -276,7 +290,8 @@ impl ServeSpeed {
             warm_up.map(|request| Planned { answer: request.answer.min(WARM_UP.1), ..request }).collect();
         run(&mut scheduler, &warm_up, Arrivals::OneByOne, patience)?;
         let mut alone: Option<Vec<Record>> = None;
-        let rows = self.rates.iter().map(|&rate| {
+        let mut rows: Vec<Row> = vec![];
+        for &rate in &self.rates {
             let (arrivals, requests) = match rate > 0.0 {
                 true => (Arrivals::Poisson(rate), &requests[..self.requests]),
                 false => (Arrivals::OneByOne, &requests[..self.alone]),
@@ -290,8 +305,19 @@ impl ServeSpeed {
             if arrivals == Arrivals::OneByOne {
                 alone = Some(done.records);
             }
-            Ok(row)
-        });
-        rows.collect()
+            rows.push(row);
+            if self.is_beyond(&rows) {
+                break;
+            }
+        }
+        Ok(rows)
+    }
+
+    /// Whether the last of these rates is so high that higher ones are skipped.
+    fn is_beyond(&self, rows: &[Row]) -> bool {
+        let mean = |row: &Row| row.normalized.map(|normalized| normalized.mean);
+        let alone = rows.iter().find(|row| row.rate.is_none()).and_then(mean);
+        let (Some(until), Some(alone), Some(last)) = (self.until, alone, rows.last()) else { return false };
+        last.rate.is_some() && (last.whole < last.came || mean(last).is_none_or(|mean| mean > until * alone))
     }
 }
