@@ -867,7 +867,8 @@ def serving(data):
             cells += [("at least " if method["is_least"] else "") + f"{method['capacity']:.2f}", f"{over:.2f}" if over else ""]
             rows.append(cells + [PAPER[trace["trace"]] if method["method"].startswith("zack") else ""])
     columns = ["trace", "cache", "places", "tokens of the pool", "largest batch", "unloaded, ms/token", "requests/s"]
-    lines += ["Requests a second at twice the first cache's unloaded latency:", ""]
+    lines += ["Requests a second at twice the first cache's unloaded latency. A cache without pages has memory for the longest"]
+    lines += ["request in every place.", ""]
     lines += table([*columns, "over the first", "the paper's"], rows)
     for trace in data["traces"]:
         rows = []

@@ -89,7 +89,7 @@ mod tests {
     #[test]
     fn pools_take_the_memory_that_sequences_leave() {
         let method: Method = "dense:dtype=f16:pages=64".parse().unwrap();
-        for (memory, mean, most) in [(100_000, 50.0, 100), (1 << 24, 300.0, 64), (50_000, 4000.0, 64)] {
+        for (memory, mean, most) in [(100_000, 50.0, 100), (200_000, 300.0, 100), (50_000, 4000.0, 64)] {
             let fitted = fitted(&method, (memory, most), mean, bytes).unwrap();
             let (places, pool) = (fitted.places, fitted.pool.unwrap());
             let taken = bytes(&fitted.method, places).unwrap();

@@ -80,8 +80,7 @@ impl Agreement {
             (a.tokens.iter().zip(&b.tokens).take_while(|(a, b)| a == b).count(), a.tokens.len())
         };
         let same: Vec<(usize, usize)> = pairs.map(same).collect();
-        let [alike, all] =
-            [|of: &(usize, usize)| of.0, |of| of.1].map(|of| same.iter().map(of).sum::<usize>());
+        let (alike, all) = same.iter().fold((0, 0), |sum, of| (sum.0 + of.0, sum.1 + of.1));
         Some(Self {
             share: alike as f64 / all as f64,
             least: same.iter().map(|of| of.0).min()?,
