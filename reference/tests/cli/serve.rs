@@ -176,6 +176,13 @@ fn answers_are_those_of_generate() {
     }
 }
 
+#[test]
+fn a_prompt_in_parts_has_the_answer_of_a_whole_one() {
+    let expected = generated(&["--tokens", "24"]);
+    let server = Server::start(&["--chunk", "5", "--context", "256"]);
+    assert_eq!(text_of(&server.completion(&greedy(PROMPT, 24))), expected["text"]);
+}
+
 /// Also where the host chooses the tokens from the logits. Without a GPU it is skipped.
 #[test]
 fn a_gpu_answers_as_generate_does_there() {
