@@ -30,8 +30,8 @@ RATES = {
     "cocktail": [0.25, 0.5, 0.75, 1, 1.5, 2],
     "humaneval": [4, 8, 16, 24, 32, 48],
 }
-# A run of methods on the shipped model: all of its requests come at once.
-CHECK = ["--trace", "imdb", "--requests", "24", "--alone", "24", "--rates", "0,1000", "--seconds", "60", "--memory", "32MiB", "--sequences", "16"]
+# A run of methods on the shipped model: all of its requests come at once, more than have room.
+CHECK = ["--trace", "imdb", "--requests", "24", "--alone", "24", "--rates", "0,1000", "--seconds", "60", "--memory", "16MiB", "--sequences", "16"]
 # Latency beyond which higher rates are not run, and that of the capacity, over that of requests one by one.
 UNTIL, LIMIT = 3, 2
 
