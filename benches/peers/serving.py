@@ -7,8 +7,8 @@
 The 8B shape has hashed weights, and every method the same memory for its cache. First the answers are checked on the shipped model: those of
 requests that come at once are those of each alone, with the exact cache, as far as near ties allow. A rate whose mean latency per token is
 beyond three times that of requests one by one ends a method's run. Requests a second at twice the unloaded latency are those at which the
-mean latency per token is twice that of the first method's requests one by one, between two measured rates by a straight line. Traces that
-are measured again replace those of the file; others stay.
+mean latency per token is twice that of the first method's requests one by one, between two measured rates by a straight line. Traces of
+the file that were measured with the same program and options stay, unless they are measured again.
 """
 
 import argparse, json, os, subprocess, sys, tempfile
@@ -119,9 +119,11 @@ def main():
     parser.add_argument("--commit", help="of the program, where there is no repository")
     args = parser.parse_args()
     program, path = os.path.abspath(args.serve_speed), os.path.join(args.results, "serving.json")
-    before = json.load(open(path))["traces"] if os.path.exists(path) else []
+    stored = json.load(open(path)) if os.path.exists(path) else {}
     data = {"date": tables.today(), "commit": args.commit or tables.commit(), "device": gpu(), "model": MODEL}
     data |= {"memory": args.memory, "chunk": args.chunk, "seconds": args.seconds, "checks": check(program, args.methods)}
+    same = all(stored.get(name) == data[name] for name in ("commit", "device", "memory", "chunk", "seconds"))
+    before = stored["traces"] if same else []
     for name in args.traces:
         measured = {found["trace"]: found for found in [*before, trace(program, name, args)]}
         before = [measured[name] for name in RATES if name in measured]
