@@ -7,7 +7,7 @@ use kv_gpu::{Device, Element, Error};
 use pq_core::sq::{self, Block, Keys, Shape, TILE, Values};
 use pq_core::{Backend, SoftmaxStats};
 
-use crate::common::{Buffer, Random, device, from_element, relative_error, where_it_fits};
+use crate::common::{Buffer, Random, device, from_element, launch, relative_error, where_it_fits};
 
 /// Maximum relative error of an output vector, by element type. Queries have 15 bits on both sides, so scores
 /// are the same up to a rounding of f32, unless an integer is rounded to its neighbour. The largest weight of
@@ -306,10 +306,7 @@ fn run(device: &Device, random: &mut Random, case: &Case<'_>) {
             pdl,
             workspace: workspace.pointer(),
         };
-        // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape
-        // requires.
-        #[allow(unsafe_code)]
-        unsafe { attend.launch(device.stream().cu_stream(), &arguments) }.unwrap();
+        launch!(device, attend, &arguments);
         (out.read(), log_sum_exp.read().iter().map(|x| x.to_bits()).collect::<Vec<u32>>())
     };
     let contiguous = arrays(batch, blocks, &|sequence, b| (sequence, b));
@@ -465,9 +462,7 @@ fn a_long_tail_keeps_its_weight() {
         pdl: false,
         workspace: workspace.pointer(),
     };
-    // SAFETY: the buffers have the shapes that the arguments name, and live until the output is read.
-    #[allow(unsafe_code)]
-    unsafe { attend.launch(device.stream().cu_stream(), &arguments) }.unwrap();
+    launch!(device, attend, &arguments);
     let got: Vec<f32> = out.read().iter().map(|&bits| from_element(Element::F16, bits)).collect();
     let (exact, _, _) = formula(&coded, keys, &shape, 0);
     let error = relative_error(&got, &exact);

@@ -5,7 +5,7 @@ use kv_gpu::sq::{AttendShape, IntegerQueries, Queries, QueriesArguments};
 use kv_gpu::{Device, Element};
 use pq_core::sq::{self, Shape};
 
-use crate::common::{Buffer, Random, bytes_of, device, from_element};
+use crate::common::{Buffer, Random, bytes_of, device, from_element, launch};
 
 /// A component of a query and one of the map are rounded by 2^-11 at most, at random: this is about seven
 /// deviations of what that makes of a product.
@@ -113,10 +113,7 @@ fn run(device: &Device, random: &mut Random, case: &Case) {
         out: IntegerQueries { words: words.pointer(), units: units.pointer(), blocks },
         pdl: random.below(2) == 1,
     };
-    // SAFETY: the buffers live until their contents have been read, and have the lengths that the shape
-    // requires.
-    #[allow(unsafe_code)]
-    unsafe { operation.launch(device.stream().cu_stream(), &arguments) }.unwrap();
+    launch!(device, operation, &arguments);
     let (words, units) = (words.read(), units.read());
 
     for row in 0..rows {

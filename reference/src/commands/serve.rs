@@ -107,8 +107,7 @@ impl Serve {
         {
             let make = self.cache.device_decoder(&model, &profile, sequences)?;
             let batch = move |rank: &Rank| Result::Ok(Batch::new(make(rank)?)?);
-            let batches = Batches::new(Lockstep::start(ranks, batch)?)?;
-            return opening.run(batches, chunk(DEVICE_CHUNK), out);
+            return opening.run(Batches::new(Lockstep::start(ranks, batch)?)?, chunk(DEVICE_CHUNK), out);
         }
         let Prepared { model, cache } = self.cache.method.prepare(&model, &rope, &profile)?;
         let decoder = Decoder::new(model, rope);

@@ -241,13 +241,13 @@ fn batches_of_ranks_generate_what_one_does() {
         (0..6).map(|i| (tokens[600 * i..][..20 + 13 * i].to_vec(), 10 + 5 * i)).collect();
     for method in ["dense:dtype=f16", "dense:dtype=f16:pages=16:pool=160"] {
         let none = Profile::default();
-        let alone = Batch::new(decoder(&gpu, &model, method, &none, 3, 200), 64).unwrap();
+        let alone = Batch::new(decoder(&gpu, &model, method, &none, 3, 200)).unwrap();
         let expected = batched(alone, &model, &prompts, false);
         for (ranks, on_host) in [(2, false), (4, true)] {
             let (of, parsed): (_, Method) = (model.clone(), method.parse().unwrap());
             let make = move |rank: &Rank| {
                 let decoder = rank_decoder(rank, &parsed, &of, &Profile::default(), (3, 200))?;
-                Result::Ok(Batch::new(decoder, 64)?)
+                Result::Ok(Batch::new(decoder)?)
             };
             let batches = Batches::new(Lockstep::start(on_one_device(ranks), make).unwrap()).unwrap();
             for (own, expected) in batched(batches, &model, &prompts, on_host).iter().zip(&expected) {

@@ -21,6 +21,7 @@ use kv_device::Gpu;
 use kv_gpu::Element;
 use kv_llama::serve::{Engine, Scheduler, Sequences};
 use kv_llama::{Decoder, Rng};
+use kv_llama_gpu::ranks::Shard;
 use kv_llama_gpu::{Batch, WeightLayout, Weights, random_config};
 use kv_methods::{Method, Prepared, Profile, calibrated};
 use kv_model::{Config, Model, Rope};
@@ -118,7 +119,9 @@ impl Source {
     fn open(args: &ModelArgs, methods: &mut [Method], on_gpu: bool) -> Result<Self> {
         let mut fit = |config: &Config| -> Result<()> {
             let mut methods = methods.iter_mut().filter(|_| on_gpu);
-            methods.try_for_each(|method| device::fitted(method, config).map(|fitted| *method = fitted))
+            methods.try_for_each(|method| {
+                device::fitted(method, config, Shard::WHOLE).map(|fitted| *method = fitted)
+            })
         };
         if let Some(name) = args.random()? {
             let config = random_config(name)?;

@@ -40,14 +40,10 @@ impl Engine for Batches {
     }
 
     fn prefill(&mut self, parts: &[Part<'_>]) -> Result<()> {
-        let parts: Vec<(usize, Vec<u32>, bool)> =
-            parts.iter().map(|part| (part.place, part.tokens.to_vec(), part.is_last)).collect();
+        let owned = |part: &Part<'_>| (part.place, part.tokens.to_vec(), part.is_last);
+        let parts: Vec<(usize, Vec<u32>, bool)> = parts.iter().map(owned).collect();
         self.ranks.call(move |batch| {
-            let parts = parts.iter().map(|(place, tokens, is_last)| Part {
-                place: *place,
-                tokens,
-                is_last: *is_last,
-            });
+            let parts = parts.iter().map(|&(place, ref tokens, is_last)| Part { place, tokens, is_last });
             batch.prefill(&parts.collect::<Vec<_>>())
         })
     }

@@ -16,8 +16,8 @@ pub(crate) struct HeadStore<S> {
     pub geometry: Geometry,
     pub rope: Arc<Rope>,
     pub heads: Vec<S>,
-    /// Bytes that all sequences share.
-    pub shared: usize,
+    /// Bytes of a head that all sequences share.
+    pub shared_size: fn(&S) -> usize,
 }
 
 impl<S: owner::Store<f32, Error: Into<Error>> + Clone + 'static> Store for HeadStore<S> {
@@ -51,7 +51,8 @@ impl<S: owner::Store<f32, Error: Into<Error>> + Clone + 'static> Store for HeadS
 
     fn footprint(&self) -> Footprint {
         let kept = self.heads.iter().map(owner::Store::size).sum();
-        Footprint { kept, shared: self.shared, ..Footprint::default() }
+        let shared = self.heads.iter().map(self.shared_size).sum();
+        Footprint { kept, shared, ..Footprint::default() }
     }
 
     fn fits(&self, layer: usize) -> Vec<HeadFit> {

@@ -145,9 +145,8 @@ impl Kind for Million {
             let heads = books.map(|(Pair { keys, values }, errors)| {
                 HeadCodes::new(HeadBooks::new(keys, values).with_expected_errors(errors).into())
             });
-            let heads: Vec<_> = heads.collect();
-            let shared = heads.iter().map(|codes| codes.books().size()).sum();
-            Ok(HeadStore { geometry, rope: context.rope(l), heads, shared })
+            let shared_size = |codes: &HeadCodes| codes.books().size();
+            Ok(HeadStore { geometry, rope: context.rope(l), heads: heads.collect(), shared_size })
         };
         match self.outliers {
             0 => context.layers(store),

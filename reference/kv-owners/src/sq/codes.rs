@@ -41,6 +41,12 @@ impl Codes {
         Self { codes: HeadCodes::new(head.transform().clone()), head, coded: Coded::default() }
     }
 
+    /// What all sequences share.
+    #[must_use]
+    pub const fn head(&self) -> &Arc<Head> {
+        &self.head
+    }
+
     /// The codes.
     #[must_use]
     pub const fn codes(&self) -> &HeadCodes {

@@ -129,9 +129,8 @@ impl Bases {
         let rope = context.rope(l);
         let bases = self.of_layer(context.config, context.profile, l)?;
         let head = |basis: &Basis| Ok(basis.head(rope.frequencies(), bits)?);
-        let heads = bases.iter().map(head).collect::<Result<Vec<_>>>()?;
-        let shared = heads.iter().map(|head| head.size()).sum();
-        let heads = heads.into_iter().map(Codes::new).collect();
-        Ok(HeadStore { geometry: context.geometry, rope, heads, shared })
+        let heads = bases.iter().map(|basis| head(basis).map(Codes::new)).collect::<Result<_>>()?;
+        let shared_size = |codes: &Codes| codes.head().size();
+        Ok(HeadStore { geometry: context.geometry, rope, heads, shared_size })
     }
 }
