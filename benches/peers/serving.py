@@ -27,7 +27,7 @@ METHODS = [
 RATES = {
     "imdb": [4, 8, 16, 24, 32, 48],
     "arxiv": [0.5, 1, 2, 3, 4, 6],
-    "cocktail": [0.25, 0.5, 0.75, 1, 1.5, 2],
+    "cocktail": [1, 2, 3, 4, 6],
     "humaneval": [4, 8, 16, 24, 32, 48],
 }
 # A run of methods on the shipped model: all of its requests come at once, more than have room.

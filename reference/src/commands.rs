@@ -93,8 +93,7 @@ impl Kv {
     }
 
     pub fn run(self, out: &mut Stdout) -> Result<()> {
-        // Started where they are first needed, they panic if the system has no room for them.
-        rayon::ThreadPoolBuilder::new().build_global().map_err(Error::Threads)?;
+        start_threads()?;
         match self.command {
             Command::Compare(command) => command.run(out),
             Command::Generate(command) => command.run(out),
@@ -109,6 +108,21 @@ impl Kv {
             Command::Store(command) => command.run(out),
         }
     }
+}
+
+/// Starts the threads of parallel work, as many as `RAYON_NUM_THREADS` says. Started where they are first needed,
+/// they panic if the system has no room for them. A thread whose signal stack finds no room ends the process, so
+/// there is a limit to their number.
+fn start_threads() -> Result<()> {
+    const VARIABLE: &str = "RAYON_NUM_THREADS";
+    const MOST: usize = 1024;
+    let asked = std::env::var(VARIABLE).ok().and_then(|threads| threads.parse::<usize>().ok());
+    if let Some(threads) = asked.filter(|&threads| threads > MOST) {
+        return Err(Error::Argument(format!(
+            "threads: {VARIABLE} is {threads}, and at most {MOST} are started"
+        )));
+    }
+    rayon::ThreadPoolBuilder::new().build_global().map_err(Error::Threads)
 }
 
 /// The option that selects the model.
