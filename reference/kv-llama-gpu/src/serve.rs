@@ -41,6 +41,13 @@ impl Batch {
         Ok(Self { decoder, prompts, choices: None, logits: None })
     }
 
+    fn check(&self, place: usize) -> Result<()> {
+        match place < self.prompts.len() {
+            true => Ok(()),
+            false => Err(Error::Argument(format!("place {place} of {}", self.prompts.len()))),
+        }
+    }
+
     /// The decoder, whose results are about to change.
     fn launching(&mut self) -> &mut Decoder {
         (self.choices, self.logits) = (None, None);
@@ -64,6 +71,10 @@ impl Engine for Batch {
     }
 
     fn prefill(&mut self, parts: &[Part<'_>]) -> Result<()> {
+        parts.iter().try_for_each(|part| self.check(part.place))?;
+        if parts.iter().any(|part| part.tokens.is_empty()) {
+            return Err(Error::argument("a part of a prompt has no token"));
+        }
         let to_run = parts.iter().map(|part| {
             let held = match self.prompts[part.place] {
                 Prompt::Held(token) => Some(token),
@@ -90,6 +101,7 @@ impl Engine for Batch {
     }
 
     fn step(&mut self, tokens: &[(usize, u32)]) -> Result<()> {
+        tokens.iter().try_for_each(|&(place, _)| self.check(place))?;
         let mut fed = vec![0; self.places()]; // also to empty places, where nothing reads it
         tokens.iter().for_each(|&(place, token)| fed[place] = token);
         let mut prompts = self.prompts.clone();
@@ -111,6 +123,7 @@ impl Engine for Batch {
     }
 
     fn logits(&mut self, place: usize) -> Result<Vec<f32>> {
+        self.check(place)?;
         let logits = match self.logits.take() {
             Some(logits) => logits,
             None => self.decoder.unchecked_logits()?,
@@ -123,6 +136,7 @@ impl Engine for Batch {
     }
 
     fn most_likely(&mut self, place: usize) -> Result<u32> {
+        self.check(place)?;
         let choices = match self.choices.take() {
             Some(choices) => choices,
             None => self.decoder.choices()?,
@@ -133,6 +147,7 @@ impl Engine for Batch {
     }
 
     fn end(&mut self, place: usize) -> Result<()> {
+        self.check(place)?;
         self.prompts[place] = Prompt::Whole;
         self.decoder.end(place)
     }

@@ -47,7 +47,7 @@ impl Engine for Sequences {
 
     fn prefill(&mut self, parts: &[Part<'_>]) -> Result<()> {
         for &Part { place, tokens, .. } in parts {
-            let Place { cache, after } = &mut self.places[place];
+            let Place { cache, after } = find(&mut self.places, place)?;
             // What went wrong in an earlier part is told at the end of the prompt.
             if !matches!(after, Some(Err(_))) {
                 let cache = cache.get_or_insert_with(|| self.empty.clone_box());
@@ -59,7 +59,7 @@ impl Engine for Sequences {
 
     fn step(&mut self, tokens: &[(usize, u32)]) -> Result<()> {
         for &(place, token) in tokens {
-            let Place { cache, after } = &mut self.places[place];
+            let Place { cache, after } = find(&mut self.places, place)?;
             let cache = cache.as_mut().ok_or_else(|| Error::Argument(format!("place {place} is empty")))?;
             *after = Some(self.decoder.step(token, cache.as_mut()).map(<[f32]>::to_vec));
         }
@@ -68,7 +68,7 @@ impl Engine for Sequences {
 
     fn logits(&mut self, place: usize) -> Result<Vec<f32>> {
         let none = || Err(Error::Argument(format!("no logits in place {place}")));
-        self.places[place].after.take().unwrap_or_else(none)
+        find(&mut self.places, place)?.after.take().unwrap_or_else(none)
     }
 
     fn most_likely(&mut self, place: usize) -> Result<u32> {
@@ -76,11 +76,16 @@ impl Engine for Sequences {
     }
 
     fn end(&mut self, place: usize) -> Result<()> {
-        self.places[place] = Place::default();
+        *find(&mut self.places, place)? = Place::default();
         Ok(())
     }
 
     fn is_short_of_memory(_: &Error) -> bool {
         false
     }
+}
+
+fn find(places: &mut [Place], place: usize) -> Result<&mut Place> {
+    let count = places.len();
+    places.get_mut(place).ok_or_else(|| Error::Argument(format!("place {place} of {count}")))
 }

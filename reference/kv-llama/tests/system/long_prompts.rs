@@ -5,7 +5,7 @@ use std::path::Path;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use kv_llama::serve::{Client, Finish, Request, Scheduler, Sequences, Token};
+use kv_llama::serve::{Client, Engine, Finish, Part, Request, Scheduler, Sequences, Token};
 use kv_llama::{Decoder, Error, ExactCache, Result, Sampling};
 use kv_model::{Model, Rope};
 
@@ -48,14 +48,19 @@ struct Served {
     vocab: usize,
 }
 
+/// Empty places over a tiny model, and its vocabulary.
+fn engine(places: usize) -> (Sequences, usize) {
+    let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/parity/fixtures/gqa");
+    let model = Arc::new(Model::load(&fixture).unwrap());
+    let (capacity, vocab) = (LONG + 64, model.config.vocab_size);
+    let rope = Arc::new(Rope::new(&model.config, capacity));
+    let empty = Box::new(ExactCache::new(&model.config, &rope));
+    (Sequences::new(Decoder::new(model, rope), empty, (places, capacity)), vocab)
+}
+
 impl Served {
     fn new(places: usize) -> Self {
-        let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/parity/fixtures/gqa");
-        let model = Arc::new(Model::load(&fixture).unwrap());
-        let (capacity, vocab) = (LONG + 64, model.config.vocab_size);
-        let rope = Arc::new(Rope::new(&model.config, capacity));
-        let empty = Box::new(ExactCache::new(&model.config, &rope));
-        let engine = Sequences::new(Decoder::new(model, rope), empty, (places, capacity));
+        let (engine, vocab) = engine(places);
         Self { scheduler: Scheduler::new(engine, vec![], CHUNK), rounds: Rc::default(), vocab }
     }
 
@@ -128,4 +133,19 @@ fn a_prompt_that_is_cancelled_frees_its_place() {
     while served.round() {}
     assert_eq!((tokens(&goes_on).len(), tokens(&comes).len()), (30, 5));
     assert_eq!((served.scheduler.counts().running, served.scheduler.counts().tokens), (0, 0));
+}
+
+#[test]
+fn places_that_are_not_there_are_errors() {
+    let (mut engine, _) = engine(2);
+    let part = Part { place: 2, tokens: &[1], is_last: true };
+    let errors = [
+        engine.prefill(&[part]).unwrap_err(),
+        engine.step(&[(2, 1)]).unwrap_err(),
+        engine.logits(2).unwrap_err(),
+        engine.most_likely(2).unwrap_err(),
+        engine.end(2).unwrap_err(),
+    ];
+    assert!(errors.iter().all(|error| error.to_string() == "place 2 of 2"), "{errors:?}");
+    assert_eq!(engine.step(&[(1, 1)]).unwrap_err().to_string(), "place 1 is empty");
 }
