@@ -110,9 +110,9 @@ impl Kv {
     }
 }
 
-/// Starts the threads of parallel work, as many as `RAYON_NUM_THREADS` says. Started where they are first needed,
-/// they panic if the system has no room for them. A thread whose signal stack finds no room ends the process, so
-/// there is a limit to their number.
+/// Starts the threads of parallel work, as many as `RAYON_NUM_THREADS` says. Started where they are first
+/// needed, they panic if the system has no room for them. A thread whose signal stack finds no room ends the
+/// process, so there is a limit to their number.
 fn start_threads() -> Result<()> {
     const VARIABLE: &str = "RAYON_NUM_THREADS";
     const MOST: usize = 1024;

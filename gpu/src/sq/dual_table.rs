@@ -41,7 +41,8 @@ impl DualTable {
     /// `dual` (dim, dim): row `i` has what component `i` of a query adds to every product; `table`
     /// [`Self::table_len`], fully written.
     /// # Errors
-    /// [`Error::Argument`] for other lengths, sizes that are no multiple of 16, or numbers that are not finite.
+    /// [`Error::Argument`] for other lengths, sizes that are no multiple of 16, or numbers that are not
+    /// finite.
     pub fn table_into(&self, dual: &[f32], table: &mut [f32]) -> Result<(), Error> {
         let dim = self.dim;
         if !dim.is_multiple_of(TILE) || (dual.len(), table.len()) != (dim * dim, self.table_len()) {

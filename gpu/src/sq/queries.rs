@@ -84,8 +84,8 @@ pub struct IntegerQueries {
     /// Words (batch, heads, `blocks`, group, dim / 4, 2): the high bytes and the low bytes of four components
     /// each. A component is `256 high + low` units, both with a sign.
     pub words: DevicePtr<u32>,
-    /// `f32` (batch, heads, `blocks`, group, 2): the unit of the products of integers and codes, as logarithms
-    /// to base 2, and what moves the codes to their levels.
+    /// `f32` (batch, heads, `blocks`, group, 2): the unit of the products of integers and codes, as
+    /// logarithms to base 2, and what moves the codes to their levels.
     pub units: DevicePtr<f32>,
     /// Blocks of a sequence that there is room for, the same for all sequences.
     pub blocks: usize,
@@ -118,7 +118,8 @@ pub struct QueriesArguments {
     pub first: usize,
     /// Bytes (pages or batch, heads, blocks, dim): steps of the keys.
     pub steps: DevicePtr<u8>,
-    /// `u32` (heads, [`KeyTable::table_len`](super::KeyTable::table_len)): not read if all have the same bits.
+    /// `u32` (heads, [`KeyTable::table_len`](super::KeyTable::table_len)): not read if all have the same
+    /// bits.
     pub key_tables: DevicePtr<u32>,
     /// `u32` (batch,): the number of coded tokens of each sequence. The kernel reads them, so that a captured
     /// graph stays valid as sequences grow.
@@ -131,9 +132,9 @@ pub struct QueriesArguments {
     pub scale: f32,
     /// Written for the blocks that a sequence has.
     pub out: IntegerQueries,
-    /// Programmatic dependent launch (PDL), on sm_90: blocks may start before the previous kernel on the stream
-    /// ends. They read lengths and tables *before* they wait for it (`griddepcontrol.wait`), so that kernel must
-    /// not write these. They read everything else after the wait.
+    /// Programmatic dependent launch (PDL), on sm_90: blocks may start before the previous kernel on the
+    /// stream ends. They read lengths and tables *before* they wait for it (`griddepcontrol.wait`), so that
+    /// kernel must not write these. They read everything else after the wait.
     pub pdl: bool,
 }
 
@@ -160,12 +161,12 @@ struct KernelArguments {
 
 const _: () = assert!(size_of::<KernelArguments>() == 96);
 
-/// The queries of a decode step, rotated by minus the position of the middle of every block of tokens, times the
-/// dual of the keys' basis and the steps of the block, as integers of 15 bits: what [`Attend`](super::Attend)
-/// multiplies with the keys.
+/// The queries of a decode step, rotated by minus the position of the middle of every block of tokens, times
+/// the dual of the keys' basis and the steps of the block, as integers of 15 bits: what
+/// [`Attend`](super::Attend) multiplies with the keys.
 ///
-/// Factors and waves of positions are rounded to `f16`. A launch allocates nothing and does not synchronize, and a
-/// captured graph stays valid. The same inputs give the same bytes.
+/// Factors and waves of positions are rounded to `f16`. A launch allocates nothing and does not synchronize,
+/// and a captured graph stays valid. The same inputs give the same bytes.
 ///
 /// # Cost
 /// `2 dim^2` operations per block and query on tensor cores, and `2 dim` bytes written.
@@ -194,9 +195,9 @@ impl Queries {
     /// # Errors
     /// [`Error::Argument`] for sizes that do not fit, [`Error::Driver`].
     /// # Safety
-    /// The [contract of a launch](DevicePtr#launches) holds, with every pointer aligned to 16 bytes. Lengths do
-    /// not exceed the blocks of a sequence or of its pages, or of `out`, and every page number refers to an
-    /// existing page: the kernel does not clamp them. The tables are of [`AttendShape::dual_table`] and
+    /// The [contract of a launch](DevicePtr#launches) holds, with every pointer aligned to 16 bytes. Lengths
+    /// do not exceed the blocks of a sequence or of its pages, or of `out`, and every page number refers to
+    /// an existing page: the kernel does not clamp them. The tables are of [`AttendShape::dual_table`] and
     /// [`AttendShape::key_table`].
     pub unsafe fn launch(&self, stream: CUstream, arguments: &QueriesArguments) -> Result<(), Error> {
         let (a, shape) = (arguments, &self.shape);

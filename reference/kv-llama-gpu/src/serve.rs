@@ -8,8 +8,8 @@ use crate::{Error, Result};
 /// The sequences of a [`Decoder`]'s batch. Tokens are chosen on the host: of a greedy sequence the device's
 /// choice is read, of others the logits. Both are read for all sequences at once.
 ///
-/// A step runs the whole batch, so a sequence takes part in it while its prompt comes in parts: the last token
-/// of a part is held back, and is fed to a step, or begins the next part if there is none between.
+/// A step runs the whole batch, so a sequence takes part in it while its prompt comes in parts: the last
+/// token of a part is held back, and is fed to a step, or begins the next part if there is none between.
 pub struct Batch {
     decoder: Decoder,
     prompts: Vec<Prompt>,              // (batch,)

@@ -63,8 +63,8 @@ struct ServeSpeed {
     /// Seconds in which the requests of a rate come; after as many more, those without an answer lose it
     #[arg(long, value_name = "S", default_value_t = 20.0)]
     seconds: f64,
-    /// Skip the other rates of a method after one whose mean latency per token is beyond so many times that of
-    /// requests one by one, or which leaves requests without an answer
+    /// Skip the other rates of a method after one whose mean latency per token is beyond so many times that
+    /// of requests one by one, or which leaves requests without an answer
     #[arg(long, value_name = "FACTOR")]
     until: Option<f64>,
     /// Prompt tokens that run between two steps, at most
@@ -316,11 +316,13 @@ impl ServeSpeed {
         Ok(rows)
     }
 
-    /// Whether the last of these rates is so high that higher ones are skipped.
+    /// Whether the last of these rates is so high that higher ones are skipped. One at which nothing came is
+    /// not.
     fn is_beyond(&self, rows: &[Row]) -> bool {
         let mean = |row: &Row| row.normalized.map(|normalized| normalized.mean);
         let alone = rows.iter().find(|row| row.rate.is_none()).and_then(mean);
         let (Some(until), Some(alone), Some(last)) = (self.until, alone, rows.last()) else { return false };
-        last.rate.is_some() && (last.whole < last.came || mean(last).is_none_or(|mean| mean > until * alone))
+        let is_late = || mean(last).is_none_or(|mean| mean > until * alone);
+        last.rate.is_some() && last.came > 0 && (last.whole < last.came || is_late())
     }
 }

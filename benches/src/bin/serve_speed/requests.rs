@@ -3,9 +3,9 @@
 use clap::ValueEnum;
 use kv_llama::Rng;
 
-/// The lengths of the four traces of ZACK's evaluation (table 3). The paper states mean, least and most tokens
-/// of each side, and Poisson arrivals; the traces themselves have other tokenizers. Between least and most,
-/// lengths here are drawn so that they have the mean ([`Lengths::draw`]). `16.2K` is 16,200.
+/// The lengths of the four traces of ZACK's evaluation (table 3). The paper states mean, least and most
+/// tokens of each side, and Poisson arrivals; the traces themselves have other tokenizers. Between least and
+/// most, lengths here are drawn so that they have the mean ([`Lengths::draw`]). `16.2K` is 16,200.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Profile {
     /// Classification of texts about films
@@ -59,7 +59,8 @@ impl Profile {
         prompt.mean + answer.mean / 2.0
     }
 
-    /// Reproducible requests: the same for any rate and any method. `prompt` makes a prompt of so many tokens.
+    /// Reproducible requests: the same for any rate and any method. `prompt` makes a prompt of so many
+    /// tokens.
     pub fn requests(
         self,
         count: usize,
@@ -130,8 +131,8 @@ mod tests {
         }
     }
 
-    /// Gaps of a Poisson process have a standard deviation as large as their mean, and counts in equal times a
-    /// variance as large as theirs.
+    /// Gaps of a Poisson process have a standard deviation as large as their mean, and counts in equal times
+    /// a variance as large as theirs.
     #[test]
     fn arrivals_are_a_poisson_process_of_the_rate() {
         let all = requests(Profile::Imdb, 20_000);

@@ -11,8 +11,8 @@ use crate::{Error, LogProbabilities, Sampler};
 /// Requests begin in the order in which they came, and each gets its tokens in order. A long prompt runs in
 /// parts between the steps of the others (the chunked prefill of Sarathi-Serve, arXiv 2403.02310): a round
 /// runs at most a chunk of prompt tokens, of one prompt or of several, the first ones first. A prompt is cut
-/// at multiples of a chunk only, wherever the parts of others end, so that what a request gets does not depend
-/// on them: see [`Decoder::prefill`](crate::Decoder::prefill) for what it changes.
+/// at multiples of a chunk only, wherever the parts of others end, so that what a request gets does not
+/// depend on them: see [`Decoder::prefill`](crate::Decoder::prefill) for what it changes.
 ///
 /// If memory is short, the running request that came last is put back: its memory goes to the others, and it
 /// runs again when one of them has ended, as a prompt with the tokens that it has got (the recomputation of
@@ -57,8 +57,8 @@ impl<E: Engine, C: Client<E::Error>> Scheduler<E, C> {
     /// Adds a request, which begins when all that came before it have begun and a place is empty.
     ///
     /// # Errors
-    /// [`Error::Argument`] for an empty prompt, for no tokens to generate, and for more tokens together than a
-    /// sequence may have.
+    /// [`Error::Argument`] for an empty prompt, for no tokens to generate, and for more tokens together than
+    /// a sequence may have.
     pub fn add(&mut self, request: Request, client: C) -> crate::Result<()> {
         let Request { prompt, most, sampling, log_probabilities } = request;
         let (together, capacity) = (prompt.len().saturating_add(most), self.engine.capacity());
@@ -86,8 +86,8 @@ impl<E: Engine, C: Client<E::Error>> Scheduler<E, C> {
     /// is more to do.
     ///
     /// # Errors
-    /// Those of the engine that end all sequences: the scheduler is then of no more use. What goes wrong in one
-    /// sequence is told its client.
+    /// Those of the engine that end all sequences: the scheduler is then of no more use. What goes wrong in
+    /// one sequence is told its client.
     pub fn round(&mut self) -> Result<bool, E::Error> {
         self.drop_gone()?;
         self.prefill()?;
