@@ -98,8 +98,8 @@ impl Decoder {
     ///
     /// # Errors
     /// [`Error::Argument`] for more sequences than the [layout](crate::WeightLayout::most_sequences) of the
-    /// weights takes, and for weights of a part of a model; [`Error::Blas`] for weights in rows without cuBLASLt;
-    /// [`Error::Device`].
+    /// weights takes, and for weights of a part of a model; [`Error::Blas`] for weights in rows without
+    /// cuBLASLt; [`Error::Device`].
     pub fn new(gpu: Arc<Gpu>, weights: Arc<Weights>, cache: DeviceCache, batch: usize) -> Result<Self> {
         Self::of_rank(&Rank::alone(gpu), weights, cache, batch)
     }

@@ -136,8 +136,8 @@ impl Method {
         self.kind.needs_profile()
     }
 
-    /// Adds the method's entries to `profile`, computed from samples of the model, unless it holds them: those
-    /// of settings that differ in a run alone, such as the window, are the same.
+    /// Adds the method's entries to `profile`, computed from samples of the model, unless it holds them:
+    /// those of settings that differ in a run alone, such as the window, are the same.
     ///
     /// # Errors
     /// [`Error::Argument`] when the setting does not fit the model; errors of the cores.

@@ -99,8 +99,8 @@ impl CacheArgs {
         }
     }
 
-    /// Makes the decoder of a rank on a GPU over the method's cache of `batch` sequences of at most `capacity`
-    /// tokens.
+    /// Makes the decoder of a rank on a GPU over the method's cache of `batch` sequences of at most
+    /// `capacity` tokens.
     #[cfg(feature = "cuda")]
     pub fn device_decoder(
         &self,

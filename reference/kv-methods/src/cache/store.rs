@@ -48,8 +48,8 @@ pub(crate) trait Store: CloneStore + Send + Sync {
     /// which none is left is forgotten.
     fn truncate(&mut self, len: usize) -> Result<()>;
     /// Adds the attention of one KV head's query heads over the tokens from index `first` on, at most
-    /// [`Self::len`]. Sinks and window have already been added. `q` (group, head_dim) is rotated and scaled by
-    /// `1 / sqrt(head_dim)`.
+    /// [`Self::len`]. Sinks and window have already been added. `q` (group, head_dim) is rotated and scaled
+    /// by `1 / sqrt(head_dim)`.
     fn attend(&self, head: usize, first: usize, q: &[f32], sums: &mut Sums<'_>) -> Result<()>;
     /// Byte counts by purpose.
     fn footprint(&self) -> Footprint;
@@ -100,8 +100,8 @@ pub(crate) struct Sums<'a> {
 
 /// Merges attention in another basis or at a lower rank, `part` (group, rank) with `part_stats` (group,).
 ///
-/// `back` maps a row of `part`, given its sum of softmax weights, to the basis of `sums`; its output starts as
-/// zeros.
+/// `back` maps a row of `part`, given its sum of softmax weights, to the basis of `sums`; its output starts
+/// as zeros.
 pub(crate) fn merge_part(
     (part, part_stats): (&[f32], &[SoftmaxStats]),
     Sums { out, stats }: &mut Sums<'_>,
