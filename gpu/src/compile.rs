@@ -102,6 +102,7 @@ const HEADERS: &[Source] = &[
     source!("tile_indices.cuh"),
     source!("types.cuh"),
     source!("warp.cuh"),
+    source!("wave.cuh"),
     source!("wgmma_sm90.cuh"),
 ];
 

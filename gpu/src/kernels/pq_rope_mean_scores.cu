@@ -15,11 +15,10 @@
 // coefficients include the scale: if one of them overflows f16, an addend does.
 //
 // Before the PDL wait, everything but the queries is read, and the waves and the first centres are computed.
-//
-// Angles are 64-bit fractions of a turn: products with positions are exact modulo a turn.
 #include "element.cuh"
 #include "primitives_sm80.cuh"
 #include "warp.cuh"
+#include "wave.cuh"
 
 constexpr int TILE = 32, WARPS = 8, THREADS = WARPS * LANES;
 constexpr int PAIRS = HEAD_DIM / 2, STEPS = PAIRS / 16; // STEPS: mma steps along the pairs
@@ -49,20 +48,11 @@ __shared__ __align__(16) u16 waves[DISTANCES * HEAD_DIM];
 // shares of four lanes in different banks.
 __shared__ __align__(16) float2 centres[WARPS][UNIT_SPANS][4][SHARE + 2];
 
-// The cosine and sine of an angle in units of 2^-32 turns.
-__device__ __forceinline__ float2 wave_at(u32 turn) {
-    const float angle = (int)turn * 1.46291808e-9f; // 2 pi / 2^32
-    float2 wave;
-    asm("cos.approx.ftz.f32 %0, %1;" : "=f"(wave.x) : "f"(angle));
-    asm("sin.approx.ftz.f32 %0, %1;" : "=f"(wave.y) : "f"(angle));
-    return wave;
-}
-
 // Called by the whole block.
 __device__ __forceinline__ void fill_waves(const float* frequencies) {
     if (threadIdx.x < PAIRS) {
         const double turns = frequencies[threadIdx.x] * 0.079577471545947667884; // 1 / (4 pi)
-        half_turns[threadIdx.x] = (u64)((turns - floor(turns)) * 18446744073709551616.);
+        half_turns[threadIdx.x] = fraction_of(turns);
     }
     __syncthreads();
     constexpr int WORDS = PAIRS / 2, RUN = DISTANCES * WORDS / THREADS; // RUN: distances per thread

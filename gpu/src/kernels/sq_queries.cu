@@ -29,6 +29,7 @@
 #include "sq_attend/uniform_codes.cuh"
 #include "sq_key_table.cuh"
 #include "warp.cuh"
+#include "wave.cuh"
 
 constexpr int HALF = D / 2, THREADS = WARPS * LANES, ROWS = 16; // ROWS: blocks of tokens of a warp
 constexpr int STEPS = PARTS / PASSES;                           // of a pass, of 8 pairs each
@@ -73,7 +74,7 @@ __device__ __forceinline__ void load_constants(const Arguments& a, const float* 
     for (int i = threadIdx.x; i < D; i += THREADS) logs[i] = __ldg(dual + D * D + i) - 1048592.f;
     for (int i = threadIdx.x; i < HALF; i += THREADS) {
         const double turn = __ldg(a.frequencies + i) * 0.15915494309189533577; // 1 / (2 pi)
-        const u64 fraction = (u64)((turn - floor(turn)) * 18446744073709551616.);
+        const u64 fraction = fraction_of(turn);
         turns[i] = make_uint2((u32)fraction, (u32)(fraction >> 32));
     }
 #if KEY_WIDTH
@@ -124,11 +125,8 @@ __device__ __forceinline__ void fill_maps(const float* dual, int pass, u32 live)
 
 // The cosine and the sine of a pair at a position, as two halves.
 __device__ __forceinline__ u32 wave(uint2 turn, u32 position) {
-    const float angle = (int)(__umulhi(turn.x, position) + turn.y * position) * 1.46291808e-9f; // 2 pi / 2^32
-    float cosine, sine;
-    asm("cos.approx.ftz.f32 %0, %1;" : "=f"(cosine) : "f"(angle));
-    asm("sin.approx.ftz.f32 %0, %1;" : "=f"(sine) : "f"(angle));
-    return pack_half2(cosine, sine);
+    const float2 both = wave_at(__umulhi(turn.x, position) + turn.y * position);
+    return pack_half2(both.x, both.y);
 }
 
 // The larger of a number and a magnitude; NaN is the largest.

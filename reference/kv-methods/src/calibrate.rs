@@ -237,7 +237,7 @@ mod tests {
         assert_eq!(entries("million:k=4x2:v=4x2,million:k=4x2:v=4x2:window=8:exact-layers=0"), one);
         assert_eq!(entries("million:k=4x2:v=4x2,million:k=4x2:v=4x2:iterations=1"), 2 * one);
 
-        // What is there is not computed again: these samples have no rows.
+        // Entries that a profile has are not computed again, which samples without rows would not allow.
         let mut profile = calibrated(&model, &rope, &tokens, &methods("million:k=4x2:v=4x2")).unwrap();
         let mut samples = Calibration::gather(&model, &rope, &tokens).unwrap();
         for layer in &mut samples.layers {

@@ -22,10 +22,10 @@ use crate::Error;
 /// use kv_gpu::Element;
 /// use kv_llama_gpu::ranks::{Exchange, Lockstep, Rank};
 /// use kv_llama_gpu::{CHUNK, Decoder, Error, WeightLayout, Weights};
-/// # fn shape_of(_: &kv_model::Config) -> CacheShape { unimplemented!() }
+/// # fn run(shape_of: fn(&kv_model::Config) -> CacheShape) -> Result<(), Error> {
 ///
 /// let ranks = Rank::open(&[0, 1], Exchange::Nccl, usize::MAX)?;
-/// let decoder = |rank: &Rank| {
+/// let decoder = move |rank: &Rank| {
 ///     let (name, layout) = ("llama-3.1-70b", WeightLayout::Packed);
 ///     let weights = Weights::random_shard(&rank.gpu, name, Element::Bf16, layout, rank.shard())?;
 ///     let cache = Plan::Dense(None).build(&rank.gpu, &shape_of(&weights.config))?; // of the rank's heads
@@ -37,7 +37,8 @@ use crate::Error;
 ///     decoder.step()?;
 ///     decoder.next_tokens()
 /// })?;
-/// # Ok::<(), Error>(())
+/// # Ok(())
+/// # }
 /// ```
 pub struct Lockstep<T>(Members<T>);
 

@@ -98,8 +98,8 @@ impl BlockQueries {
             out: self.integers(),
             pdl: true,
         };
-        // SAFETY: the buffers have the lengths of `new`. The kernel before this one writes neither tables nor
-        // lengths; the caller's contract.
+        // SAFETY: the buffers have the lengths of `new`. `RopeMeanScores`, which runs before, writes addends
+        // alone, neither tables nor lengths; the caller's contract.
         Ok(unsafe { self.operation.launch(gpu.stream(), &arguments) }?)
     }
 }
