@@ -33,7 +33,7 @@ fn rows_are_those_of_the_cpu() {
                    cachegen:mode=channels:k=0.25:v=0.25:models=context,\
                    cachegen:mode=common:k=0.2:v=0.2:predictor=previous:batch=1,\
                    pqklt,pqklt:exact=bf16:window=32:sinks=2,\
-                   sq:k=4:v=4,sq,sq:k=2:v=2:exact=bf16:window=32:sinks=2";
+                   sq:k=4:v=4:block=64,sq,sq:k=2:v=2:block=64:exact=bf16:window=32:sinks=2";
     // Bins of a deviation would be too coarse: over so few tokens, the CPU alone has a KL of .0045 at .96 of
     // it and of .0142 at 1.04. In bf16 the device rounds keys when it undoes their RoPE, and rotates them
     // again: with bins of a quarter, KL is .00072, and .00040 on the CPU.

@@ -50,7 +50,7 @@ const CACHES: [(&str, &str); 9] = [
     ("int4", "int4"),
     ("million", "million"),
     ("pqklt", "pqklt"),
-    ("sq", "sq"),
+    ("sq:block=64", "sq:block=64"),
     ("hybrid:rows=0.1", "hybrid:rows=0.1"),
     ("zack:k=1:v=1", DENSE), // all ranks
 ];

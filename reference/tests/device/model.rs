@@ -91,8 +91,8 @@ fn codes_diverge_as_on_the_cpu() {
         "pqklt:k=8/4:v=8/4:norms=off:values=trained",
         "pqklt:k=8/2:v=8/2:keys=rotated",
         "pqklt:k=8/4:v=8/4:keys=rotated:norms=off:values=trained:exact=bf16",
-        "sq",
-        "sq:k=4:v=4:exact=bf16:window=32:sinks=2",
+        "sq:block=64",
+        "sq:k=4:v=4:block=64:exact=bf16:window=32:sinks=2",
         "sq:k=2:v=2:block=32:window=1:sinks=0",
         "sq:k=1.5:v=1:block=256",
         "cachegen",
@@ -178,8 +178,8 @@ fn prompts_and_steps_take_turns_as_on_the_cpu() {
         "pqklt:k=8/2:v=8/2",
         "pqklt:exact=bf16:window=32:sinks=2",
         "pqklt:keys=rotated:norms=off:values=trained:exact=bf16",
-        "sq",
-        "sq:k=2.5:v=2:window=7:sinks=3:exact=bf16",
+        "sq:block=64",
+        "sq:k=2.5:v=2:block=64:window=7:sinks=3:exact=bf16",
         "sq:k=4:v=4:block=128:window=1:sinks=0",
         "zack:multiple=8",
         "zack:k=0.5:v=0.6:multiple=8:window=32:sinks=2",
@@ -234,7 +234,9 @@ fn chunks_of_one_token_are_steps() {
     let (model, tokens) = model();
     let (calibration, rest) = tokens.split_at(2048);
     let rope = Rope::new(&model.config, 2048);
-    for spec in ["dense:dtype=f16", "million:exact=f16", "pqklt", "sq", "zack:multiple=8", "cachegen"] {
+    for spec in
+        ["dense:dtype=f16", "million:exact=f16", "pqklt", "sq:block=64", "zack:multiple=8", "cachegen"]
+    {
         let method: Method = spec.parse().unwrap();
         let profile = calibrated(&model, &rope, calibration, std::slice::from_ref(&method)).unwrap();
         let mut decoder = decoder(&gpu, &model, spec, &profile, 1, 256);
@@ -284,7 +286,7 @@ fn a_batch_of_different_lengths_generates_what_each_sequence_does() {
         ("int4:exact=bf16", 40),
         ("million:exact=bf16", 40),
         ("pqklt:exact=bf16", 40),
-        ("sq:exact=bf16", 40),
+        ("sq:block=64:exact=bf16", 40),
         ("zack:multiple=8:exact=bf16", 16),
         ("cachegen:window=16:batch=8:exact=bf16", 8),
     ] {

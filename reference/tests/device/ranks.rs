@@ -114,9 +114,16 @@ fn worst(a: &[Vec<f32>], b: &[Vec<f32>]) -> f64 {
 fn ranks_compute_what_one_does(gpu: &Arc<Gpu>, model: &Arc<Model>, ranks: impl Fn() -> Vec<Rank>) {
     let tokens: Arc<[u32]> = self::model().1[2048..].into();
     let share = model.config.n_kv_heads < ranks().len();
-    for method in
-        ["dense:dtype=f16", "dense:dtype=bf16", "int4", "million:window=16", "pqklt", "sq", "hybrid", "zack"]
-    {
+    for method in [
+        "dense:dtype=f16",
+        "dense:dtype=bf16",
+        "int4",
+        "million:window=16",
+        "pqklt",
+        "sq:block=64",
+        "hybrid",
+        "zack",
+    ] {
         let profile = profile(model, &tokens[..1024], &[method]);
         let sizes = (2, PROMPT + PICKED + 1);
         let mut one = decoder(gpu, model, method, &profile, sizes.0, sizes.1);

@@ -44,7 +44,7 @@ fn refilled_batches_have_the_logits_of_the_cpu() {
         "million:pages=64:pool=1300",
         "pqklt",
         "pqklt:pages=64:pool=1300",
-        "sq",
+        "sq:block=64",
         "hybrid:rows=0.1",
         "pqcache:tokens=128:codebooks=profile",
         "zack:k=1:v=1",
@@ -98,7 +98,7 @@ fn prompts_in_parts_between_steps_have_the_logits_of_the_cpu() {
         "million",
         "million:pages=64:pool=1300",
         "pqklt",
-        "sq",
+        "sq:block=64",
         "hybrid:rows=0.1",
         "zack:k=1:v=1",
     ] {

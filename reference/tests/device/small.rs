@@ -89,7 +89,7 @@ const CACHES: [(usize, &str); 34] = [
     (3, "pqklt:k=8/2:v=8/4:keys=rotated:norms=off:values=trained:window=8:sinks=2"),
     (2, "sq:block=32:window=8:sinks=2"),
     (3, "sq:k=2:v=2:block=32:window=1:sinks=0:exact=bf16"),
-    (2, "sq:k=8:v=1:window=33:sinks=3"),
+    (2, "sq:k=8:v=1:block=64:window=33:sinks=3"),
     (2, "zack:window=8:sinks=2:multiple=8"),
     (2, "zack:k=0.25:v=0.5:window=16:multiple=8:exact=bf16"),
     (2, "zack:k=0.25:v=0.5:window=8:sinks=2:multiple=8:prompt=cut"),

@@ -20,7 +20,7 @@ const CACHES: [&str; 11] = [
     "million",
     "million:pages=64",
     "pqklt",
-    "sq",
+    "sq:block=64",
     "hybrid:rows=0.1",
     "pqcache:tokens=64",
     "zack:k=1:v=1",
@@ -122,7 +122,7 @@ fn both_layouts_of_weights_compute_the_same() {
     let Some(gpu) = gpu("layouts") else { return };
     let (model, tokens) = model();
     let vocab = model.config.vocab_size;
-    for method in ["dense:dtype=f16", "dense:dtype=bf16", "million", "sq"] {
+    for method in ["dense:dtype=f16", "dense:dtype=bf16", "million", "sq:block=64"] {
         let profile = profile(&model, &tokens[..2048], &[method]);
         for batch in [1, 5, 32] {
             let compute = |layout| {

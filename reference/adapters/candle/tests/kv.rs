@@ -110,10 +110,11 @@ fn greedy_tokens_are_those_of_kv() {
     let scratch = std::env::temp_dir().join(format!("kv-candle-{}", std::process::id()));
     std::fs::create_dir_all(&scratch).unwrap();
     let path = |name: &str| scratch.join(name).display().to_string();
-    run(&kv, &["calibrate", &path("profile"), "--tokens", "2048", "--methods", "sq,million"]);
+    run(&kv, &["calibrate", &path("profile"), "--tokens", "2048", "--methods", "sq:block=64,million"]);
     let profile = Profile(candle_core::safetensors::load(path("profile"), &Device::Cpu).unwrap());
 
-    let methods = ["dense:dtype=f32", "sq:exact=f32", "sq:k=4:v=4:exact=f32", "million:exact=f32"];
+    let methods =
+        ["dense:dtype=f32", "sq:block=64:exact=f32", "sq:k=4:v=4:block=64:exact=f32", "million:exact=f32"];
     let mut differences = vec![];
     for (first, len) in PROMPTS {
         let prompt = text[first..first + len].trim();
@@ -131,7 +132,7 @@ fn greedy_tokens_are_those_of_kv() {
             let found = match method {
                 "dense:dtype=f32" => generate(&llama, &ids, vec![Dense::default(); config.layers()]),
                 "million:exact=f32" => generate(&llama, &ids, profile.product(&config)),
-                "sq:exact=f32" => generate(&llama, &ids, profile.scalar(&config, &Bits::uniform(3))),
+                "sq:block=64:exact=f32" => generate(&llama, &ids, profile.scalar(&config, &Bits::uniform(3))),
                 _ => generate(&llama, &ids, profile.scalar(&config, &Bits::uniform(4))),
             };
             println!("{method}, {} tokens of prompt: {} of {}", ids.len(), found.len(), expected.len());

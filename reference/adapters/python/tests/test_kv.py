@@ -27,8 +27,8 @@ pytestmark = pytest.mark.skipif(KV is None, reason="SKIPPED: `kv` is not built, 
 TOKENS = 48
 METHODS = {
     "dense": ("dense:dtype=f32", None),
-    "sq": ("sq:exact=f32", dict(method="sq", batch=64)),
-    "sq at 4 bits": ("sq:k=4:v=4:exact=f32", dict(method="sq", batch=64, key_bits=4.0, value_bits=4)),
+    "sq": ("sq:block=64:exact=f32", dict(method="sq", batch=64)),
+    "sq at 4 bits": ("sq:k=4:v=4:block=64:exact=f32", dict(method="sq", batch=64, key_bits=4.0, value_bits=4)),
     "million": ("million:exact=f32", dict(method="million", batch=1)),
 }
 
@@ -41,7 +41,7 @@ def kv(*arguments) -> None:
 def profile(tmp_path_factory):
     path = tmp_path_factory.mktemp("kv") / "profile"
     texts = [word for text in CALIBRATION for word in ("--text", text)]
-    kv("calibrate", path, *texts, "--tokens", 2048, "--methods", "sq,million")
+    kv("calibrate", path, *texts, "--tokens", 2048, "--methods", "sq:block=64,million")
     return path
 
 

@@ -28,7 +28,7 @@ pub(super) const AUTO: Registration = Registration {
     names: &["auto"],
     help: "\
   auto              scalar codes, bits by what the errors of each layer's   bits=3, or loss=KL of a token,
-                    keys and values cost the model                        or bytes=N of a token; block=64
+                    keys and values cost the model                        or bytes=N of a token; block=256
 ",
     examples: &[
         "auto:bits=8:block=32:exact=f32:window=4",

@@ -30,7 +30,7 @@ use bases::Bases;
 pub(super) const SQ: Registration = Registration {
     names: &["sq"],
     help: "\
-  sq                attention on scalar codes: no codebooks               k=3 v=3 block=64
+  sq                attention on scalar codes: no codebooks               k=3 v=3 block=256
                                                                           mean-error=on|off (on for v=1, v=2)
                       more bits for heads whose keys do not fit the       widen=on|off
                       profile (not on a GPU)

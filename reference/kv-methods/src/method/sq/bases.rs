@@ -23,9 +23,13 @@ pub(in crate::method) struct Bases {
 }
 
 impl Bases {
+    /// Long blocks have fewer scales, and queries are turned to fewer of them; rows are exact until theirs is
+    /// complete.
+    const BLOCK: usize = 256;
+
     /// Takes `block=`.
     pub fn parse(s: &mut Settings<'_>) -> Result<Self> {
-        let block = s.positive("block", 64)?;
+        let block = s.positive("block", Self::BLOCK)?;
         if !block.is_multiple_of(TILE) || block > MAX_BLOCK {
             return Err(Error::Argument(format!(
                 "method {}: block={block}: must be a multiple of {TILE} tokens, at most {MAX_BLOCK}",
