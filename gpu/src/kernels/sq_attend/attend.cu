@@ -85,7 +85,7 @@ __device__ __forceinline__ void attend_entry(const Arguments& a, Work& work) {
     float* results = reinterpret_cast<float*>(shared + RESULTS) + lane.warp * QUERIES * RESULT;
     // 256: the smallest norm is 2^-8.
     Sums sums(results, a.value_step * (1.f / (65280.f * 256 * ValueCodes::SCALE)), lane);
-    KeyProducts keys(table);
+    KeyProducts keys(table, lane);
     const u16* error = nullptr; // of the block of the tiles so far
     bool is_new = true;         // the block of tokens
     while (warp_uniform(tile < tile_end)) {

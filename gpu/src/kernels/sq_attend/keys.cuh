@@ -27,7 +27,7 @@ __device__ __forceinline__ uint4 key_row(u32 keys, const Lane& lane) {
 struct KeyProducts {
     u32 queries[SETS][PARTS]; // B operands: quad l + 4 p, column g
 
-    __device__ __forceinline__ KeyProducts(const KeyTable&) {}
+    __device__ __forceinline__ KeyProducts(const KeyTable&, const Lane&) {}
 
     // Called with the block's queries as integers, [set][quad][column].
     __device__ __forceinline__ void begin_block(const u32* words, const Lane& lane) {
@@ -79,13 +79,32 @@ struct KeyProducts {
     }
 };
 #else
+// Steps of a row that have no branch. Most rows have three or four fields, two a step; absent fields have no bits.
+__device__ constexpr int always(int row) { return row_of(KEY_SLOTS, row).slots > 2 ? 2 : 1; }
+__device__ constexpr int always_before(int row) {
+    int steps = 0;
+    for (int i = 0; i < row; i++) steps += always(i);
+    return steps;
+}
+
 struct KeyProducts {
+    // Of the first steps of a tile without a branch a lane keeps fields and B operands, for all tiles of a head and of a
+    // block: as many as registers suffice for.
+    static constexpr int ALWAYS = always_before(KEY_ROWS), KEPT = RESIDENT > 2 || SETS > 1 ? 0 : ALWAYS < 4 ? ALWAYS : 4;
+
     const KeyTable table;
     const u8* queries; // the block's integers, from column g of quad 0
+    uint4 fields[KEPT ? KEPT : 1];
+    u32 operands[KEPT ? KEPT : 1][SETS][2];
 
-    __device__ __forceinline__ KeyProducts(const KeyTable& table) : table(table) {}
+    // The table is there.
+    __device__ __forceinline__ KeyProducts(const KeyTable& table, const Lane& lane) : table(table) {
+        keep<0>(lane);
+    }
     __device__ __forceinline__ void begin_block(const u32* words, const Lane& lane) {
         queries = reinterpret_cast<const u8*>(words + lane.g);
+#pragma unroll
+        for (int i = 0; i < KEPT; i++) load_operands(operands[i], fields[i]);
     }
 
     __device__ __forceinline__ void multiply(int (&sums)[SETS][2][4], u32 keys, const Lane& lane) const {
@@ -95,20 +114,30 @@ struct KeyProducts {
     }
 
   private:
+    template <int R>
+    __device__ __forceinline__ void keep(const Lane& lane) {
+#pragma unroll
+        for (int i = 0; i < always(R); i++)
+            if (always_before(R) + i < KEPT) fields[always_before(R) + i] = table.fields<R>(lane.l)[i * COLUMNS];
+        if constexpr (R + 1 < KEY_ROWS) keep<R + 1>(lane);
+    }
+
     // A field of four codes. The rotation is the low five bits of `rotation`.
     static __device__ __forceinline__ u32 take(u32 word, u32 rotation, u32 mask) {
         return __funnelshift_r(word, word, rotation) & mask;
     }
 
-    // Two fields.
-    __device__ __forceinline__ void add_step(int (&sums)[SETS][2][4], const u32 (&words)[4], const uint4& field,
-                                             u32 up) const {
-        u32 b[SETS][2];
+    __device__ __forceinline__ void load_operands(u32 (&b)[SETS][2], const uint4& field) const {
 #pragma unroll
         for (int set = 0; set < SETS; set++) {
             b[set][0] = *reinterpret_cast<const u32*>(queries + (field.x & ~31u) + set * QUADS * 32);
             b[set][1] = *reinterpret_cast<const u32*>(queries + (field.z & ~31u) + set * QUADS * 32);
         }
+    }
+
+    // Two fields.
+    static __device__ __forceinline__ void add_step(int (&sums)[SETS][2][4], const u32 (&words)[4], const uint4& field,
+                                                    const u32 (&b)[SETS][2], u32 up) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const u32 *two = words + 2 * i,
@@ -118,6 +147,12 @@ struct KeyProducts {
             for (int set = 0; set < SETS; set++) mma_m16n8k32_u8s8(sums[set][i], a, b[set][0], b[set][1]);
         }
     }
+    __device__ __forceinline__ void add_step(int (&sums)[SETS][2][4], const u32 (&words)[4], const uint4& field,
+                                             u32 up) const {
+        u32 b[SETS][2];
+        load_operands(b, field);
+        add_step(sums, words, field, b, up);
+    }
 
     template <int R>
     __device__ __forceinline__ void add_row(int (&sums)[SETS][2][4], u32 keys, const Lane& lane) const {
@@ -125,17 +160,20 @@ struct KeyProducts {
         const u32 words[4] = {four.x, four.y, four.z, four.w};
         // The two halves of the tokens share the words of a row of one slot.
         const u32 up = row_of(KEY_SLOTS, R).slots == 1 ? lane.g / 4 : 0;
-        const uint4* fields = table.fields<R>(lane.l);
-        // Most rows have three or four fields: two steps without a branch overlap. Absent fields have no bits.
-        constexpr int ALWAYS = row_of(KEY_SLOTS, R).slots > 2 ? 2 : 1;
-        uint4 field[ALWAYS];
+        constexpr int FIRST = always_before(R);
+        const uint4* of_row = table.fields<R>(lane.l);
+        uint4 field[always(R)]; // together, so that their loads overlap
 #pragma unroll
-        for (int i = 0; i < ALWAYS; i++) field[i] = fields[i * COLUMNS];
+        for (int i = 0; i < always(R); i++) field[i] = FIRST + i < KEPT ? fields[FIRST + i] : of_row[i * COLUMNS];
 #pragma unroll
-        for (int i = 0; i < ALWAYS; i++) add_step(sums, words, field[i], up);
+        for (int i = 0; i < always(R); i++)
+            if (FIRST + i < KEPT)
+                add_step(sums, words, field[i], operands[FIRST + i], up);
+            else
+                add_step(sums, words, field[i], up);
 #pragma unroll 1
-        for (u32 step = ALWAYS, steps = table.steps(R); step < steps; step++)
-            add_step(sums, words, fields[step * COLUMNS], up);
+        for (u32 step = always(R), steps = table.steps(R); step < steps; step++)
+            add_step(sums, words, of_row[step * COLUMNS], up);
         if constexpr (R + 1 < KEY_ROWS) add_row<R + 1>(sums, keys, lane);
     }
 };
