@@ -545,17 +545,31 @@ def margin(row):
     ]
 
 
-def models(data):
+def llama_perplexity(data):
     lines = [
-        "# Checkpoints that people have",
+        "# Beside llama.cpp on the same windows",
         "",
-        "    python benches/peers/models.py target/release/kv benches/results NAME=PATH --wikitext WIKITEXT [--text NAME=FILE]... \\",
-        "        [--lengths 2048+8192] [--texts N]",
+        "    python benches/peers/llama_perplexity.py target/release/kv build/bin/llama-perplexity benches/results NAME=MODEL.gguf \\",
+        "        --profile PROFILE --text NAME=FILE... [--windows 2] [--device cuda]",
         "",
-        "On a CPU, on texts that the profile has not seen: columns as in [`any-text`](any-text.md).",
+        "Windows of 2,048 tokens, all of which come from the cache; profiles of `kv` are of the first 4,096 tokens of WikiText-2. KL from the",
+        "same engine's cache in half precision over the second half of each window, by text, as the mean of its windows. Bits of `kv` are all that",
+        "it keeps of a window, exact first and last tokens included; those of llama.cpp are of its formats.",
         "",
     ]
-    return lines + by_model(data["models"])
+    for name, model in data["models"].items():
+        windows = model["windows"]
+        of_text = {text: [w for w in windows if w["text"] == text] for text in dict.fromkeys(w["text"] for w in windows)}
+        mean = lambda among, i, what: sum(w["caches"][i][what] for w in among) / len(among)
+        lines += [f"## {name}", "", f"{time_of(model)}; `kv` on {model['device']}; {', '.join(f'{text} ({len(of)})' for text, of in of_text.items())}.", ""]
+        cells = [
+            [cache["engine"], f"`{cache['cache']}`", f"{mean(windows, i, 'bits'):.2f}"]
+            + [f"{mean(of, i, 'kl'):.5f}" for of in of_text.values()]
+            + [f"{mean(windows, i, 'kl'):.5f}"]
+            for i, cache in enumerate(windows[0]["caches"])
+        ]
+        lines += [*table(["engine", "cache", "bits", *of_text, "all"], cells), ""]
+    return lines
 
 
 def models_device(data):
@@ -923,7 +937,7 @@ PAGES = {
     "pqcache": pqcache,
     "any-text": any_text,
     "margins": margins,
-    "models": models,
+    "llama-perplexity": llama_perplexity,
     "models-device": models_device,
     "streaming": streaming,
     "sq": sq,
