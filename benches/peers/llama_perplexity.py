@@ -57,14 +57,14 @@ def ours(args, model, file, folder):
     """Perplexity in half precision, and a row for each method."""
     out = os.path.join(folder, "json")
 
-    def run(context, methods):
-        command = [args.kv, "compare", "--model", model, "--text", file, "--profile", args.profile, "--calibration", "0", "--device"]
-        command += [args.device, "--methods", ",".join(methods), "--context", context, "--decode", WINDOW - context, "--json", out]
+    def run(context, methods, *options):
+        command = [args.kv, "compare", "--model", model, "--text", file, "--calibration", "0", "--device", args.device, *options]
+        command += ["--methods", ",".join(methods), "--context", context, "--decode", WINDOW - context, "--json", out]
         subprocess.run(list(map(str, command)), check=True, stdout=subprocess.DEVNULL)
         return json.load(open(out))["methods"]
 
     exact = run(WINDOW // 2, ["dense:dtype=f16"])[0]["perplexity"]
-    rows = run(PROMPT, ["dense:dtype=f16", *METHODS])[1:]
+    rows = run(PROMPT, ["dense:dtype=f16", *METHODS], "--profile", args.profile)[1:]
     return exact, {method: (row["bits_per_value"], row["kl_by_position"][-HALF:]) for method, row in zip(METHODS, rows)}
 
 
