@@ -14,7 +14,7 @@ runs one model and keeps the stored results of the others; `--texts N` takes the
 list alone, at lengths that are new or after a change of them: the stored rows of the others stay, and the new ones name their
 commit. Profiles of the texts themselves are made for the lengths of `--own`, by default all.
 
-Before a text is run the script asserts, on 512 tokens of it, that the exact cache has no divergence, that bytes are those of each
+Before a text is run the script asserts, on 1,024 tokens of it, that the exact cache has no divergence, that bytes are those of each
 format, and that of one family more bits have less divergence.
 """
 
@@ -51,7 +51,7 @@ EXACT = 68  # sinks and window, in 16 bits
 
 def check(bench, text, methods):
     """What must hold of any text."""
-    length, decode = 512, 32
+    length, decode = 1024, 32
     rows = bench.eval(text, ["dense", *methods], length, decode, 0)
     assert rows["dense"]["kl"] < 1e-9 and rows["dense"]["top1"] == 1.0
     tokens = length + decode

@@ -9,7 +9,7 @@
 A window is the first 2,048 tokens of a piece of a text. KL is that of the second half of its predictions from those of the same
 engine's cache in half precision, as `llama-perplexity --kl-divergence` counts it. llama.cpp reads all tokens of a window from its cache;
 `kv` decodes a window token by token after its first 8, so that every key and value that is read has left or is in the window of the
-method: codes of their own errors, on both sides. PROFILE is `kv calibrate`'s of another text. Before rows are written the script asserts
+method: codes of their own errors, on both sides. PROFILE is that of `kv calibrate` for `sq`, of another text. Before rows are written the script asserts
 that perplexities in half precision of both engines differ by at most 1 %: they read the same tokens.
 """
 
@@ -58,10 +58,10 @@ def ours(args, model, file, folder):
     out = os.path.join(folder, "json")
 
     def run(context, methods, *options):
-        command = [args.kv, "compare", "--model", model, "--text", file, "--calibration", "0", "--device", args.device, *options]
-        command += ["--methods", ",".join(methods), "--context", context, "--decode", WINDOW - context, "--json", out]
-        subprocess.run(list(map(str, command)), check=True, stdout=subprocess.DEVNULL)
-        return json.load(open(out))["methods"]
+        command = [args.kv, "eval", "--model", model, "--text", file, "--calibration", "0", "--device", args.device, *options]
+        command += ["--trials", "0", "--windows", "0", "--methods", ",".join(methods), "--json", out]
+        subprocess.run([*command, "--lengths", str(context), "--decode", str(WINDOW - context)], check=True, stdout=subprocess.DEVNULL)
+        return json.load(open(out))["rows"]
 
     exact = run(WINDOW // 2, ["dense:dtype=f16"])[0]["perplexity"]
     rows = run(PROMPT, ["dense:dtype=f16", *METHODS], "--profile", args.profile)[1:]
