@@ -74,11 +74,11 @@ fn every_default_method_runs_on_narrow_heads_without_words() {
     for (head_dim, n_kv_heads) in [(8, 2), (8, 1), (10, 4)] {
         let case = format!("{n_kv_heads} heads of {head_dim}");
         let folder = tempfile::tempdir().unwrap();
-        checkpoint(folder.path(), head_dim, n_kv_heads, 500);
+        checkpoint(folder.path(), head_dim, n_kv_heads, 700);
         let json = folder.path().join("json");
         let (model, tokens) = (folder.path(), folder.path().join("text"));
         let args =
-            ["compare", "--model", text(model), "--text", text(&tokens), "--context", "160", "--decode", "6"];
+            ["compare", "--model", text(model), "--text", text(&tokens), "--context", "360", "--decode", "6"];
         let output = run(&case, kv(&[&args[..], &["--json", text(&json), "--device", "cpu"]].concat()));
         let stderr = String::from_utf8_lossy(&output.stderr);
         assert!(output.status.success(), "{case}: {stderr}");
