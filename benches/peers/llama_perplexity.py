@@ -8,9 +8,9 @@
 
 A window is the first 2,048 tokens of a piece of a text. KL is that of the second half of its predictions from those of the same
 engine's cache in half precision, as `llama-perplexity --kl-divergence` counts it. llama.cpp reads all tokens of a window from its cache;
-`kv` decodes a window token by token after its first 8, so that every key and value that is read has left or is in the window of the
-method: codes of their own errors, on both sides. PROFILE is that of `kv calibrate` for `sq`, of another text. Before rows are written the script asserts
-that perplexities in half precision of both engines differ by at most 1 %: they read the same tokens.
+`kv` decodes a window token by token after its first 8, so that the codes of a token are made of rows that codes have led to, as in
+llama.cpp. PROFILE is that of `kv calibrate` for `sq`, of another text. Before rows are written the script asserts that perplexities
+in half precision of both engines differ by at most 1 %: they read the same tokens.
 """
 
 import argparse, json, math, os, re, subprocess, tempfile
