@@ -88,9 +88,10 @@ __device__ constexpr int always_before(int row) {
 }
 
 struct KeyProducts {
-    // Of the first steps of a tile without a branch a lane keeps fields and B operands, for all tiles of a head and of a
-    // block: as many as registers suffice for.
-    static constexpr int ALWAYS = always_before(KEY_ROWS), KEPT = RESIDENT > 2 || SETS > 1 ? 0 : ALWAYS < 4 ? ALWAYS : 4;
+    // Of the steps of a tile without a branch, a lane keeps the fields for all tiles of a head, and the B operands for
+    // those of a block: as many as registers suffice for.
+    static constexpr int ALWAYS = always_before(KEY_ROWS);
+    static constexpr int KEPT = RESIDENT > 2 || SETS > 1 ? 0 : ALWAYS < 4 ? ALWAYS : 4;
 
     const KeyTable table;
     const u8* queries; // the block's integers, from column g of quad 0
