@@ -85,9 +85,10 @@ def measure(bench, text, methods, length, decode, trials, with_own):
 
 
 def merged(stored, rows):
-    """The stored rows of a run, with new ones in their places."""
+    """The stored rows of a run, also of methods that have left the list, with new ones in their places."""
     by_method = {row["method"]: row for row in [*stored, *({**row, "commit": tables.commit()} for row in rows)]}
-    return [by_method[method] for method in METHODS if method in by_method]
+    order = list(METHODS)
+    return sorted(by_method.values(), key=lambda row: order.index(row["method"]) if row["method"] in order else len(order))
 
 
 def main():

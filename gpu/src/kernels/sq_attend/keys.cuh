@@ -79,26 +79,27 @@ struct KeyProducts {
     }
 };
 #else
-// Steps of a row that have no branch. Most rows have three or four fields, two a step; absent fields have no bits.
-__device__ constexpr int always(int row) { return row_of(KEY_SLOTS, row).slots > 2 ? 2 : 1; }
-__device__ constexpr int always_before(int row) {
+// Steps that every row takes, without a branch. Most rows have three or four fields, two a step; absent fields have no
+// bits.
+__device__ constexpr int fixed_steps(int row) { return row_of(KEY_SLOTS, row).slots > 2 ? 2 : 1; }
+__device__ constexpr int fixed_steps_before(int row) {
     int steps = 0;
-    for (int i = 0; i < row; i++) steps += always(i);
+    for (int i = 0; i < row; i++) steps += fixed_steps(i);
     return steps;
 }
 
 struct KeyProducts {
-    // Of the steps of a tile without a branch, a lane keeps the fields for all tiles of a head, and the B operands for
+    // Of the fixed steps of a tile, a lane keeps the fields for all tiles of a head, and the B operands for
     // those of a block: as many as registers suffice for.
-    static constexpr int ALWAYS = always_before(KEY_ROWS);
-    static constexpr int KEPT = RESIDENT > 2 || SETS > 1 ? 0 : ALWAYS < 4 ? ALWAYS : 4;
+    static constexpr int FIXED_STEPS = fixed_steps_before(KEY_ROWS);
+    static constexpr int KEPT = RESIDENT > 2 || SETS > 1 ? 0 : FIXED_STEPS < 4 ? FIXED_STEPS : 4;
 
     const KeyTable table;
     const u8* queries; // the block's integers, from column g of quad 0
     uint4 fields[KEPT ? KEPT : 1];
     u32 operands[KEPT ? KEPT : 1][SETS][2];
 
-    // The table is there.
+    // Called when the table is complete in shared memory.
     __device__ __forceinline__ KeyProducts(const KeyTable& table, const Lane& lane) : table(table) {
         keep<0>(lane);
     }
@@ -117,9 +118,10 @@ struct KeyProducts {
   private:
     template <int R>
     __device__ __forceinline__ void keep(const Lane& lane) {
+        constexpr int FIRST = fixed_steps_before(R);
 #pragma unroll
-        for (int i = 0; i < always(R); i++)
-            if (always_before(R) + i < KEPT) fields[always_before(R) + i] = table.fields<R>(lane.l)[i * COLUMNS];
+        for (int i = 0; i < fixed_steps(R); i++)
+            if (FIRST + i < KEPT) fields[FIRST + i] = table.fields<R>(lane.l)[i * COLUMNS];
         if constexpr (R + 1 < KEY_ROWS) keep<R + 1>(lane);
     }
 
@@ -161,19 +163,19 @@ struct KeyProducts {
         const u32 words[4] = {four.x, four.y, four.z, four.w};
         // The two halves of the tokens share the words of a row of one slot.
         const u32 up = row_of(KEY_SLOTS, R).slots == 1 ? lane.g / 4 : 0;
-        constexpr int FIRST = always_before(R);
+        constexpr int FIRST = fixed_steps_before(R);
         const uint4* of_row = table.fields<R>(lane.l);
-        uint4 field[always(R)]; // together, so that their loads overlap
+        uint4 field[fixed_steps(R)]; // together, so that their loads overlap
 #pragma unroll
-        for (int i = 0; i < always(R); i++) field[i] = FIRST + i < KEPT ? fields[FIRST + i] : of_row[i * COLUMNS];
+        for (int i = 0; i < fixed_steps(R); i++) field[i] = FIRST + i < KEPT ? fields[FIRST + i] : of_row[i * COLUMNS];
 #pragma unroll
-        for (int i = 0; i < always(R); i++)
+        for (int i = 0; i < fixed_steps(R); i++)
             if (FIRST + i < KEPT)
                 add_step(sums, words, field[i], operands[FIRST + i], up);
             else
                 add_step(sums, words, field[i], up);
 #pragma unroll 1
-        for (u32 step = always(R), steps = table.steps(R); step < steps; step++)
+        for (u32 step = fixed_steps(R), steps = table.steps(R); step < steps; step++)
             add_step(sums, words, of_row[step * COLUMNS], up);
         if constexpr (R + 1 < KEY_ROWS) add_row<R + 1>(sums, keys, lane);
     }

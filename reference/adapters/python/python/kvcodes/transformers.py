@@ -295,8 +295,8 @@ class CodesCache(Cache):
     """A cache of codes for a model on the CPU, which is set to the attention function of this module.
 
     ``method`` is ``"sq"`` (scalar codes, which hold on any text) or ``"million"`` (product codes). Settings
-    of ``sq``: ``key_bits`` (3.0), ``value_bits`` (3), ``block`` (64; 256 has fewer bits and less work where
-    contexts have thousands of tokens), ``mean_error``. Settings of ``million``: ``k``, ``v``, each
+    of ``sq``: ``key_bits`` (3.0), ``value_bits`` (3), ``block`` (64; 256 is less work, and fewer bits
+    from some ten thousand tokens on), ``mean_error``. Settings of ``million``: ``k``, ``v``, each
     (subspaces, bits). Exact rows: ``sinks`` first and ``recent`` last tokens, which leave in multiples of
     ``batch``, as elements of ``dtype`` (that of the model). """
 
